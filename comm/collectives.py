@@ -1,0 +1,303 @@
+"""Every collective, from non-blocking send and receive alone, with torch's own beside them.
+
+                    before                      after                    patterns
+  broadcast         root: x                     all: x                   tree  flat
+  scatter           root: [x0 x1 x2]            rank r: xr               flat
+  gather            rank r: xr                  root: [x0 x1 x2]         flat
+  reduce            rank r: x(r)                root: x(0)+x(1)+x(2)     tree  flat
+  all_gather        rank r: xr                  all: [x0 x1 x2]          ring
+  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    ring
+  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      ring  tree  flat  recursive_doubling
+                                                                         halving_doubling
+  all_to_all        rank r: [xr0 xr1 xr2]       rank r: [x0r x1r x2r]    pairwise
+  barrier                                       nobody leaves before all have come
+
+Each returns a handle; with `async_op=True` it returns at once and `handle.wait()` ends the operation:
+until then leave its tensors alone. `root` is a rank of `group`. `op` is "sum", "mean", "max", "min" or
+"product". A whole tensor is divided among the ranks as `comm.shards` says, so sizes need not divide.
+`pattern=None` takes the first one listed on gloo and torch's on nccl; "torch" asks for
+`torch.distributed`'s own. All errors are CommErrors; ranks that do not fit together all get the same one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from comm import doubling, flat, native, pairwise, ring, tree
+from comm.header import Header, agree
+from comm.order import Handle, queue_of
+from comm.reduction import check_reduction
+from comm.shards import shard_sizes
+from comm.wire import CommError, Group, Wire
+
+PATTERNS = {
+    "broadcast": ("tree", "flat"),
+    "scatter": ("flat",),
+    "gather": ("flat",),
+    "reduce": ("tree", "flat"),
+    "all_gather": ("ring",),
+    "reduce_scatter": ("ring",),
+    "all_reduce": ("ring", "tree", "flat", "recursive_doubling", "halving_doubling"),
+    "all_to_all": ("pairwise",),
+    "barrier": ("tree",),
+}
+
+Work = Handle | native.NativeHandle
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """Every rank's `tensor` becomes the root's; any shape, the same number of elements on all."""
+    pattern = _choose("broadcast", pattern, group, root)
+    if pattern == "torch":
+        return native.broadcast(tensor, root, group, async_op)
+    work = {"tree": tree.broadcast, "flat": flat.broadcast}[pattern]
+    header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
+    return _submit(header, group, async_op, lambda wire, x: work(wire, x, root), _InOut(tensor))
+
+
+def scatter(
+    shard: torch.Tensor,
+    full: torch.Tensor | None = None,
+    root: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """Every rank's `shard` becomes its part of the root's `full`; the other ranks pass no `full`."""
+    pattern = _choose("scatter", pattern, group, root)
+    full = _at_root("scatter", full, root, group)
+    if pattern == "torch":
+        return native.scatter(shard, full, root, group, async_op)
+    header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
+    work = lambda wire, s, f=None: flat.scatter(wire, s, f, root)  # noqa: E731
+    return _submit(header, group, async_op, work, _Out(shard), *([_In(full)] if full is not None else []))
+
+
+def gather(
+    shard: torch.Tensor,
+    full: torch.Tensor | None = None,
+    root: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """The root's `full` becomes all ranks' shards in rank order; the other ranks pass no `full`."""
+    pattern = _choose("gather", pattern, group, root)
+    full = _at_root("gather", full, root, group)
+    if pattern == "torch":
+        return native.gather(shard, full, root, group, async_op)
+    header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
+    work = lambda wire, s, f=None: flat.gather(wire, f, s, root)  # noqa: E731
+    return _submit(header, group, async_op, work, _In(shard), *([_Out(full)] if full is not None else []))
+
+
+def reduce(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    root: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """The root's `tensor` becomes the reduction of all ranks'; the others' stay as they are."""
+    pattern = _choose("reduce", pattern, group, root)
+    check_reduction(op, tensor.dtype)
+    if pattern == "torch":
+        return native.reduce(tensor, op, root, group, async_op)
+    work = {"tree": tree.reduce, "flat": flat.reduce}[pattern]
+    header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
+    operand = _InOut(tensor) if dist.get_rank(group) == root else _In(tensor)
+    return _submit(header, group, async_op, lambda wire, x: work(wire, x, op, root), operand)
+
+
+def all_gather(
+    full: torch.Tensor,
+    shard: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """Every rank's `full` becomes all shards in rank order. `shard` may be this rank's part of `full`."""
+    pattern = _choose("all_gather", pattern, group)
+    if pattern == "torch":
+        return native.all_gather(full, shard, group, async_op)
+    header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
+    return _submit(header, group, async_op, ring.all_gather, _Out(full), _In(shard))
+
+
+def reduce_scatter(
+    shard: torch.Tensor,
+    full: torch.Tensor,
+    op: str = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """`shard` becomes this rank's part of the reduction of all ranks' `full`, which stays as it is."""
+    pattern = _choose("reduce_scatter", pattern, group)
+    check_reduction(op, full.dtype)
+    if pattern == "torch":
+        return native.reduce_scatter(shard, full, op, group, async_op)
+    header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
+    work = lambda wire, s, f: ring.reduce_scatter(wire, s, f, op)  # noqa: E731
+    return _submit(header, group, async_op, work, _Out(shard), _In(full))
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """Every rank's `tensor` becomes the reduction of all, bitwise the same on every rank."""
+    pattern = _choose("all_reduce", pattern, group)
+    check_reduction(op, tensor.dtype)
+    if pattern == "torch":
+        return native.all_reduce(tensor, op, group, async_op)
+    work = {
+        "ring": ring.all_reduce,
+        "tree": tree.all_reduce,
+        "flat": flat.all_reduce,
+        "recursive_doubling": doubling.recursive_doubling,
+        "halving_doubling": doubling.halving_doubling,
+    }[pattern]
+    header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
+    return _submit(header, group, async_op, lambda wire, x: work(wire, x, op), _InOut(tensor))
+
+
+def all_to_all(
+    output: torch.Tensor,
+    full: torch.Tensor,
+    output_sizes: list[int] | None = None,
+    input_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    pattern: str | None = None,
+) -> Work:
+    """Part p of `full` goes to rank p, part p of `output` comes from rank p.
+
+    Sizes count elements of each part, in rank order; without them the tensors are divided evenly as in
+    `comm.shards`, which fits on every rank only when the ranks divide the number of elements.
+    """
+    pattern = _choose("all_to_all", pattern, group)
+    n = dist.get_world_size(group)
+    outs = output_sizes if output_sizes is not None else shard_sizes(output.numel(), n)
+    ins = input_sizes if input_sizes is not None else shard_sizes(full.numel(), n)
+    for name, sizes, tensor in (("output", outs, output), ("input", ins, full)):
+        if len(sizes) != n or sum(sizes) != tensor.numel():
+            raise CommError(
+                f"all_to_all: {name}_sizes {sizes} are not {n} parts of {tensor.numel()} elements."
+            )
+    if pattern == "torch":
+        return native.all_to_all(output, full, outs, ins, group, async_op)
+    header = Header("all_to_all", pattern, full.dtype)
+    work = lambda wire, out, x: pairwise.all_to_all(wire, out, x, outs, ins)  # noqa: E731
+    return _submit(header, group, async_op, work, _Out(output), _In(full))
+
+
+def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
+    """No rank's handle ends before every rank has called it: the exchange of headers is all it takes."""
+    pattern = _choose("barrier", pattern, group)
+    if pattern == "torch":
+        return native.barrier(group, async_op)
+    return _submit(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
+
+
+@dataclass(frozen=True)
+class _In:
+    """A tensor that an operation reads. On the wire it is flat, contiguous and in host memory."""
+
+    tensor: torch.Tensor
+
+    def to_wire(self) -> torch.Tensor:
+        return self.tensor.detach().to("cpu").contiguous().view(-1)
+
+    def from_wire(self, wired: torch.Tensor) -> None:
+        pass
+
+
+class _InOut(_In):
+    """A tensor that an operation reads and writes; what was copied for the wire is copied back."""
+
+    def from_wire(self, wired: torch.Tensor) -> None:
+        if wired.data_ptr() != self.tensor.data_ptr():
+            self.tensor.detach().copy_(wired.view(self.tensor.shape))
+
+
+class _Out(_InOut):
+    """A tensor that an operation writes."""
+
+
+def _submit(
+    header: Header, group: Group, async_op: bool, work: Callable[..., None], *operands: _In
+) -> Handle:
+    for operand in operands:
+        if operand.tensor.dtype != header.dtype:
+            raise CommError(
+                f"{header.op}: the tensors of one call must have one dtype, not {operand.tensor.dtype} too."
+            )
+    # The communication thread must not read what the GPU has still to compute.
+    event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
+
+    def job(sequence: int) -> None:
+        if event is not None:
+            event.synchronize()
+        wire = Wire(group, header.op, header.pattern, sequence)
+        _check_shards(agree(wire, header))
+        wired = [operand.to_wire() for operand in operands]
+        work(wire, *wired)
+        for operand, tensor in zip(operands, wired, strict=True):
+            operand.from_wire(tensor)
+
+    return queue_of(group).submit(job, async_op)
+
+
+def _check_shards(headers: list[Header]) -> None:
+    """Raises CommError, on every rank, unless each rank's shard is its part of the whole."""
+    op = headers[0].op
+    if op not in ("scatter", "gather", "all_gather", "reduce_scatter"):
+        return
+    whole = max(header.full for header in headers)
+    for rank, size in enumerate(shard_sizes(whole, len(headers))):
+        if headers[rank].shard != size:
+            raise CommError(
+                f"{op}: the shard of rank {rank} has {headers[rank].shard} elements, but its part of "
+                f"{whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
+            )
+
+
+def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
+    queue_of(group)  # says so when there is no group
+    if not 0 <= root < dist.get_world_size(group):
+        raise CommError(f"{op}: root {root} is not a rank of this group of {dist.get_world_size(group)}.")
+    on_nccl = dist.get_backend(group) == "nccl"
+    if pattern is None:
+        return "torch" if on_nccl else PATTERNS[op][0]
+    if pattern != "torch" and pattern not in PATTERNS[op]:
+        raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
+    if pattern != "torch" and on_nccl:
+        raise CommError(
+            f"{op}: our patterns speak gloo, and this group speaks nccl; use pattern='torch' or BACKEND=gloo."
+        )
+    return pattern
+
+
+def _at_root(op: str, full: torch.Tensor | None, root: int, group: Group) -> torch.Tensor | None:
+    if dist.get_rank(group) != root:
+        return None
+    if full is None:
+        raise CommError(f"{op}: rank {root} is the root and must pass the whole tensor.")
+    return full
+
+
+def _numel(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()

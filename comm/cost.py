@@ -1,0 +1,164 @@
+"""What a collective costs: exact bytes and messages each rank sends, and the time alpha and beta predict.
+
+A message of b bytes takes alpha + b * beta seconds: alpha is the latency of a message, beta the time of a
+byte (Hockney's model, 1994; collectives in it: Thakur, Rabenseifner & Gropp, 2005). The arithmetic of a
+reduction is left out: on every network worth the name it is cheaper than moving the bytes.
+
+With n ranks and a tensor of B bytes, the whole of it counted on every rank (L = ceil(log2 n)):
+
+    broadcast       flat  alpha + (n-1) B beta                tree  L (alpha + B beta)
+    reduce          flat  alpha + (n-1) B beta                tree  L (alpha + B beta)
+    scatter, gather flat  alpha + (n-1)/n B beta
+    all_gather      ring  (n-1) (alpha + B/n beta)            reduce_scatter the same
+    all_reduce      flat  2 (alpha + (n-1) B beta)            tree  2 L (alpha + B beta)
+                    ring  2 (n-1) (alpha + B/n beta)
+                    recursive doubling  L (alpha + B beta)
+                    halving-doubling    2 L alpha + 2 (n-1)/n B beta
+    all_to_all      pairwise  (n-1) alpha + (n-1)/n B beta
+    header of each  L alpha
+
+The two doublings stand for powers of two; for other n, the largest one below n and two more B.
+"""
+
+from dataclasses import dataclass
+
+from comm.header import ROW_BYTES
+from comm.shards import SEGMENT_BYTES, shard_sizes
+from lab.ledger import Traffic
+
+
+@dataclass(frozen=True)
+class Link:
+    """alpha in seconds per message, beta in seconds per byte."""
+
+    alpha: float
+    beta: float
+
+
+def header_traffic(op: str, ranks: int) -> Traffic:
+    """What the header of one of our collectives sends per rank, whatever the tensor's size."""
+    traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
+    if op == "all_to_all":  # a second exchange: how much each sends to each
+        traffic += Traffic((ranks - 1) * 2 * ranks * 8, _log2_up(ranks))
+    return traffic
+
+
+def traffic(
+    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
+) -> Traffic:
+    """Payload that `rank` sends, exactly. `numel` counts the whole tensor: all shards together.
+
+    For torch's own pattern: what the best-known algorithm sends (the ring, or the tree from a root).
+    """
+    if pattern == "torch":
+        pattern = {"broadcast": "tree", "reduce": "tree", "scatter": "flat", "gather": "flat"}.get(op, "ring")
+        pattern = {"all_to_all": "pairwise", "barrier": "ring"}.get(op, pattern)
+        segment_bytes = max(1, numel * itemsize)
+    else:
+        segment_bytes = SEGMENT_BYTES
+    sizes = shard_sizes(numel, ranks)
+    position = (rank - root) % ranks
+
+    def whole(times: int) -> Traffic:
+        return Traffic(times * numel * itemsize, times) if numel else Traffic()
+
+    def shards(which: list[int], segmented: bool) -> Traffic:
+        per_message = max(1, segment_bytes // itemsize)
+        messages = [-(-sizes[s] // per_message) if segmented else min(1, sizes[s]) for s in which]
+        return Traffic(sum(sizes[s] for s in which) * itemsize, sum(messages))
+
+    others = [r for r in range(ranks) if r != rank]
+    not_the_rights = [r for r in range(ranks) if r != (rank + 1) % ranks]
+    match op, pattern:
+        case "barrier", _:
+            return Traffic()
+        case "broadcast", "flat":
+            return whole(ranks - 1 if position == 0 else 0)
+        case "broadcast", "tree":
+            return whole(_num_children(position, ranks))
+        case "reduce", "flat" | "tree":
+            return whole(0 if position == 0 else 1)
+        case "scatter", "flat":
+            return shards(others, False) if position == 0 else Traffic()
+        case "gather", "flat":
+            return shards([rank], False) if position != 0 else Traffic()
+        case "reduce_scatter", "ring":
+            return shards(others, True)
+        case "all_gather", "ring":
+            return shards(not_the_rights, True) if ranks > 1 else Traffic()
+        case "all_to_all", "pairwise":
+            return pairwise_traffic(sizes, itemsize, rank)
+        case "all_reduce", "ring":
+            return shards(others, True) + (shards(not_the_rights, True) if ranks > 1 else Traffic())
+        case "all_reduce", "flat":
+            return whole(ranks - 1 if rank == 0 else 1)
+        case "all_reduce", "tree":
+            return whole((0 if rank == 0 else 1) + _num_children(rank, ranks))
+        case "all_reduce", "recursive_doubling":
+            power = 1 << (ranks.bit_length() - 1)
+            return whole(1 if rank >= power else _log2_up(power) + (rank + power < ranks))
+        case "all_reduce", "halving_doubling":
+            return _halving_doubling(numel, itemsize, ranks, rank)
+    raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
+
+
+def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
+    """Predicted time of one collective over a tensor of `num_bytes` in all, its header included."""
+    n, b, log = ranks, num_bytes * link.beta, _log2_up(ranks)
+    a = link.alpha
+    if n == 1:
+        return 0.0
+    power = 1 << (n.bit_length() - 1)
+    log_power, folds = power.bit_length() - 1, 0 if power == n else 2
+    predicted = {
+        ("barrier", "tree"): 0.0,
+        ("broadcast", "flat"): a + (n - 1) * b,
+        ("broadcast", "tree"): log * (a + b),
+        ("reduce", "flat"): a + (n - 1) * b,
+        ("reduce", "tree"): log * (a + b),
+        ("scatter", "flat"): a + (n - 1) / n * b,
+        ("gather", "flat"): a + (n - 1) / n * b,
+        ("all_gather", "ring"): (n - 1) * (a + b / n),
+        ("reduce_scatter", "ring"): (n - 1) * (a + b / n),
+        ("all_reduce", "ring"): 2 * (n - 1) * (a + b / n),
+        ("all_reduce", "flat"): 2 * (a + (n - 1) * b),
+        ("all_reduce", "tree"): 2 * log * (a + b),
+        ("all_reduce", "recursive_doubling"): (log_power + folds) * (a + b),
+        ("all_reduce", "halving_doubling"): 2 * log_power * a + 2 * (power - 1) / power * b + folds * (a + b),
+        ("all_to_all", "pairwise"): (n - 1) * a + (n - 1) / n * b,
+    }
+    if (op, pattern) not in predicted:
+        raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
+    headers = 2 if op == "all_to_all" else 1
+    return predicted[op, pattern] + headers * log * a
+
+
+def pairwise_traffic(input_sizes: list[int], itemsize: int, rank: int) -> Traffic:
+    """What `rank` sends in an all-to-all in which part p of its tensor has `input_sizes[p]` elements."""
+    sent = [size for peer, size in enumerate(input_sizes) if peer != rank and size]
+    return Traffic(sum(sent) * itemsize, len(sent))
+
+
+def _halving_doubling(numel: int, itemsize: int, ranks: int, rank: int) -> Traffic:
+    power = 1 << (ranks.bit_length() - 1)
+    if numel == 0:
+        return Traffic()
+    if rank >= power:
+        return Traffic(numel * itemsize, 1)
+    sent = [numel] if rank + power < ranks else []
+    have, bit = numel, power // 2
+    while bit:
+        kept = have // 2 if rank & bit else (have + 1) // 2
+        sent += [have - kept, kept]  # one on the way in, the other on the way back
+        have, bit = kept, bit // 2
+    return Traffic(sum(sent) * itemsize, sum(size > 0 for size in sent))
+
+
+def _num_children(position: int, ranks: int) -> int:
+    """Children of a position in the binomial tree over `ranks`, counted from the root."""
+    reach = position & -position if position else 1 << _log2_up(ranks)
+    return sum(position + (1 << k) < ranks for k in range(reach.bit_length() - 1))
+
+
+def _log2_up(n: int) -> int:
+    return (n - 1).bit_length()

@@ -1,0 +1,205 @@
+"""The same collectives done by torch.distributed itself, for comparison and for nccl.
+
+What torch sends cannot be counted from outside, so the ledger books the formula of the best-known algorithm
+and marks it as booked. On a container's interface one can see what really moves (comm.tour).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from comm import cost
+from comm.shards import shards_of
+from comm.wire import CommError, Group, peer_trouble
+from lab.ledger import LEDGER
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class NativeHandle:
+    """torch's own work under way, with the interface of comm.order.Handle."""
+
+    def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
+        self._op, self._work, self._finish = op, work, finish
+
+    def wait(self) -> None:
+        """Block until the operation has ended; raises CommError when a peer is gone or the time is up."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CommError(
+                f"{self._op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}."
+            ) from error
+        if self._finish is not None:
+            self._finish()
+
+    def is_completed(self) -> bool:
+        """True once `wait()` would not block."""
+        return self._work is None or self._work.is_completed()
+
+
+def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> NativeHandle:
+    flat, restore = _flat(tensor)
+    _book("broadcast", flat, group, root)
+    return _start(
+        "broadcast",
+        async_op,
+        restore,
+        lambda: dist.broadcast(flat, group_src=root, group=group, async_op=True),
+    )
+
+
+def scatter(
+    shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
+) -> NativeHandle:
+    flat, restore = _flat(shard)
+    parts = _equal_parts("scatter", full, flat, group) if full is not None else None
+    _book("scatter", flat, group, root, times=dist.get_world_size(group))
+    return _start(
+        "scatter",
+        async_op,
+        restore,
+        lambda: dist.scatter(flat, parts, group_src=root, group=group, async_op=True),
+    )
+
+
+def gather(
+    shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
+) -> NativeHandle:
+    flat, _ = _flat(shard)
+    whole, restore = _flat(full) if full is not None else (None, None)
+    parts = _equal_parts("gather", whole, flat, group) if whole is not None else None
+    _book("gather", flat, group, root, times=dist.get_world_size(group))
+    return _start(
+        "gather",
+        async_op,
+        restore,
+        lambda: dist.gather(flat, parts, group_dst=root, group=group, async_op=True),
+    )
+
+
+def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> NativeHandle:
+    flat, restore = _flat(tensor)
+    if dist.get_rank(group) != root:
+        flat, restore = flat.clone(), None  # torch leaves partial results in it
+    _book("reduce", flat, group, root)
+    return _start(
+        "reduce",
+        async_op,
+        restore,
+        lambda: dist.reduce(flat, group_dst=root, op=_REDUCTIONS[op], group=group, async_op=True),
+    )
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> NativeHandle:
+    flat, _ = _flat(shard)
+    whole, restore = _flat(full)
+    _equal_parts("all_gather", whole, flat, group)
+    _book("all_gather", whole, group)
+    return _start(
+        "all_gather",
+        async_op,
+        restore,
+        lambda: dist.all_gather_single(whole, flat, group=group, async_op=True),
+    )
+
+
+def reduce_scatter(
+    shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool
+) -> NativeHandle:
+    flat, restore = _flat(shard)
+    whole, _ = _flat(full)
+    _equal_parts("reduce_scatter", whole, flat, group)
+    _book("reduce_scatter", whole, group)
+    return _start(
+        "reduce_scatter",
+        async_op,
+        restore,
+        lambda: dist.reduce_scatter_single(flat, whole, op=_REDUCTIONS[op], group=group, async_op=True),
+    )
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> NativeHandle:
+    flat, restore = _flat(tensor)
+    _book("all_reduce", flat, group)
+    return _start(
+        "all_reduce",
+        async_op,
+        restore,
+        lambda: dist.all_reduce(flat, op=_REDUCTIONS[op], group=group, async_op=True),
+    )
+
+
+def all_to_all(
+    output: torch.Tensor,
+    full: torch.Tensor,
+    out_sizes: list[int],
+    in_sizes: list[int],
+    group: Group,
+    async_op: bool,
+) -> NativeHandle:
+    flat, restore = _flat(output)
+    whole, _ = _flat(full)
+    LEDGER.book(
+        "all_to_all", "torch", cost.pairwise_traffic(in_sizes, whole.element_size(), dist.get_rank(group))
+    )
+    return _start(
+        "all_to_all",
+        async_op,
+        restore,
+        lambda: dist.all_to_all_single(flat, whole, out_sizes, in_sizes, group=group, async_op=True),
+    )
+
+
+def barrier(group: Group, async_op: bool) -> NativeHandle:
+    return _start("barrier", async_op, None, lambda: dist.barrier(group=group, async_op=True))
+
+
+def _start(
+    op: str, async_op: bool, finish: Callable[[], object] | None, start: Callable[[], dist.Work | None]
+) -> NativeHandle:
+    try:
+        handle = NativeHandle(op, start(), finish)
+    except RuntimeError as error:
+        raise CommError(
+            f"{op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}."
+        ) from error
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    """A contiguous flat view, or a flat copy and the function that copies it back."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1), None
+    flat = tensor.contiguous().view(-1)
+    return flat, lambda: tensor.copy_(flat.view_as(tensor))
+
+
+def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    n = dist.get_world_size(group)
+    if full.numel() != n * shard.numel():
+        raise CommError(
+            f"{op}: torch's own needs equal shards, but {full.numel()} elements on {n} ranks are not "
+            f"{shard.numel()} for each; pad the tensor or take one of our patterns."
+        )
+    return shards_of(full.detach().reshape(-1), n)
+
+
+def _book(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    LEDGER.book(
+        op, "torch", cost.traffic(op, "torch", flat.numel() * times, flat.element_size(), n, rank, root)
+    )

@@ -1,0 +1,108 @@
+"""One operation at a time in each group, in the order they were called: the handle and its thread.
+
+Two collectives of one group that run at once may interleave differently on two ranks and wait for each other
+for ever. So a group has one queue. An asynchronous operation runs on the group's communication thread;
+a synchronous one runs on the caller's when the queue is empty, and takes its turn when not.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from comm.wire import Group, group_of
+
+
+class Handle:
+    """An operation under way. `wait()` blocks until its result is there and raises what it raised."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Block until the operation has ended; raises the operation's own error."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """True once `wait()` would not block."""
+        return self._done.is_set()
+
+    def run(self) -> None:
+        try:
+            self._job()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._job = _nothing  # frees the tensors that the job holds
+            self._done.set()
+
+
+class GroupQueue:
+    """The operations of one group, first in, first out."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Handle] = deque()
+        self._busy = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.sequence = 0
+
+    def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
+        """Queue `job(sequence)`; with `async_op` False, return after it has ended (raising its error)."""
+        with self._changed:
+            self.sequence += 1
+            number = self.sequence
+            handle = Handle(lambda: job(number))
+            here = not async_op and not self._busy and not self._waiting
+            if here:
+                self._busy = True
+            else:
+                self._waiting.append(handle)
+                self._start_thread()
+                self._changed.notify_all()
+        if here:
+            self._run(handle)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def _run(self, handle: Handle) -> None:
+        try:
+            handle.run()
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="communication", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting and not self._busy)
+                self._busy = True
+                handle = self._waiting.popleft()
+            self._run(handle)
+
+
+_queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupQueue]" = weakref.WeakKeyDictionary()
+_queues_lock = threading.Lock()
+
+
+def queue_of(group: Group) -> GroupQueue:
+    """The queue that belongs to a group; it lives as long as the group."""
+    with _queues_lock:
+        return _queues.setdefault(group_of(group), GroupQueue())
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,162 @@
+"""Point to point: what two ranks can do for each other, and how four of them lock each other out.
+
+      blocking       send returns when the tensor may be used again, recv when it is there.
+      non-blocking   isend and irecv return at once; wait() does the rest. Post receives first: the
+                     payload moves only once its receive is posted.
+
+The send-first ring: everyone sends to the right and then receives from the left. On gloo a blocking send
+waits for its receive, so everyone waits for somebody who is still sending: a deadlock, however small
+the message. (MPI may hide it for small messages behind a buffer; it is as wrong there.)
+
+      rank 0 ─send─► rank 1 ─send─► rank 2 ─send─► rank 0 ...        nobody receives
+
+Two cures: break the symmetry (even ranks send first, odd ones receive first; any number of ranks works, for
+with an odd number the two even neighbours resolve one after the other), or do not block.
+
+How long a message takes: alpha + bytes * beta, the latency and the time of a byte (Hockney, 1994). Ping-pong
+with a tiny message measures alpha, with a large one beta.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import tyro
+
+from comm import collectives
+from comm.cost import Link
+from comm.rendezvous import joined
+from comm.wire import Group, Transfer, peer_wire
+from lab.cluster import Cluster
+
+
+def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
+    """Start sending a contiguous tensor to rank `dst` of the group; `wait()` before you change it."""
+    return peer_wire(group).isend(tensor.detach(), dst)
+
+
+def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
+    """Start receiving from rank `src` into a contiguous tensor of the size and dtype it sends.
+
+    The k-th receive from a rank meets its k-th send. Nobody compares sizes here: agree on them first.
+    """
+    return peer_wire(group).irecv(tensor.detach(), src)
+
+
+def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
+    """Send and wait. On gloo this returns only when `dst` has posted its receive."""
+    isend(tensor, dst, group).wait()
+
+
+def recv(tensor: torch.Tensor, src: int, group: Group = None) -> None:
+    """Receive and wait."""
+    irecv(tensor, src, group).wait()
+
+
+def ring_send_first(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
+    """Deadlocks: every rank sends to its right neighbour, and nobody is receiving."""
+    left, right = _neighbours(group)
+    send(outgoing, right, group)
+    recv(incoming, left, group)
+
+
+def ring_even_odd(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
+    """First cure: even ranks send first, odd ranks receive first."""
+    left, right = _neighbours(group)
+    if dist.get_rank(group) % 2 == 0:
+        send(outgoing, right, group)
+        recv(incoming, left, group)
+    else:
+        recv(incoming, left, group)
+        send(outgoing, right, group)
+
+
+def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
+    """Second cure: post the receive, post the send, wait for both. Both directions move at once."""
+    left, right = _neighbours(group)
+    arriving = irecv(incoming, left, group)
+    leaving = isend(outgoing, right, group)
+    arriving.wait()
+    leaving.wait()
+
+
+def measure_link(group: Group = None, repeats: int = 20, large_bytes: int = 4 << 20) -> Link:
+    """alpha and beta between ranks 0 and 1, by ping-pong, medians; the same numbers on every rank."""
+    alpha = _ping_pong(torch.zeros(1), group, repeats) / 2
+    large = _ping_pong(torch.zeros(large_bytes // 4), group, max(3, repeats // 4)) / 2
+    both = torch.tensor([alpha, max(large - alpha, 0.0) / large_bytes], dtype=torch.float64)
+    collectives.broadcast(both, root=0, group=group)
+    return Link(*both.tolist())
+
+
+def _ping_pong(ball: torch.Tensor, group: Group, repeats: int) -> float:
+    """Median seconds of a round trip, measured on rank 0; the other ranks only wait."""
+    rank, times = dist.get_rank(group), []
+    collectives.barrier(group)
+    for _ in range(repeats + 1 if dist.get_world_size(group) > 1 else 0):
+        start = time.perf_counter()
+        if rank == 0:
+            send(ball, 1, group)
+            recv(ball, 1, group)
+        elif rank == 1:
+            recv(ball, 0, group)
+            send(ball, 0, group)
+        times.append(time.perf_counter() - start)
+    collectives.barrier(group)
+    return statistics.median(times[1:]) if times else 0.0
+
+
+def _neighbours(group: Group) -> tuple[int, int]:
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    return (rank - 1) % n, (rank + 1) % n
+
+
+@dataclasses.dataclass
+class Args:
+    """Point to point: the two rings that work, and this link's alpha and beta."""
+
+    mb: float = 4.0
+    """Size of the message in the rings, in MiB."""
+    json: bool = False
+    """Print the figures as one JSON line at the end."""
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    if cluster.world_size < 2:
+        raise collectives.CommError("Point to point takes two: start at least 2 ranks (WORLD_SIZE=2).")
+    out = sys.stderr if args.json else sys.stdout
+    rings: list[Callable[..., None]] = [ring_even_odd, ring_non_blocking]
+    figures: dict[str, float | str | int] = {"run_mode": "point_to_point", "world_size": cluster.world_size}
+    for ring in rings:
+        outgoing = torch.full((int(args.mb * (1 << 18)),), float(cluster.rank))
+        incoming = torch.empty_like(outgoing)
+        collectives.barrier()
+        start = time.perf_counter()
+        ring(outgoing, incoming)
+        collectives.barrier()
+        figures[f"{ring.__name__}_seconds"] = seconds = time.perf_counter() - start
+        assert incoming[0] == (cluster.rank - 1) % cluster.world_size
+        if cluster.is_main:
+            print(f"{ring.__name__:<20} {args.mb:g} MiB to the right: {seconds * 1e3:8.2f} ms", file=out)
+    link = measure_link()
+    figures |= {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta}
+    if cluster.is_main:
+        print("ring_send_first      is not run: it never ends (tests/comm shows where it hangs)", file=out)
+        print(f"alpha                {link.alpha * 1e6:8.1f} us for each message", file=out)
+        print(
+            f"beta                 {8e-9 / link.beta:8.2f} Gbit/s" if link.beta else "beta too small to see",
+            file=out,
+        )
+        if args.json:
+            print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)

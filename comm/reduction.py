@@ -1,0 +1,34 @@
+"""The arithmetic of reductions: how two contributions become one, and what is done once at the end."""
+
+from collections.abc import Callable
+
+import torch
+
+from comm.wire import CommError
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def check_reduction(op: str, dtype: torch.dtype) -> None:
+    """Raises CommError for a reduction that does not exist or has no meaning for the dtype."""
+    if op not in _COMBINE:
+        raise CommError(f"There is no reduction {op!r}; choose one of {', '.join(_COMBINE)}.")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise CommError(f"The mean of {dtype} tensors would be rounded: use op='sum' and divide as you need.")
+
+
+def combine(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a (op) b, elementwise; `out` may be `a` or `b`."""
+    _COMBINE[op](a, b, out=out)
+
+
+def finish(op: str, reduced: torch.Tensor, ranks: int) -> None:
+    """What is left to do, in place, once all ranks' contributions are combined: a mean divides, once."""
+    if op == "mean":
+        reduced.div_(ranks)

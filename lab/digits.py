@@ -1,0 +1,25 @@
+"""Handwritten digits of 8x8 pixels, small enough to lie in the repository (lab/data/README.md says whose).
+
+Shapes by suffix: n images, c channels (one), h and w pixels.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FILE = Path(__file__).parent / "data" / "digits.npz"
+NUM_TRAIN = 1500
+
+
+def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(train_images_nchw, train_labels_n, test_images_nchw, test_labels_n), always the same split.
+
+    Images are float32 from 0 (paper) to 1 (ink), labels int64 from 0 to 9; 1500 to train, 297 to test.
+    The file keeps a writer's images together, so the test, its last images, is mostly by writers of its own.
+    """
+    with np.load(FILE, allow_pickle=False) as data:
+        images_nchw = torch.from_numpy(data["images"]).unsqueeze(1).float() / 16
+        labels_n = torch.from_numpy(data["labels"]).long()
+    return images_nchw[:NUM_TRAIN], labels_n[:NUM_TRAIN], images_nchw[NUM_TRAIN:], labels_n[NUM_TRAIN:]

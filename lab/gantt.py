@@ -1,0 +1,202 @@
+"""Events in rows, and a picture of them: a Gantt chart with a row per rank.
+
+    draw([Event("F0", "forward", 0, 2_000_000), Event("B0", "backward", 2_000_000, 4_000_000)], "1f1b.svg")
+
+It does not ask where events come from: `lab.timeline` records them, a simulator makes them up.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAIN_LANE = "main"
+
+# Okabe and Ito's palette, told apart with every kind of colour vision: https://jfly.uni-koeln.de/color/
+COLORS = {
+    "compute": "#0072B2",
+    "forward": "#56B4E9",
+    "backward": "#009E73",
+    "weight": "#F0E442",
+    "optimizer": "#CC79A7",
+    "communication": "#D55E00",
+    "data": "#E69F00",
+    "wait": "#BDBDBD",
+}
+OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100")  # Paul Tol's muted scheme
+
+# Inches: bars keep their height and a label its place whatever the number of ranks.
+MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP = 0.30, 0.16, 0.03, 0.16
+FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
+
+
+class Event(NamedTuple):
+    """Something that took time: `lane` is "main" or another thread's name, `args` whatever JSON can hold."""
+
+    name: str
+    kind: str
+    start_ns: int
+    duration_ns: int
+    lane: str = MAIN_LANE
+    args: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default, never written to
+    rank: int = 0
+
+    @property
+    def end_ns(self) -> int:
+        """Nanoseconds on the clock of `start_ns`."""
+        return self.start_ns + self.duration_ns
+
+
+def lanes(events: Iterable[Event]) -> dict[int, dict[str, list[Event]]]:
+    """Events by rank and lane: ranks in order, in each the main lane first, then the others by name."""
+    table: dict[int, dict[str, list[Event]]] = {}
+    for event in sorted(events, key=lambda event: (event.rank, event.lane != MAIN_LANE, event.lane)):
+        table.setdefault(event.rank, {}).setdefault(event.lane, []).append(event)
+    return table
+
+
+def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
+    """Split one lane so that no two events of a track cross: each goes, by start, to the first track it fits.
+
+    With `nest` an event may lie within another of its track, as calls do; without, a track has one at a time.
+    """
+    rows: list[tuple[list[Event], list[int]]] = []  # with the ends of those still open, innermost last
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
+        for row in rows:
+            ends = row[1]
+            while ends and ends[-1] <= event.start_ns:
+                ends.pop()
+            if not ends or (nest and event.end_ns <= ends[-1]):
+                break
+        else:
+            rows.append(row := ([], []))
+        row[0].append(event)
+        row[1].append(event.end_ns)
+    return [track for track, _ in rows]
+
+
+def draw(
+    events: Iterable[Event],
+    path: str | Path,
+    title: str | None = None,
+    width: float = 11.0,
+    colors: dict[str, str] | None = None,
+) -> Path:
+    """Write a PNG or SVG (by suffix) of `width` inches: a row per rank, time in ms since the first event.
+
+    A rank's other lanes are thinner bars below its main one. What overlaps within a lane, such as a call
+    inside a call, goes one below the other. `colors`, by kind, adds to `COLORS`. Names stand where they fit.
+    """
+    # Here, because it takes half a second that training need not wait. No pyplot: it keeps figures globally.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    events = list(events)
+    if not events:
+        raise ValueError("nothing to draw: no events. Was start_recording() called before the first span?")
+    zero = min(event.start_ns for event in events)
+    last_ms = max(event.end_ns - zero for event in events) / 1e6 or 1.0
+    palette = _palette([event.kind for event in events], colors or {})
+    bars, labels, bands = _place(events)
+    height = bands[-1][1] + RANK_GAP / 2
+
+    figure = Figure(figsize=(width, height + (1.3 if title else 1.0)), dpi=150, layout="constrained")
+    axes = figure.add_subplot(xlim=(0, last_ms), ylim=(height, 0), xlabel="time (ms)")
+    for top, bottom in bands:
+        axes.axhspan(top, bottom, color="#F3F3F3", zorder=0)
+    axes.set_yticks([middle for middle, _, _ in labels], [text for _, text, _ in labels])
+    for tick, (_, _, is_rank) in zip(axes.get_yticklabels(), labels, strict=True):
+        tick.set(fontsize=9 if is_rank else 7, color="black" if is_rank else "#666666")
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    figure.legend(
+        handles=[Patch(color=color, label=kind) for kind, color in palette.items()],
+        loc="outside lower center",
+        ncols=8,
+        frameon=False,
+        fontsize=8,
+        handlelength=1.2,
+    )
+
+    figure.draw_without_rendering()  # settles the layout: from here on a millisecond has a width in points
+    points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
+    for top, thickness, track in bars:
+        spans = [((event.start_ns - zero) / 1e6, event.duration_ns / 1e6) for event in track]
+        fills = [palette[event.kind] for event in track]
+        # A white rim keeps neighbours apart, but would cover a bar that is hardly wider.
+        rims = [
+            "white" if length * points_per_ms > 3 else fill
+            for (_, length), fill in zip(spans, fills, strict=True)
+        ]
+        axes.broken_barh(spans, (top, thickness), facecolors=fills, edgecolors=rims, linewidth=0.5, zorder=2)
+        for event, (start, length), fill in zip(track, spans, fills, strict=True):
+            if size := _fitting_size(event.name, length * points_per_ms - 4, FONT_POINTS[thickness]):
+                axes.text(
+                    start + length / 2,
+                    top + thickness / 2,
+                    event.name,
+                    size=size,
+                    color=_readable_on(fill),
+                    ha="center",
+                    va="center_baseline",
+                    parse_math=False,
+                )
+    figure.savefig(path)
+    return Path(path)
+
+
+def _place(
+    events: Iterable[Event],
+) -> tuple[list[tuple[float, float, list[Event]]], list[tuple[float, str, bool]], list[tuple[float, float]]]:
+    """Where everything goes, in inches from the top.
+
+    Bars: top, thickness, the events of a track. Labels: middle, text, is it a rank's. Bands: a rank's top
+    and bottom.
+    """
+    bars, labels, bands = [], [], []
+    y = RANK_GAP / 2
+    for rank, by_lane in lanes(events).items():
+        top = y
+        for lane, spans in by_lane.items():
+            thickness = MAIN_HEIGHT if lane == MAIN_LANE else LANE_HEIGHT
+            labels.append((y + thickness / 2, f"rank {rank}" if y == top else lane, y == top))
+            for track in tracks(spans, nest=False):
+                bars.append((y, thickness, track))
+                y += thickness + TRACK_GAP
+        bands.append((top - TRACK_GAP, y))
+        y += RANK_GAP
+    return bars, labels, bands
+
+
+def _palette(kinds: list[str], given: dict[str, str]) -> dict[str, str]:
+    """A colour per kind: the known ones in `COLORS`' order, then the others as they come."""
+    known = COLORS | given
+    others = dict.fromkeys(kind for kind in kinds if kind not in known)
+    spare = {kind: OTHER_COLORS[i % len(OTHER_COLORS)] for i, kind in enumerate(others)}
+    return {kind: color for kind, color in (known | spare).items() if kind in set(kinds)}
+
+
+def _fitting_size(text: str, points: float, sizes: tuple[float, ...]) -> float | None:
+    """The first of the font sizes at which `text` is at most `points` wide."""
+    if points < 2 * len(text):  # no font is that narrow; spares measuring thousands of slivers
+        return None
+    from matplotlib.textpath import TextPath
+
+    path = TextPath((0, 0), text.replace("$", "S"), size=100)  # $ would begin a formula
+    width_at_1 = path.get_extents().width / 100
+    return next((size for size in sizes if width_at_1 * size <= points), None)
+
+
+def _readable_on(color: str) -> str:
+    """Black or white, whichever contrasts more (relative luminance, WCAG 2)."""
+    from matplotlib.colors import to_rgb
+
+    linear = [
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+        for channel in to_rgb(color)
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if luminance < 0.179 else "black"

@@ -1,0 +1,199 @@
+"""How fast, how heavy, how much traffic: what every train script prints while it runs and when it ends.
+
+    meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
+    for step in range(50):
+        with meter.step() as this:
+            this.loss = forward_backward_and_update(step)
+    meter.finish(replicas_equal=True)
+
+Rank 0 prints, the others measure in silence. What a step costs is what happens inside its `with`.
+"""
+
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import filesize
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from lab.cluster import Cluster
+from lab.ledger import LEDGER, Traffic
+
+LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a terminal, and elsewhere
+
+
+@dataclass
+class Step:
+    """What a step reports: its loss, a float or a 0-d tensor, averaged over ranks by the caller.
+
+    A rank's own loss is that of its slice of the batch. A tensor is read only for a line that is printed,
+    so that it need not stop the device in every step; do not write to it afterwards.
+    """
+
+    loss: Tensor | float | None = None
+
+
+class Meter:
+    """Times the steps of one rank. `tokens_per_step` counts the global batch, over all ranks.
+
+    The first `warmup` steps are not timed (fewer if there are few: at least half of them count). With
+    `as_json` the last line on stdout is the summary as JSON, and all else goes to stderr.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        run_mode: str,
+        steps: int,
+        tokens_per_step: int,
+        as_json: bool = False,
+        warmup: int = 2,
+    ) -> None:
+        self._cluster, self._run_mode, self._steps = cluster, run_mode, steps
+        self._tokens_per_step, self._as_json, self._warmup = tokens_per_step, as_json, warmup
+        self._console = Console(stderr=as_json)
+        self._line_open, self._printed_at = False, -math.inf
+        self._seconds: list[float] = []
+        self._first_loss: float | None = None
+        self._last_loss: Tensor | float | None = None
+        self._traffic_before = self._traffic = Traffic()
+        _reset_peak_memory(cluster.device)
+
+    @contextmanager
+    def step(self) -> Iterator[Step]:
+        """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
+        if not self._seconds:
+            self._traffic_before = LEDGER.total()
+        this, start = Step(), self._now()
+        try:
+            yield this
+        except BaseException:
+            self._end_line()
+            raise
+        self._seconds.append(self._now() - start)
+        self._traffic = LEDGER.total() - self._traffic_before
+        # Detached, or the loss would keep the step's graph alive through the next one.
+        self._last_loss = this.loss.detach() if isinstance(this.loss, Tensor) else this.loss
+        if len(self._seconds) == 1:
+            self._first_loss = self._loss()
+        if self._cluster.is_main:
+            self._show_progress()
+
+    def finish(self, **extras: Any) -> dict[str, Any]:
+        """Print the summary on rank 0 and return this rank's on every rank; NaN and infinity become None.
+
+        `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
+        `bytes_sent` and `messages_sent` are this rank's from the start of the first step to the end of the
+        last, warm-up included: a step's times `steps`. `peak_memory_bytes`, since the meter was made, is the
+        process's (CPU) or its tensors' (CUDA). `extras` follow these fields.
+        """
+        summary = {
+            "run_mode": self._run_mode,
+            "world_size": self._cluster.world_size,
+            "steps": len(self._seconds),
+            "first_loss": self._first_loss,
+            "last_loss": self._loss(),
+            "step_seconds": statistics.median(self._timed()) if self._seconds else None,
+            "tokens_per_second": self._tokens_per_second(),
+            "peak_memory_bytes": _peak_memory(self._cluster.device),
+            "bytes_sent": self._traffic.bytes_sent,
+            "messages_sent": self._traffic.messages_sent,
+        }
+        if taken := summary.keys() & extras.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: the meter's own field; give yours another name.")
+        summary = {key: _plain(value) for key, value in (summary | extras).items()}
+        if self._cluster.is_main:
+            self._end_line()
+            table = Table(show_header=False)
+            for name, value in summary.items():
+                table.add_row(name, "-" if value is None else Text(_readable(name, value)))
+            self._console.print(table)
+            if self._as_json:
+                print(json.dumps(summary, allow_nan=False, default=str), flush=True)
+        return summary
+
+    def _now(self) -> float:
+        if self._cluster.device.type == "cuda":  # kernels still queued belong to the step that launched them
+            torch.cuda.synchronize(self._cluster.device)
+        return time.perf_counter()
+
+    def _timed(self) -> list[float]:
+        return self._seconds[min(self._warmup, len(self._seconds) // 2) :]
+
+    def _tokens_per_second(self) -> float | None:
+        timed = self._timed()
+        return len(timed) * self._tokens_per_step / sum(timed) if timed else None
+
+    def _loss(self) -> float | None:
+        return None if self._last_loss is None else float(self._last_loss)
+
+    def _show_progress(self) -> None:
+        done, live = len(self._seconds), self._console.is_terminal
+        waited = time.perf_counter() - self._printed_at
+        if 1 < done < self._steps and waited < (LIVE_SECONDS if live else PLAIN_SECONDS):
+            return
+        loss, rate = self._loss(), self._tokens_per_second()
+        words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"
+        line = Text(f"{self._run_mode}  step {done}/{self._steps}  {words}", style="cyan")
+        if live:
+            # Overwritten in place. Rich's Live hides the cursor, and a rank that is killed leaves it hidden.
+            line.set_length(self._console.width - 1)
+        self._console.print(line, end="\r" if live else "\n", soft_wrap=True)
+        self._line_open, self._printed_at = live, time.perf_counter()
+
+    def _end_line(self) -> None:
+        if self._line_open:
+            self._console.print()
+            self._line_open = False
+
+
+def _readable(name: str, value: Any) -> str:
+    if name == "step_seconds":
+        return f"{value * 1e3:,.2f} ms"
+    if "bytes" in name and isinstance(value, int):
+        return filesize.decimal(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """The value as strict JSON takes it: tensors as numbers or lists, NaN and infinity as None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not Linux, or not allowed: the peak will be that of the whole process
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM begins anew at what is resident
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

@@ -1,0 +1,199 @@
+"""The models the lessons train: a small GPT, an MLP and a convolutional network.
+
+Shapes by suffix: b batch, t time (position in the text), d model width, h heads, e width of one head,
+v vocabulary, n images, c channels. `x_btd` is (batch, time, width).
+
+Initial weights depend on the sizes and the seed alone. For another dtype: `GPT(config).double()`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. Raises ValueError where they do not divide as attention needs.
+
+    `num_kv_heads` below `num_heads` lets several query heads share one key and value head (grouped-query
+    attention, Ainslie et al. 2023, arXiv:2305.13245); None means one each.
+    """
+
+    vocab_size: int = 256
+    block_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    width: int = 256
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} must be a multiple of the {self.num_heads} heads")
+        if self.kv_heads < 1 or self.num_heads % self.kv_heads:
+            raise ValueError(f"num_kv_heads {self.kv_heads} must divide the {self.num_heads} query heads")
+
+    @classmethod
+    def named(cls, name: str, **changes: Any) -> "GPTConfig":
+        """The config `name` of `SIZES`, with single fields changed. ValueError if there is none."""
+        if name not in SIZES:
+            raise ValueError(f"there is no GPT size {name!r}: choose one of {', '.join(SIZES)}")
+        return replace(SIZES[name], **changes)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+
+SIZES = {
+    "tiny": GPTConfig(block_size=32, num_layers=2, num_heads=4, width=32),
+    "small": GPTConfig(block_size=64, num_layers=4, num_heads=4, width=128),
+    "13m": GPTConfig(block_size=256, num_layers=4, num_heads=8, width=512),
+}
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from a fresh stream inside, and leave the global one as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+class Attention(nn.Module):
+    """Causal self-attention. `x_btd` in and out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_width = config.width // config.num_heads
+        self.dropout = config.dropout
+        kv_width = config.kv_heads * self.head_width
+        self.q_proj = nn.Linear(config.width, config.width)
+        self.k_proj = nn.Linear(config.width, kv_width)
+        self.v_proj = nn.Linear(config.width, kv_width)
+        self.o_proj = nn.Linear(config.width, config.width)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        # Heads are counted in what the projections return, so this is right where a rank holds only some.
+        q_bhte, k_bhte, v_bhte = (
+            proj(x_btd).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        dropout = self.dropout if self.training else 0.0
+        grouped = q_bhte.shape[1] != k_bhte.shape[1]
+        y_bhte = F.scaled_dot_product_attention(
+            q_bhte, k_bhte, v_bhte, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+        return self.o_proj(y_bhte.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around a GELU, four times as wide in between. `x_btd` in and out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.width, 4 * config.width)
+        self.down_proj = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x_btd)))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block. `x_btd` in and out."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        x_btd = x_btd + self.dropout(self.attention(self.attention_norm(x_btd)))
+        return x_btd + self.dropout(self.mlp(self.mlp_norm(x_btd)))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer after GPT-2 (Radford et al. 2019), initialised as it was."""
+
+    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        with seeded(seed):
+            self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+            self.position_embedding = nn.Embedding(config.block_size, config.width)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+            self.final_norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+            if config.tied:
+                self.head.weight = self.token_embedding.weight
+            for name, parameter in self.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    # Two branches a layer add up in the residual stream: keep the sum's variance at one's.
+                    nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5)
+                elif name.endswith("bias"):
+                    nn.init.zeros_(parameter)
+                elif parameter.dim() == 2:
+                    nn.init.normal_(parameter, std=0.02)
+
+    def embed(self, tokens_bt: Tensor) -> Tensor:
+        """Tokens to `x_btd`, all that comes before the blocks. ValueError if t exceeds the block size."""
+        positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+        if len(positions_t) > self.config.block_size:
+            raise ValueError(f"{len(positions_t)} tokens in a row exceed block_size {self.config.block_size}")
+        return self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions_t))
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        """int64 tokens to `logits_btv`."""
+        x_btd = self.embed(tokens_bt)
+        for block in self.blocks:
+            x_btd = block(x_btd)
+        return self.head(self.final_norm(x_btd))
+
+
+def loss_of(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    """Cross entropy in nats, the mean over all b * t tokens; a scalar."""
+    return F.cross_entropy(logits_btv.flatten(0, -2), targets_bt.flatten())
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them. (n, ...) of sizes[0] numbers each to (n, sizes[-1])."""
+
+    def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
+        super().__init__()
+        with seeded(seed):
+            self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
+
+
+class BabyCNN(nn.Module):
+    """Two convolutions, one pooling, two linear layers. `x_nchw` of one channel to (n, num_classes)."""
+
+    def __init__(self, image_size: int = 8, num_classes: int = 10, seed: int = 0) -> None:
+        super().__init__()
+        if image_size not in (8, 28):
+            raise ValueError(f"BabyCNN takes images of 8x8 or 28x28 pixels, not {image_size}x{image_size}")
+        with seeded(seed):
+            self.conv1 = nn.Conv2d(1, 8, kernel_size=3, padding=1)
+            self.conv2 = nn.Conv2d(8, 16, kernel_size=3, padding=1)
+            self.linear1 = nn.Linear(16 * (image_size // 2) ** 2, 64)
+            self.linear2 = nn.Linear(64, num_classes)
+
+    def forward(self, x_nchw: Tensor) -> Tensor:
+        x_nchw = F.relu(self.conv2(F.relu(self.conv1(x_nchw))))
+        return self.linear2(F.relu(self.linear1(F.max_pool2d(x_nchw, 2).flatten(1))))

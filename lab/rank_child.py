@@ -1,0 +1,127 @@
+"""What runs inside each process that `lab.ranks` starts. The forkserver preloads this file."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from lab import replace
+from lab.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything one rank needs to start."""
+
+    rank: int
+    world_size: int
+    folder: str
+    backend: str | None
+    device: str
+    group_timeout: float
+    work: bytes
+
+
+def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) -> None:
+    """Form the group, call the function, send back its result or its traceback."""
+    os.setpgid(0, 0)
+    _die_with(answer)
+    for stream, fd in ((out, 1), (err, 2)):
+        os.dup2(stream.fileno(), fd)
+        stream.close()
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    with open(stack_file(job.folder, job.rank), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        failed = False
+        try:
+            reply = cloudpickle.dumps((time.monotonic(), _call(job), None))
+        except BaseException as error:
+            failed, reply = True, _failure(error)
+        _finish_output()
+        answer.send_bytes(reply)
+        if failed:
+            # Like a crashed process: its connections close, and no destructor waits for peers.
+            os._exit(1)
+        wait_for_the_others()
+
+
+def _call(job: Job) -> Any:
+    torch.set_num_threads(1)
+    fn: Callable[..., Any]
+    fn, args, replacements = cloudpickle.loads(job.work)
+    device = torch.device(job.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+    store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
+    cluster = Cluster(job.rank, job.world_size, job.rank, device, dist.PrefixStore("run_ranks", store))
+    if job.backend is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        dist.init_process_group(
+            job.backend,
+            store=dist.PrefixStore("group", store),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.group_timeout),
+        )
+        # Nobody may fail or leave while a peer is still connecting: its error would hide the real one.
+        dist.barrier()
+    with replace.apply(replacements):
+        return fn(cluster, *args)
+
+
+def wait_for_the_others() -> None:
+    """Stay until the parent ends this process: leaving now would cut off peers that still read from us."""
+    while True:
+        signal.pause()
+
+
+def _finish_output() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+
+
+def _failure(error: BaseException) -> bytes:
+    # Source lines are looked up by the parent: a notebook's cells are known only there.
+    trace = traceback.TracebackException.from_exception(error, lookup_lines=False, compact=True)
+    link: traceback.TracebackException | None = trace
+    while link is not None:
+        link.stack[:] = [frame for frame in link.stack if frame.filename != __file__]
+        link = link.__cause__ or link.__context__
+    now = time.monotonic()
+    try:
+        return cloudpickle.dumps((now, None, trace))
+    except Exception:
+        return cloudpickle.dumps((now, None, "".join(traceback.format_exception(error))))
+
+
+def _die_with(parent: Connection) -> None:
+    """End this process when the parent's end of the pipe closes, however the parent ended."""
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            parent.poll(None)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
+def stack_file(folder: str, rank: int) -> str:
+    """Where a rank writes its stacks when it is sent SIGUSR1."""
+    return os.path.join(folder, f"stack-{rank}")

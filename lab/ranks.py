@@ -1,0 +1,257 @@
+"""N ranks on this machine, from a script, a test or a notebook cell: `run_ranks(fn, world_size=4)`.
+
+A forkserver that has imported torch once forks each rank in milliseconds, where a spawned process would
+import torch anew (2 s each). The parent only watches: it prints the ranks' lines as they come,
+collects results, and when something goes wrong it says which rank, where, and ends all of them.
+"""
+
+import linecache
+import multiprocessing
+import os
+import re
+import selectors
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
+from typing import Any, TextIO
+
+import cloudpickle
+
+from lab import replace
+from lab.rank_child import Job, rank_main, stack_file
+
+_context = multiprocessing.get_context("forkserver")
+_preload = ["lab.rank_child", "lab.model"]
+_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
+_GRACE = 0.2  # seconds in which an earlier failure may still arrive behind a later one
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or hung. `rank` is the first one that did; the text holds its traceback."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def preload(*modules: str) -> None:
+    """Name modules the forkserver should import before it forks, so that no rank has to.
+
+    Counts only before the first `run_ranks` of this process.
+    """
+    _preload.extend(modules)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = "gloo",
+    device: str = "cpu",
+    group_timeout: float | None = None,
+    collect_failures: bool = False,
+) -> list[Any]:
+    """Call `fn(cluster, *args)` in `world_size` processes that form one group; results in rank order.
+
+    `fn` may be any function, one defined in a notebook cell too. `timeout` is in seconds for the whole
+    call; a single communication gives up after `group_timeout` seconds (by default later than
+    `timeout`, so that the hang report comes first). `backend=None` starts the ranks without a group.
+    `device` is "cpu", or "cuda" to spread the ranks over the GPUs there are.
+
+    Raises RankError with the traceback of the rank that failed first, or with the line where every
+    rank is stuck. With `collect_failures` a failing rank does not end the others: its place in the
+    result holds its RankError.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {world_size}.")
+    work = cloudpickle.dumps((fn, args, replace.active()))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        limit = group_timeout if group_timeout is not None else 2 * timeout
+        jobs = [Job(r, world_size, folder, backend, device, limit, work) for r in range(world_size)]
+        watch = _Watch(jobs, timeout, collect_failures)
+        try:
+            return watch.results()
+        finally:
+            watch.end()
+
+
+class _Watch:
+    """The parent's side of one call: processes, their pipes, and what has come out of them."""
+
+    def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:
+        self.jobs, self.timeout, self.collect_failures = jobs, timeout, collect_failures
+        self.processes: list[Any] = []
+        self.selector = selectors.DefaultSelector()
+        self.answers: dict[int, Any] = {}
+        self.failures: dict[int, tuple[float, RankError]] = {}
+
+    def results(self) -> list[Any]:
+        with _main_module_hidden():
+            _context.set_forkserver_preload(_preload)
+            ensure_running()
+            for job in self.jobs:
+                self._start(job)
+        deadline = time.monotonic() + self.timeout
+        while len(self.answers) + len(self.failures) < len(self.jobs):
+            if self.failures and not self.collect_failures:
+                self._drain(time.monotonic() + _GRACE)
+                raise self._first_failure()
+            if not self._turn(deadline):
+                raise self._hang()
+        self._drain(time.monotonic() + _GRACE)
+        if self.failures and not self.collect_failures:
+            raise self._first_failure()
+        return [
+            self.answers[j.rank] if j.rank in self.answers else self.failures[j.rank][1] for j in self.jobs
+        ]
+
+    def end(self) -> None:
+        for process in self.processes:
+            for kill in (os.killpg, os.kill):
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(process.pid, signal.SIGKILL)
+            process.join()
+        for key in list(self.selector.get_map().values()):
+            _close(key.fileobj)
+        self.selector.close()
+
+    def _start(self, job: Job) -> None:
+        answer, child_answer = _context.Pipe()
+        out, child_out = _context.Pipe(duplex=False)
+        err, child_err = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=rank_main, args=(job, child_answer, child_out, child_err), daemon=True
+        )
+        for pipe, what in ((answer, "answer"), (out, sys.stdout), (err, sys.stderr)):
+            self.selector.register(pipe, selectors.EVENT_READ, (job.rank, what, bytearray()))
+        process.start()
+        self.processes.append(process)
+        for end in (child_answer, child_out, child_err):
+            end.close()
+
+    def _turn(self, deadline: float) -> bool:
+        """Handle what is there; False when the deadline passes with nothing."""
+        ready = self.selector.select(max(0.0, deadline - time.monotonic()))
+        for key, _ in ready:
+            rank, what, buffer = key.data
+            if what == "answer":
+                self._take_answer(rank, key.fileobj)
+            else:
+                self._take_output(rank, what, buffer, key.fileobj)
+        return bool(ready)
+
+    def _drain(self, deadline: float) -> None:
+        """Read what the pipes still hold, until all are closed or the deadline passes."""
+        while self.selector.get_map() and self._turn(deadline):
+            pass
+
+    def _take_answer(self, rank: int, pipe: Any) -> None:
+        self.selector.unregister(pipe)
+        try:
+            when, result, trace = cloudpickle.loads(pipe.recv_bytes())
+        except EOFError:
+            self.processes[rank].join(1)
+            code = self.processes[rank].exitcode
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code and code < 0
+                else f"exited with code {code}"
+            )
+            # A death is the cause of whatever its peers complain about, however late it is noticed.
+            self.failures[rank] = (0.0, RankError(rank, f"rank {rank} {how} before it returned."))
+        else:
+            if trace is None:
+                self.answers[rank] = result
+            else:
+                text = trace if isinstance(trace, str) else "".join(trace.format())
+                self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}"))
+        pipe.close()
+
+    def _take_output(self, rank: int, stream: TextIO, buffer: bytearray, pipe: Any) -> None:
+        data = os.read(pipe.fileno(), 65536)
+        buffer += data
+        *lines, rest = bytes(buffer).split(b"\n")
+        if not data:
+            self.selector.unregister(pipe)
+            pipe.close()
+            lines, rest = [*lines, *([rest] if rest else [])], b""
+        buffer[:] = rest
+        for line in lines:
+            print(_tag(rank, stream) + line.decode(errors="replace"), file=stream)
+        stream.flush()
+
+    def _first_failure(self) -> RankError:
+        rank, (_, error) = min(self.failures.items(), key=lambda item: item[1][0])
+        others = [_last_line(str(later)) for r, (_, later) in sorted(self.failures.items()) if r != rank]
+        note = "\nAfterwards also: " + "; ".join(others) if others else ""
+        return RankError(rank, f"{error}{note}")
+
+    def _hang(self) -> RankError:
+        waiting = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
+        for rank in waiting:
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        self._drain(time.monotonic() + _GRACE)
+        lines = [f"no answer within {self.timeout:g} s."]
+        for job in self.jobs:
+            if job.rank in waiting:
+                lines.append(f"rank {job.rank} is stuck {_where(stack_file(job.folder, job.rank))}")
+            elif job.rank in self.answers:
+                lines.append(f"rank {job.rank} has finished")
+            else:
+                lines.append(_last_line(str(self.failures[job.rank][1])))
+        return RankError(waiting[0], "\n  ".join(lines))
+
+
+def _where(path: str) -> str:
+    """The innermost line of the main thread that is neither Python's nor a library's, from its stack file."""
+    with suppress(OSError), open(path) as file:
+        # faulthandler lists the main thread last and each thread's innermost frame first.
+        main_thread = file.read().rsplit("hread 0x", 1)[-1]
+        frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)]
+        library = (os.path.dirname(os.__file__), "<frozen", __file__)
+        own = [
+            frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]
+        ]
+        for filename, number, function in own[:1]:
+            inside = f"   (inside {frames[0][2]})" if frames[0] != own[0] else ""
+            source = linecache.getline(filename, number).strip()
+            return f"at {filename}:{number} in {function}: {source}{inside}"
+    return "before its function was called"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def _tag(rank: int, stream: TextIO) -> str:
+    coloured = stream.isatty() or "ipykernel" in sys.modules
+    tag = f"[rank {rank}]"
+    return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{tag}\033[0m " if coloured else f"{tag} "
+
+
+def _close(pipe: Any) -> None:
+    if isinstance(pipe, Connection):
+        pipe.close()
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every rank."""
+    main = sys.modules["__main__"]
+    saved: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        main.__dict__.update(saved)

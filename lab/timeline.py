@@ -1,0 +1,231 @@
+"""What every rank did and when, on one clock: spans, aligned over the store, for Perfetto or as a picture.
+
+    start_recording()
+    with span("forward", kind="forward", microbatch=3):
+        ...
+    record("bucket 0", "communication", started_ns, ended_ns, lane="communication")
+    save(cluster, "runs/overlap")      # on every rank; rank 0 writes trace.json and timeline.png
+
+    rank 0         |  forward  |      backward      | step |
+    communication              | bucket 0 | bucket 1 |
+    rank 1         |  forward  |      backward      | step |
+    ...
+
+Times are nanoseconds of `now`. Offsets between machines are found as NTP does (RFC 5905, section 8): the
+fastest of many round trips tells most, and half of its delay bounds the error.
+Trace file: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+import json
+import math
+import platform
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lab.cluster import Cluster
+from lab.gantt import MAIN_LANE, Event, draw, lanes, tracks
+
+# Monotonic: no NTP daemon ever sets it back within a span. All processes of one machine share it, containers
+# too; machines that booted at different times do not, and `align` makes up for that.
+now = time.perf_counter_ns
+
+PIECE_BYTES = 1 << 20  # a TCPStore hangs up on whoever sends it a value above 8 MiB
+
+_recording = False
+_events: list[Event] = []  # threads append without a lock: list.append is atomic
+_NOTHING = nullcontext()
+
+
+def start_recording() -> None:
+    """Forget what was recorded and record from here on."""
+    global _recording
+    _events.clear()
+    _recording = True
+
+
+def stop_recording() -> None:
+    """Record nothing more. What is recorded stays until the next start; spans still open are dropped."""
+    global _recording
+    _recording = False
+
+
+def recorded() -> list[Event]:
+    """This process's events so far, in the order in which they ended, on its own clock."""
+    return list(_events)
+
+
+def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManager[None]:
+    """Record the time the block takes, also if it raises; costs next to nothing while recording is off.
+
+    `kind` chooses the colour (`lab.gantt.COLORS`), `args` show up in Perfetto, `lane=` is as in `record`.
+    On a GPU the span is the time of the launch, unless the block synchronises.
+    """
+    return _timed(name, kind, args) if _recording else _NOTHING
+
+
+@contextmanager
+def _timed(name: str, kind: str, args: dict[str, Any]) -> Iterator[None]:
+    start_ns = now()
+    try:
+        yield
+    finally:
+        record(name, kind, start_ns, now(), **args)
+
+
+def record(name: str, kind: str, start_ns: int, end_ns: int, *, lane: str | None = None, **args: Any) -> None:
+    """Add a span whose start and end (nanoseconds of `now`) the caller has seen, perhaps on two threads.
+
+    `lane` is the calling thread's unless given. Spans of one lane may overlap; they are shown side by side.
+    """
+    if _recording:
+        thread = threading.current_thread()
+        lane = lane or (MAIN_LANE if thread is threading.main_thread() else thread.name)
+        _events.append(Event(name, kind, start_ns, max(0, end_ns - start_ns), lane, args))
+
+
+def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:
+    """Nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
+
+    Rank 0 serves the others in turn, `rounds` pings each. If a rank takes no part, the store's timeout ends
+    the wait with a TimeoutError that names it.
+    """
+    store, machine = _fresh_keys(cluster, "align"), _machine()
+    if cluster.is_main:
+        for rank in range(1, cluster.world_size):
+            with _expecting(rank, "align", store):
+                for i in range(rounds):
+                    store.wait([f"{rank}/{i}/ping"])
+                    arrived = clock()
+                    store.set(f"{rank}/{i}/pong", f"{arrived} {clock()} {machine}")
+        return 0
+
+    trips = []
+    with _expecting(0, "align", store):
+        for i in range(rounds):
+            ping, pong = f"{cluster.rank}/{i}/ping", f"{cluster.rank}/{i}/pong"
+            sent = clock()
+            store.set(ping, "")
+            # Not get(): over TCP it is a wait and one more round trip, which would all count as the way back.
+            store.wait([pong])
+            back = clock()
+            received, answered, main_machine = store.get(pong).decode().split(" ", 2)
+            ahead_going, ahead_coming = int(received) - sent, int(answered) - back
+            trips.append((ahead_going - ahead_coming, (ahead_going + ahead_coming) // 2))
+    delay, offset = min(trips)
+    # A machine has one clock. Where the trips allow it say so exactly: over a FileStore they take 10 ms.
+    return 0 if machine == main_machine and abs(offset) <= delay / 2 else offset
+
+
+def _machine() -> str:
+    """The same for all processes and containers under one booted kernel."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
+
+
+def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None) -> list[Event] | None:
+    """All ranks' events on rank 0, by start; None elsewhere. Every rank must call it.
+
+    A rank gives `events`, by default what it recorded, and adds `offset_ns` (from `align`) to their times.
+    They travel as compressed JSON: what JSON does not know in `args` arrives as a string.
+    """
+    store = _fresh_keys(cluster, "gather")
+    own = [
+        event._replace(rank=cluster.rank, start_ns=event.start_ns + offset_ns)
+        for event in (recorded() if events is None else events)
+    ]
+    if not cluster.is_main:
+        packed = zlib.compress(json.dumps(own, default=str).encode())
+        pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
+        with _expecting(0, "gather", store):
+            for i, piece in enumerate(pieces):
+                store.set(f"{cluster.rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are fine
+            store.set(f"{cluster.rank}/pieces", str(len(pieces)))
+        return None
+
+    for rank in range(1, cluster.world_size):
+        with _expecting(rank, "gather", store):
+            keys = [f"{rank}/{i}" for i in range(int(store.get(f"{rank}/pieces")))]
+            packed = b"".join(store.get(key) for key in keys)
+            for key in keys:
+                store.delete_key(key)
+        own += [Event(*row) for row in json.loads(zlib.decompress(packed))]
+    return sorted(own, key=lambda event: event.start_ns)
+
+
+def _fresh_keys(cluster: Cluster, what: str) -> dist.Store:
+    """The store behind a prefix no earlier call used; ranks agree on it if all make the same calls."""
+    call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
+    return dist.PrefixStore(f"lab.timeline/{what}/{call}", cluster.store)
+
+
+@contextmanager
+def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # all that stores raise, for timeouts and for lost connections
+        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
+        raise TimeoutError(
+            f"timeline.{what}: rank {rank} did not take part. Is it alive, and does it call {what} too? "
+            f"(The store waits {seconds:g} s and says: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
+    """Write events as a trace for https://ui.perfetto.dev: a process per rank, in it a thread per lane.
+
+    Times become microseconds since the first event. The format wants spans of a thread apart or one within
+    the other; a lane where they cross becomes several threads of one name.
+    """
+    table = lanes(events)
+    zero = min(
+        (event.start_ns for by_lane in table.values() for lane in by_lane.values() for event in lane),
+        default=0,
+    )
+    rows: list[dict[str, Any]] = []
+    for rank, by_lane in table.items():
+        # Perfetto takes pid 0 and tid 0 for the idle task, and merges tid 0 with tid 1.
+        pid = rank + 1
+        rows += [_label("process_name", pid, pid, name=f"rank {rank}")]
+        rows += [_label("process_sort_index", pid, pid, sort_index=rank)]
+        threads = [(lane, track) for lane, spans in by_lane.items() for track in tracks(spans, nest=True)]
+        for i, (lane, track) in enumerate(threads):
+            tid = pid + i * (max(table) + 1)  # unique in the file; the main lane's is the pid, as on Linux
+            rows += [_label("thread_name", pid, tid, name=lane)]
+            rows += [_label("thread_sort_index", pid, tid, sort_index=i)]
+            for event in track:
+                rows.append({"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid})
+                rows[-1] |= {"ts": (event.start_ns - zero) / 1000, "dur": event.duration_ns / 1000}
+                rows[-1] |= {"args": {key: _plain(value) for key, value in event.args.items()}}
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}))
+    return Path(path)
+
+
+def _label(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _plain(value: Any) -> Any:
+    """The value if it is a number or text, else as text: strict JSON has no NaN and no infinity."""
+    finite = isinstance(value, float) and math.isfinite(value)
+    return value if finite or isinstance(value, int | str) else str(value)
+
+
+def save(cluster: Cluster, directory: str | Path, title: str | None = None) -> list[Path]:
+    """Align, gather, write `trace.json` and `timeline.png` on rank 0. Returns their paths, [] elsewhere.
+
+    Every rank must call it.
+    """
+    events = gather(cluster, align(cluster))
+    if events is None:
+        return []
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = write_chrome_trace(folder / "trace.json", events)
+    return [trace, draw(events, folder / "timeline.png", title)]

@@ -1,0 +1,239 @@
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lab import meter as meter_module
+from lab.cluster import Cluster
+from lab.ledger import LEDGER
+from lab.meter import Meter
+
+FIELDS = [
+    "run_mode",
+    "world_size",
+    "steps",
+    "first_loss",
+    "last_loss",
+    "step_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "bytes_sent",
+    "messages_sent",
+]
+
+
+def rank(number: int = 0, world_size: int = 1) -> Cluster:
+    return Cluster(number, world_size, number, torch.device("cpu"), dist.HashStore())
+
+
+def run(steps: int, cluster: Cluster | None = None, as_json: bool = False, **extras: Any) -> dict[str, Any]:
+    meter = Meter(cluster or rank(), "train", steps, tokens_per_step=100, as_json=as_json)
+    for step in range(steps):
+        with meter.step() as this:
+            this.loss = 10.0 - step
+    return meter.finish(**extras)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Iterator[list[float]]:
+    """A clock that stands still until a test moves it."""
+    at = [1000.0]
+    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: at[0])
+    yield at
+
+
+def test_the_summary_has_the_fields_of_the_design_in_their_order_then_the_extras():
+    summary = run(3, rank(0, 4), bytes_formula=12, replicas_equal=True)
+    assert list(summary) == [*FIELDS, "bytes_formula", "replicas_equal"]
+    assert [summary[name] for name in FIELDS[:5]] == ["train", 4, 3, 10.0, 8.0]
+    assert summary["replicas_equal"] is True and summary["bytes_formula"] == 12
+
+
+def test_json_is_the_last_line_of_stdout_and_all_of_it(capfd):
+    summary = run(3, as_json=True, hidden_share=0.5)
+    out, err = capfd.readouterr()
+    assert out.count("\n") == 1 and json.loads(out) == summary
+    assert "step 3/3" in err and "hidden_share" in err
+
+
+def test_without_json_progress_and_table_are_on_stdout(capfd):
+    run(3)
+    out, err = capfd.readouterr()
+    assert "step 1/3  loss 10.0000" in out and "step 3/3  loss 8.0000" in out
+    assert "tokens_per_second" in out and err == ""
+
+
+def test_ranks_other_than_0_measure_but_print_nothing(capfd):
+    summary = run(3, rank(1, 2), as_json=True)
+    assert capfd.readouterr() == ("", "")
+    assert summary["steps"] == 3 and summary["last_loss"] == 8.0
+
+
+def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(clock):
+    meter = Meter(rank(), "train", steps=6, tokens_per_step=100)
+    for seconds in (50.0, 40.0, 1.0, 2.0, 3.0, 10.0):
+        clock[0] += 5.0  # what happens between steps is no step's
+        with meter.step() as this:
+            clock[0] += seconds
+            this.loss = 0.0
+    summary = meter.finish()
+    assert summary["step_seconds"] == 2.5
+    assert summary["tokens_per_second"] == 4 * 100 / 16
+
+
+@pytest.mark.parametrize("seconds, median", [((3.0,), 3.0), ((9.0, 4.0), 4.0), ((9.0, 4.0, 6.0), 5.0)])
+def test_of_few_steps_at_least_half_are_counted(clock, seconds, median):
+    meter = Meter(rank(), "train", steps=len(seconds), tokens_per_step=100)
+    for duration in seconds:
+        with meter.step():
+            clock[0] += duration
+    assert meter.finish()["step_seconds"] == median
+
+
+def test_a_meter_without_any_step_still_sums_up(capfd):
+    summary = Meter(rank(), "train", steps=0, tokens_per_step=100, as_json=True).finish()
+    assert summary["steps"] == 0 and summary["step_seconds"] is None and summary["first_loss"] is None
+    assert json.loads(capfd.readouterr().out) == summary
+
+
+def test_traffic_is_counted_from_the_first_step_to_the_last_and_no_further():
+    LEDGER.count("broadcast", "tree", 1_000_000)
+    meter = Meter(rank(), "train", steps=3, tokens_per_step=1)
+    LEDGER.count("broadcast", "tree", 500_000)
+    for _ in range(3):
+        with meter.step():
+            LEDGER.count("all_reduce", "ring", 70, messages=2)
+    LEDGER.count("gather", "flat", 900)
+    summary = meter.finish()
+    assert (summary["bytes_sent"], summary["messages_sent"]) == (210, 6)
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
+    meter = Meter(rank(), "train", steps=2, tokens_per_step=1, as_json=True)
+    for loss in (math.nan, math.inf):
+        with meter.step() as this:
+            this.loss = torch.tensor(loss)
+    meter.finish(worst=[1.0, -math.inf], per_layer={"a": torch.tensor([math.nan, 2.0])})
+    summary = json.loads(capfd.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert (summary["first_loss"], summary["last_loss"]) == (None, None)
+    assert summary["worst"] == [1.0, None] and summary["per_layer"] == {"a": [None, 2.0]}
+
+
+def test_the_loss_may_be_a_tensor_with_a_graph_which_is_not_kept_alive():
+    meter = Meter(rank(), "train", steps=1, tokens_per_step=1)
+    with meter.step() as this:
+        this.loss = torch.tensor(3.0, requires_grad=True) * 2
+    assert meter._last_loss.grad_fn is None
+    assert meter.finish()["last_loss"] == 6.0
+
+
+def test_a_loss_is_read_only_in_steps_whose_line_is_printed(clock):
+    class Watched(torch.Tensor):
+        reads = 0
+
+        def __float__(self) -> float:
+            Watched.reads += 1
+            return 1.0
+
+    meter = Meter(rank(1, 2), "train", steps=20, tokens_per_step=1)
+    for _ in range(20):
+        with meter.step() as this:
+            clock[0] += 1.0
+            this.loss = torch.tensor(1.0).as_subclass(Watched)
+    meter.finish()
+    assert Watched.reads == 2  # the first and the last
+
+
+def test_where_no_one_watches_a_line_comes_every_two_seconds_and_for_the_first_and_last_step(clock, capfd):
+    meter = Meter(rank(), "train", steps=12, tokens_per_step=1)
+    for _ in range(12):
+        with meter.step():
+            clock[0] += 0.5
+    printed = [line.split()[2] for line in capfd.readouterr().out.splitlines()]
+    assert printed == ["1/12", "5/12", "9/12", "12/12"]
+
+
+def test_a_step_that_raises_is_not_counted_and_its_error_passes():
+    meter = Meter(rank(), "train", steps=2, tokens_per_step=1)
+    with meter.step() as this:
+        this.loss = 1.0
+    with pytest.raises(KeyboardInterrupt), meter.step():
+        raise KeyboardInterrupt
+    assert meter.finish()["steps"] == 1
+
+
+def test_an_extra_may_not_take_the_name_of_a_field():
+    with pytest.raises(ValueError, match="bytes_sent"):
+        run(1, bytes_sent=3)
+
+
+def test_peak_memory_sees_what_was_freed_again_but_not_what_was_freed_before_the_start():
+    peak_before = torch.ones(100 << 20, dtype=torch.uint8)
+    del peak_before
+    quiet = run(1)["peak_memory_bytes"]
+    meter = Meter(rank(), "train", steps=1, tokens_per_step=1)
+    with meter.step():
+        torch.ones(60 << 20, dtype=torch.uint8)
+    grown = meter.finish()["peak_memory_bytes"] - quiet
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pytest.skip("this system does not let a process reset its peak")
+    assert 50 << 20 < grown < 90 << 20
+
+
+def test_no_path_on_a_cpu_synchronises_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("synchronised"))
+    run(2)
+
+
+ON_A_TERMINAL = """
+import time, torch, torch.distributed as dist
+from lab.cluster import Cluster
+from lab.meter import Meter
+
+meter = Meter(Cluster(0, 1, 0, torch.device("cpu"), dist.HashStore()), "train", steps=9, tokens_per_step=1)
+for step in range(9):
+    with meter.step() as this:
+        this.loss = 1.0
+        if step == 3:
+            raise KeyboardInterrupt
+        time.sleep(0.12)
+"""
+
+
+def test_a_terminal_shows_one_live_line_and_is_left_sane_by_ctrl_c():
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL], stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + 30
+    try:
+        while time.monotonic() < deadline and (chunk := os.read(ours, 4096)):
+            shown += chunk
+    except OSError:
+        pass  # Linux's way to say that the other side is closed
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    live, _, traceback = shown.partition(b"Traceback")
+    assert [b"step %d/9" % step in live for step in (1, 2, 3)] == [True] * 3
+    assert live.count(b"\n") == 1 and live.endswith(b"\r\n"), (
+        "overwritten in place, and closed before the error"
+    )
+    assert b"\x1b[?25l" not in shown, "the cursor was never hidden"
+    assert b"KeyboardInterrupt" in traceback

@@ -1,0 +1,198 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lab.model import GPT, MLP, SIZES, BabyCNN, GPTConfig, loss_of, seeded
+from lab.text import global_batch
+
+TINY = GPTConfig.named("tiny")
+
+
+def tokens_of(batch: int, time: int) -> torch.Tensor:
+    return torch.randint(256, (batch, time), generator=torch.Generator().manual_seed(7))
+
+
+def num_parameters(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+MODELS = {
+    "gpt": lambda seed: GPT(TINY, seed=seed),
+    "mlp": lambda seed: MLP([64, 16, 10], seed=seed),
+    "cnn": lambda seed: BabyCNN(seed=seed),
+}
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
+def test_a_seed_alone_decides_the_initial_weights(build):
+    torch.manual_seed(1)
+    first = torch.nn.utils.parameters_to_vector(build(5).parameters())
+    torch.manual_seed(2)
+    again = torch.nn.utils.parameters_to_vector(build(5).parameters())
+    other = torch.nn.utils.parameters_to_vector(build(6).parameters())
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
+def test_building_a_model_leaves_the_global_random_stream_alone(build):
+    before = torch.get_rng_state()
+    build(0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_inside_seeded_still_restores_the_global_stream():
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError), seeded(3):
+        torch.rand(1)
+        raise RuntimeError
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_gpt_returns_logits_for_every_position_and_token():
+    assert GPT(TINY)(tokens_of(3, 20)).shape == (3, 20, 256)
+
+
+def test_the_initial_loss_is_that_of_a_uniform_guess():
+    tokens = tokens_of(8, 32)
+    loss = loss_of(GPT(TINY)(tokens[:, :-1]), tokens[:, 1:])
+    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
+
+
+def test_the_loss_is_the_mean_over_batch_and_time():
+    logits_btv, targets_bt = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    single = [F.cross_entropy(logits_btv[b, t], targets_bt[b, t]) for b in range(2) for t in range(3)]
+    torch.testing.assert_close(loss_of(logits_btv, targets_bt), torch.stack(single).mean())
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_a_position_sees_nothing_that_comes_after_it(num_kv_heads):
+    model = GPT(GPTConfig.named("tiny", num_kv_heads=num_kv_heads)).double()
+    tokens = tokens_of(1, 16)
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :8], after[:, :8], rtol=0, atol=1e-12)
+    assert ((before - after).abs().amax(-1)[0, 8:] > 1e-9).all()
+
+
+def test_a_repeated_token_is_read_differently_at_each_position():
+    logits_tv = GPT(TINY).double()(torch.full((1, 4), 5))[0]
+    assert ((logits_tv[1:] - logits_tv[:-1]).abs().amax(-1) > 1e-6).all()
+
+
+def test_a_tied_head_shares_the_embedding():
+    model = GPT(TINY)
+    assert model.head.weight is model.token_embedding.weight
+
+
+def test_an_untied_head_has_weights_of_its_own():
+    model = GPT(GPTConfig.named("tiny", tied=False))
+    assert not torch.equal(model.head.weight, model.token_embedding.weight)
+    assert num_parameters(model.config) == num_parameters(TINY) + model.head.weight.numel()
+
+
+def test_projections_into_the_residual_stream_start_smaller():
+    model = GPT(SIZES["small"])
+    block = model.blocks[0]
+    for weight in (model.token_embedding.weight, block.attention.q_proj.weight, block.mlp.up_proj.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for weight in (block.attention.o_proj.weight, block.mlp.down_proj.weight):
+        assert weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert not any(parameter.any() for name, parameter in model.named_parameters() if name.endswith("bias"))
+
+
+def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads():
+    grouped = GPT(GPTConfig.named("tiny", num_kv_heads=2)).double()
+    full = GPT(TINY).double()
+    weights = grouped.state_dict()
+    for name, value in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = value.unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    torch.testing.assert_close(grouped(tokens_of(2, 16)), full(tokens_of(2, 16)))
+
+
+def test_attention_is_right_where_a_rank_holds_only_some_of_the_heads():
+    whole = GPT(TINY).double().blocks[0].attention
+    x_btd = torch.randn(2, 8, 32, dtype=torch.float64)
+    expected = whole(x_btd)
+    total = torch.zeros_like(expected)
+    for half in (slice(0, 16), slice(16, 32)):
+        part = GPT(TINY).double().blocks[0].attention
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear, source = getattr(part, name), getattr(whole, name)
+            linear.weight.data, linear.bias.data = source.weight.data[half], source.bias.data[half]
+        part.o_proj.weight.data = whole.o_proj.weight.data[:, half]
+        part.o_proj.bias.data.zero_()
+        total += part(x_btd)
+    torch.testing.assert_close(total + whole.o_proj.bias, expected)
+
+
+def test_dropout_acts_in_training_only():
+    model = GPT(GPTConfig.named("tiny", dropout=0.5))
+    tokens = tokens_of(1, 8)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_a_tiny_gpt_learns_python():
+    model = GPT(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    corpus = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    losses = []
+    for step in range(40):
+        x_bt, y_bt = global_batch(corpus, seed=0, step=step, batch_size=16, block_size=32)
+        loss = loss_of(model(x_bt), y_bt)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_benchmark_size_has_12_9_million_parameters():
+    assert num_parameters(SIZES["13m"]) == pytest.approx(12.9e6, rel=0.005)
+
+
+def test_a_named_config_takes_changes_of_single_fields():
+    config = GPTConfig.named("tiny", num_layers=3)
+    assert (config.num_layers, config.width) == (3, TINY.width)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: GPTConfig(width=30, num_heads=4), "width 30 .* multiple of the 4 heads"),
+        (lambda: GPTConfig(num_heads=4, num_kv_heads=3), "num_kv_heads 3 must divide the 4"),
+        (lambda: GPTConfig(num_heads=4, num_kv_heads=0), "num_kv_heads 0 must divide the 4"),
+        (lambda: GPTConfig.named("huge"), "no GPT size 'huge': choose one of tiny, small, 13m"),
+        (lambda: GPT(TINY)(tokens_of(1, 33)), "33 tokens in a row exceed block_size 32"),
+        (lambda: BabyCNN(image_size=32), "8x8 or 28x28 pixels, not 32x32"),
+    ],
+)
+def test_an_impossible_size_is_refused_in_a_sentence(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_the_mlp_flattens_images_and_is_not_linear():
+    model = MLP([64, 32, 10]).double()
+    x, y = torch.randn(2, 5, 1, 8, 8, dtype=torch.float64)
+    assert model(x).shape == (5, 10)
+    offset = model(torch.zeros_like(x))
+    assert not torch.allclose(model(x + y) - offset, model(x) + model(y) - 2 * offset)
+
+
+@pytest.mark.parametrize("image_size", [8, 28])
+def test_the_cnn_takes_both_image_sizes_in_either_precision(image_size):
+    images = torch.rand(3, 1, image_size, image_size)
+    model = BabyCNN(image_size, num_classes=7)
+    single, double = model(images), model.double()(images.double())
+    assert single.shape == (3, 7)
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(single, double.float())

@@ -1,0 +1,172 @@
+import platform
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.text import (
+    FILES,
+    check_same_corpus,
+    digest,
+    global_batch,
+    load_corpus,
+    microbatches,
+    rank_slice,
+    split,
+)
+
+TEXT = torch.arange(200, dtype=torch.uint8)
+OTHER = TEXT.flip(0)
+
+
+def verdicts(
+    corpora: dict[int, torch.Tensor], world_size: int, timeout: float = 5.0, store=None
+) -> list[str]:
+    """Each present rank's error of check_same_corpus, in rank order; '' where it returned."""
+    store = store or dist.HashStore()
+
+    def one(rank: int) -> str:
+        threading.current_thread().name = f"rank{rank}"
+        cluster = Cluster(rank, world_size, rank, torch.device("cpu"), store)
+        try:
+            check_same_corpus(cluster, corpora[rank], timeout)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, corpora))
+
+
+def test_the_corpus_is_one_to_two_megabytes_of_the_standard_library():
+    corpus = load_corpus()
+    assert corpus.dtype == torch.uint8
+    assert 1_000_000 < len(corpus) < 2_100_000
+    assert b"class OrderedDict(dict):" in corpus.numpy().tobytes()
+
+
+def test_the_corpus_is_the_listed_files_in_their_order(tmp_path):
+    for place, name in enumerate(FILES):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([place, 255]))
+    expected = [byte for place in range(len(FILES)) for byte in (place, 255)]
+    assert load_corpus(tmp_path).tolist() == expected
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(WorkbookError, match=f"needs {tmp_path / FILES[0]} of Python's standard library"):
+        load_corpus(tmp_path)
+
+
+def test_the_digest_tells_two_corpora_apart():
+    changed = TEXT.clone()
+    changed[100] += 1
+    assert digest(TEXT) == digest(TEXT.clone())
+    assert digest(TEXT) != digest(changed)
+
+
+def test_the_validation_text_is_the_last_twentieth():
+    train, validation = split(TEXT)
+    assert torch.equal(torch.cat([train, validation]), TEXT)
+    assert len(validation) == 10
+
+
+def test_ranks_with_the_same_corpus_pass():
+    assert verdicts(dict.fromkeys(range(4), TEXT), world_size=4) == [""] * 4
+
+
+def test_every_rank_is_told_who_holds_another_corpus_and_under_which_python(monkeypatch):
+    pythons = {"rank2": "3.12.1", "rank3": "3.12.1"}
+    monkeypatch.setattr(
+        platform, "python_version", lambda: pythons.get(threading.current_thread().name, "3.11.7")
+    )
+    errors = verdicts({0: TEXT, 1: TEXT, 2: OTHER, 3: OTHER}, world_size=4)
+    assert len(set(errors)) == 1
+    assert "the corpus of rank 2, 3 is not rank 0's" in errors[0]
+    assert "(3.11.7 on rank 0, 3.11.7 on rank 1, 3.12.1 on rank 2, 3.12.1 on rank 3)" in errors[0]
+
+
+def test_every_rank_is_told_when_rank_0_is_the_odd_one():
+    errors = verdicts({0: OTHER, 1: TEXT, 2: TEXT}, world_size=3)
+    assert all("the corpus of rank 1, 2 is not rank 0's" in error for error in errors)
+
+
+def test_a_rank_that_never_reports_is_named_to_the_others():
+    start = time.monotonic()
+    errors = verdicts({0: TEXT, 1: TEXT}, world_size=3, timeout=0.3)
+    assert [("rank 2 sent no corpus digest within 0.3 s" in error) for error in errors] == [True, True]
+    assert time.monotonic() - start < 3
+
+
+def test_the_others_do_not_wait_forever_for_rank_0():
+    errors = verdicts({1: TEXT, 2: TEXT}, world_size=3, timeout=0.2)
+    assert all("rank 0 has not compared the corpora" in error for error in errors)
+
+
+def test_a_second_check_on_the_same_store_compares_anew():
+    store = dist.HashStore()
+    assert verdicts({0: TEXT, 1: TEXT}, world_size=2, store=store) == ["", ""]
+    assert all(verdicts({0: TEXT, 1: OTHER}, world_size=2, store=store))
+
+
+def test_the_targets_are_the_inputs_one_byte_further_on():
+    x_bt, y_bt = global_batch(TEXT, seed=0, step=0, batch_size=6, block_size=16)
+    assert x_bt.shape == y_bt.shape == (6, 16)
+    assert x_bt.dtype == y_bt.dtype == torch.int64
+    assert torch.equal(y_bt, x_bt + 1), "TEXT counts up, so its next byte is one more"
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    torch.manual_seed(0)
+    first = global_batch(TEXT, seed=1, step=2, batch_size=8, block_size=4)[0]
+    torch.manual_seed(9)
+    state = torch.get_rng_state()
+    assert torch.equal(global_batch(TEXT, seed=1, step=2, batch_size=8, block_size=4)[0], first)
+    assert torch.equal(torch.get_rng_state(), state)
+    for seed, step in ((1, 3), (2, 2), (2, 1), (0, 3)):
+        assert not torch.equal(global_batch(TEXT, seed, step, batch_size=8, block_size=4)[0], first)
+
+
+def test_windows_reach_both_ends_of_the_corpus():
+    x_bt, y_bt = global_batch(TEXT[:6], seed=0, step=0, batch_size=64, block_size=4)
+    assert x_bt[:, 0].unique().tolist() == [0, 1]
+    assert y_bt.max() == 5
+
+
+def test_a_corpus_too_short_for_a_window_is_refused():
+    with pytest.raises(WorkbookError, match="block size of 200 needs a longer corpus than 200 bytes"):
+        global_batch(TEXT, seed=0, step=0, batch_size=1, block_size=200)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_slices_of_all_ranks_in_order_are_the_global_batch(world_size):
+    x_bt, _ = global_batch(TEXT, seed=0, step=0, batch_size=12, block_size=8)
+    slices = [rank_slice(x_bt, rank, world_size) for rank in range(world_size)]
+    assert {len(part) for part in slices} == {12 // world_size}
+    assert torch.equal(torch.cat(slices), x_bt)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
+    with pytest.raises(
+        WorkbookError, match=r"4 ranks cannot share .* of 10 equally: .* multiple of 4, such as 12"
+    ):
+        rank_slice(TEXT[:10], rank=0, world_size=4)
+
+
+def test_microbatches_in_order_are_the_batch():
+    x_bt, y_bt = global_batch(TEXT, seed=0, step=0, batch_size=6, block_size=8)
+    pieces = microbatches(x_bt, y_bt, 3)
+    assert [len(x) for x, _ in pieces] == [2, 2, 2]
+    assert torch.equal(torch.cat([x for x, _ in pieces]), x_bt)
+    assert torch.equal(torch.cat([y for _, y in pieces]), y_bt)
+
+
+def test_microbatches_that_would_be_unequal_are_refused():
+    with pytest.raises(WorkbookError, match="num_microbatches 4 must divide the batch of 6"):
+        microbatches(TEXT[:6], TEXT[:6], 4)

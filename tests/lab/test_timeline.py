@@ -1,0 +1,325 @@
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.image import imread
+
+from lab import timeline
+from lab.cluster import Cluster
+from lab.gantt import COLORS, Event, draw, lanes, tracks
+from lab.timeline import align, gather, record, recorded, span, start_recording, stop_recording
+
+MS = 1_000_000
+SECONDS = 1_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def recording_is_off_and_forgotten_afterwards():
+    yield
+    start_recording()
+    stop_recording()
+
+
+def on_ranks(fn: Callable[..., Any], stores: list[dist.Store], timeout: float = 20.0) -> list[Any]:
+    """Call fn(cluster) on a thread per rank, each with its own connection to the store."""
+    clusters = [Cluster(r, len(stores), r, torch.device("cpu"), store) for r, store in enumerate(stores)]
+    with ThreadPoolExecutor(len(stores)) as pool:
+        return [future.result(timeout) for future in [pool.submit(fn, cluster) for cluster in clusters]]
+
+
+def hash_stores(world_size: int) -> list[dist.Store]:
+    return [dist.HashStore()] * world_size
+
+
+def tcp_stores(world_size: int, timeout: float = 20.0) -> list[dist.Store]:
+    limit = timedelta(seconds=timeout)
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return [host] + [dist.TCPStore("127.0.0.1", host.port, timeout=limit) for _ in range(world_size - 1)]
+
+
+def on_machines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(range(10**9))
+    monkeypatch.setattr(timeline, "_machine", lambda: f"machine {next(names)}")
+
+
+def test_a_span_is_recorded_with_its_name_kind_time_and_arguments():
+    start_recording()
+    before = timeline.now()
+    with span("forward", kind="forward", microbatch=3):
+        time.sleep(0.01)
+    (event,) = recorded()
+    assert event[:2] == ("forward", "forward") and event.args == {"microbatch": 3} and event.lane == "main"
+    assert before <= event.start_ns < event.start_ns + 10 * MS <= event.end_ns <= timeline.now()
+
+
+def test_nothing_is_recorded_before_the_start_or_after_the_stop():
+    with span("too early"):
+        pass
+    start_recording()
+    with span("recorded"):
+        pass
+    stop_recording()
+    with span("too late"):
+        pass
+    record("too late", "compute", 0, 1)
+    assert [event.name for event in recorded()] == ["recorded"]
+
+
+def test_a_new_start_forgets_what_was_recorded():
+    start_recording()
+    with span("old"):
+        pass
+    start_recording()
+    assert recorded() == []
+
+
+def test_a_span_that_raises_is_recorded_and_does_not_swallow_the_error():
+    start_recording()
+    with pytest.raises(ZeroDivisionError), span("fails"):
+        _ = 1 / 0
+    assert [event.name for event in recorded()] == ["fails"]
+
+
+def test_a_span_costs_next_to_nothing_while_recording_is_off():
+    assert span("one") is span("another"), "nothing is made for it"
+    begin = time.perf_counter()
+    for _ in range(10_000):
+        with span("off", kind="compute", step=1):
+            pass
+    assert time.perf_counter() - begin < 0.5  # 50 us each; it is well below 1 us
+
+
+def test_a_thread_has_a_lane_of_its_own_name_and_loses_no_span():
+    def work() -> None:
+        for i in range(500):
+            with span(f"bucket {i}", kind="communication"):
+                pass
+
+    start_recording()
+    threads = [threading.Thread(target=work, name=f"sender {i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    by_lane = lanes(recorded())[0]
+    assert list(by_lane) == ["main", "sender 0", "sender 1", "sender 2", "sender 3"]
+    assert {len(events) for events in by_lane.values()} == {500}
+
+
+def test_work_that_ends_on_another_thread_can_be_recorded_with_its_own_lane():
+    start_recording()
+    record("all_reduce", "communication", 5 * MS, 7 * MS, lane="communication", bytes=1024)
+    assert recorded() == [
+        Event("all_reduce", "communication", 5 * MS, 2 * MS, "communication", {"bytes": 1024})
+    ]
+
+
+@pytest.mark.parametrize("make_stores", [hash_stores, tcp_stores])
+def test_clocks_shifted_by_seconds_are_found_to_within_milliseconds(make_stores):
+    shifts = [3 * SECONDS, -7 * SECONDS, 0, 40_000 * SECONDS]
+
+    def on_shifted_clock(cluster: Cluster) -> int:
+        return align(cluster, clock=lambda: time.perf_counter_ns() + shifts[cluster.rank])
+
+    offsets = on_ranks(on_shifted_clock, make_stores(4))
+    for offset, shift in zip(offsets, shifts, strict=True):
+        assert abs(offset - (shifts[0] - shift)) < 50 * MS
+    assert offsets[0] == 0
+
+
+def test_the_offset_comes_from_the_fastest_round_trip(monkeypatch):
+    on_machines_of_their_own(monkeypatch)
+    calls = iter(range(10**9))
+
+    def slow_at_first() -> (
+        int
+    ):  # the answers to the first pings arrive half a second late, but only seemingly
+        return time.perf_counter_ns() + (SECONDS // 2 if next(calls) in range(1, 16, 2) else 0)
+
+    def measure(cluster: Cluster) -> int:
+        return align(cluster, rounds=10, clock=time.perf_counter_ns if cluster.is_main else slow_at_first)
+
+    assert abs(on_ranks(measure, hash_stores(2))[1]) < 50 * MS
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp", "file"])
+def test_ranks_of_one_machine_have_one_clock_exactly(kind, tmp_path):
+    if kind == "file":
+        stores = [dist.FileStore(str(tmp_path / "store"), 3) for _ in range(3)]
+    else:
+        stores = tcp_stores(3) if kind == "tcp" else hash_stores(3)
+    assert on_ranks(lambda cluster: align(cluster, rounds=4), stores) == [0, 0, 0]
+
+
+def test_machines_that_differ_keep_the_measured_offset(monkeypatch):
+    on_machines_of_their_own(monkeypatch)
+    offset = on_ranks(align, hash_stores(2))[1]
+    assert offset != 0 and abs(offset) < 50 * MS
+
+
+@pytest.mark.parametrize("call, present, missing", [(align, 0, 1), (align, 1, 0), (gather, 0, 1)])
+def test_a_rank_that_does_not_take_part_is_named_within_the_stores_timeout(call, present, missing):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"{call.__name__}: rank {missing} did not take part.*0\.3 s"):
+        call(Cluster(present, 2, present, torch.device("cpu"), store))
+    assert time.monotonic() - begin < 5
+
+
+def test_gather_brings_all_ranks_events_to_rank_0_on_one_clock():
+    def hand_in(cluster: Cluster) -> list[Event] | None:
+        own = [
+            Event(f"step of {cluster.rank}", "compute", 100 - 30 * cluster.rank, 10, "main", {"loss": 0.5})
+        ]
+        return gather(cluster, offset_ns=cluster.rank, events=own)
+
+    first, *others = on_ranks(hand_in, tcp_stores(3))
+    assert first == [
+        Event("step of 2", "compute", 42, 10, "main", {"loss": 0.5}, 2),
+        Event("step of 1", "compute", 71, 10, "main", {"loss": 0.5}, 1),
+        Event("step of 0", "compute", 100, 10, "main", {"loss": 0.5}, 0),
+    ]
+    assert others == [None, None]
+
+
+def test_gather_and_align_can_be_called_again_and_see_nothing_old():
+    def twice(cluster: Cluster) -> list[list[str]]:
+        seen = []
+        for name in ("first", "second"):
+            assert align(cluster, rounds=2) == 0, "an old answer would look like a clock that is behind"
+            events = gather(cluster, events=[Event(f"{name} of {cluster.rank}", "compute", cluster.rank, 1)])
+            seen.append([event.name for event in events or []])
+        return seen
+
+    assert on_ranks(twice, hash_stores(2))[0] == [
+        ["first of 0", "first of 1"],
+        ["second of 0", "second of 1"],
+    ]
+
+
+def test_more_events_than_a_tcp_store_takes_in_one_value_arrive(monkeypatch):
+    monkeypatch.setattr(timeline.zlib, "compress", lambda data: data)  # as if nothing could be compressed
+    monkeypatch.setattr(timeline.zlib, "decompress", lambda data: data)
+
+    def hand_in(cluster: Cluster) -> list[Event] | None:
+        return gather(cluster, events=[Event("x" * 1_000_000, "compute", i, 1) for i in range(10)])
+
+    assert len(on_ranks(hand_in, tcp_stores(2))[0]) == 20
+
+
+def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_in_microseconds(tmp_path):
+    events = [
+        Event("all_reduce", "communication", 9_000_002_000, 500, "communication", {"bytes": 8}, rank=1),
+        Event("forward", "forward", 9_000_000_000, 3_000, rank=1),
+        Event("forward", "forward", 9_000_001_500, 3_000, rank=0),
+    ]
+    rows = json.loads(timeline.write_chrome_trace(tmp_path / "trace.json", events).read_text())["traceEvents"]
+    assert all(row["pid"] > 0 and row["tid"] > 0 for row in rows), "Perfetto treats zero as the idle task"
+    names = {(row["pid"], row["tid"], row["name"]): row["args"] for row in rows if row["ph"] == "M"}
+    assert {args["name"]: pid for (pid, _, what), args in names.items() if what == "process_name"} == {
+        "rank 0": 1,
+        "rank 1": 2,
+    }
+    spans = {(row["pid"], row["name"]): row for row in rows if row["ph"] == "X"}
+    sent = spans[2, "all_reduce"]
+    assert (sent["ts"], sent["dur"], sent["cat"], sent["args"]) == (2.0, 0.5, "communication", {"bytes": 8})
+    assert (spans[1, "forward"]["ts"], spans[2, "forward"]["ts"]) == (1.5, 0.0)
+    main, side = spans[2, "forward"]["tid"], sent["tid"]
+    assert names[2, main, "thread_name"]["name"] == "main"
+    assert names[2, side, "thread_name"]["name"] == "communication"
+    order = [names[2, tid, "thread_sort_index"]["sort_index"] for tid in (main, side)]
+    assert order == [0, 1] and len({row["tid"] for row in spans.values()}) == 3
+
+
+def test_spans_that_cross_in_one_lane_get_threads_of_their_own_in_the_trace(tmp_path):
+    crossing = [Event(f"bucket {i}", "communication", 10 * i, 15, "communication") for i in range(4)]
+    nested = [Event("outer", "compute", 0, 100), Event("inner", "compute", 10, 20)]
+    path = timeline.write_chrome_trace(tmp_path / "trace.json", crossing + nested)
+    threads = {
+        row["name"]: row["tid"] for row in json.loads(path.read_text())["traceEvents"] if row["ph"] == "X"
+    }
+    assert threads["outer"] == threads["inner"]
+    assert threads["bucket 0"] == threads["bucket 2"] != threads["bucket 1"] == threads["bucket 3"]
+
+
+def test_the_trace_is_strict_json_even_with_a_loss_that_is_not_a_number(tmp_path):
+    events = [Event("step", "compute", 0, 1, args={"loss": float("nan"), "all": [float("inf")]})]
+    text = timeline.write_chrome_trace(tmp_path / "trace.json", events).read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(text, parse_constant=refuse)["traceEvents"][-1]["args"]["loss"] == "nan"
+
+
+def test_a_track_holds_no_two_events_at_once_unless_nested_ones_are_allowed():
+    outer, inner, late, crossing = (
+        Event("outer", "compute", 0, 10),
+        Event("inner", "compute", 2, 3),
+        Event("late", "compute", 10, 5),
+        Event("crossing", "compute", 8, 4),
+    )
+    events = [late, crossing, inner, outer]
+    assert tracks(events, nest=False) == [[outer, late], [inner, crossing]]
+    assert tracks(events, nest=True) == [[outer, inner, late], [crossing]]
+    first_call = Event("first call", "compute", 0, 2)
+    assert tracks([first_call, outer], nest=True) == [[outer, first_call]], (
+        "the one that holds the other first"
+    )
+
+
+def where(picture: Path, colour: str) -> np.ndarray:
+    """Which pixels have exactly this colour, shape (height, width)."""
+    pixels = (imread(picture)[..., :3] * 255).round().astype(int)
+    return (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1)
+
+
+def test_the_picture_shows_each_rank_and_each_kind_in_its_colour(tmp_path):
+    events = [Event("forward", "forward", 0, 6 * MS, rank=r) for r in range(2)]
+    events += [Event("step", "optimizer", 6 * MS, 4 * MS, rank=r) for r in range(2)]
+    picture = draw(events, tmp_path / "a.png", title="two ranks")
+    forward, step = where(picture, COLORS["forward"]), where(picture, COLORS["optimizer"])
+    rows_with_forward = forward.sum(axis=1) > forward.shape[1] // 4
+    assert (rows_with_forward[1:] & ~rows_with_forward[:-1]).sum() == 2, "one row of bars per rank"
+    assert 1.2 < forward.sum() / step.sum() < 1.8, "6 ms beside 4 ms"
+
+
+def test_the_picture_can_be_an_svg_and_takes_names_that_look_like_formulas(tmp_path):
+    path = draw([Event(r"in $ or \frac$", "of no known kind", 0, MS)], tmp_path / "a.svg")
+    assert path.read_text().startswith("<?xml")
+
+
+def test_another_lane_is_a_thinner_bar_below_the_main_one(tmp_path):
+    events = [Event("f", "forward", 0, MS), Event("b", "communication", 0, MS, "communication")]
+    picture = draw(events, tmp_path / "a.png")
+    main, side = (
+        np.flatnonzero(where(picture, COLORS[kind]).sum(axis=1) > 1000)
+        for kind in ("forward", "communication")
+    )
+    assert main.max() < side.min() and 0.3 * len(main) < len(side) < 0.8 * len(main)
+
+
+def test_a_picture_of_nothing_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="start_recording"):
+        draw([], tmp_path / "a.png")
+
+
+def test_save_writes_trace_and_picture_on_rank_0_only(tmp_path):
+    start_recording()
+    with span("forward"):
+        time.sleep(0.001)
+    folder = tmp_path / "new" / "folder"
+    paths, nothing = on_ranks(lambda cluster: timeline.save(cluster, folder, "two"), hash_stores(2))
+    assert paths == [folder / "trace.json", folder / "timeline.png"] and nothing == []
+    assert [Path(path).stat().st_size > 0 for path in paths] == [True, True]
