@@ -31,6 +31,7 @@ from comm.order import Handle, queue_of
 from comm.reduction import check_reduction
 from comm.shards import shard_sizes
 from comm.wire import CommError, Group, Wire
+from lab.timeline import span
 
 PATTERNS = {
     "broadcast": ("tree", "flat"),
@@ -251,12 +252,14 @@ def _submit(
     def job(sequence: int) -> None:
         if event is not None:
             event.synchronize()
-        wire = Wire(group, header.op, header.pattern, sequence)
-        _check_shards(agree(wire, header))
-        wired = [operand.to_wire() for operand in operands]
-        work(wire, *wired)
-        for operand, tensor in zip(operands, wired, strict=True):
-            operand.from_wire(tensor)
+        num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
+        with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+            wire = Wire(group, header.op, header.pattern, sequence)
+            _check_shards(agree(wire, header))
+            wired = [operand.to_wire() for operand in operands]
+            work(wire, *wired)
+            for operand, tensor in zip(operands, wired, strict=True):
+                operand.from_wire(tensor)
 
     return queue_of(group).submit(job, async_op)
 
@@ -275,16 +278,20 @@ def _check_shards(headers: list[Header]) -> None:
             )
 
 
+def default_pattern(op: str, group: Group = None) -> str:
+    """What `pattern=None` means in this group."""
+    return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
+
+
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
     queue_of(group)  # says so when there is no group
     if not 0 <= root < dist.get_world_size(group):
         raise CommError(f"{op}: root {root} is not a rank of this group of {dist.get_world_size(group)}.")
-    on_nccl = dist.get_backend(group) == "nccl"
     if pattern is None:
-        return "torch" if on_nccl else PATTERNS[op][0]
+        return default_pattern(op, group)
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
-    if pattern != "torch" and on_nccl:
+    if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(
             f"{op}: our patterns speak gloo, and this group speaks nccl; use pattern='torch' or BACKEND=gloo."
         )

@@ -102,6 +102,14 @@ def traffic(
     raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
 
 
+def per_rank(
+    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
+) -> Traffic:
+    """All that the ledger will show for one collective: payload and header. torch's own has no header."""
+    payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
+    return payload if pattern == "torch" else payload + header_traffic(op, ranks)
+
+
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
     """Predicted time of one collective over a tensor of `num_bytes` in all, its header included."""
     n, b, log = ranks, num_bytes * link.beta, _log2_up(ranks)

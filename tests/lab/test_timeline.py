@@ -29,19 +29,21 @@ def recording_is_off_and_forgotten_afterwards():
     stop_recording()
 
 
-def on_ranks(fn: Callable[..., Any], stores: list[dist.Store], timeout: float = 20.0) -> list[Any]:
-    """Call fn(cluster) on a thread per rank, each with its own connection to the store."""
+def on_ranks(fn: Callable[..., Any], stores: list[dist.Store]) -> list[Any]:
+    """Call fn(cluster) on a thread per rank; where one fails, the stores' timeout ends the others."""
     clusters = [Cluster(r, len(stores), r, torch.device("cpu"), store) for r, store in enumerate(stores)]
     with ThreadPoolExecutor(len(stores)) as pool:
-        return [future.result(timeout) for future in [pool.submit(fn, cluster) for cluster in clusters]]
+        return list(pool.map(fn, clusters))
 
 
 def hash_stores(world_size: int) -> list[dist.Store]:
-    return [dist.HashStore()] * world_size
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    return [store] * world_size
 
 
-def tcp_stores(world_size: int, timeout: float = 20.0) -> list[dist.Store]:
-    limit = timedelta(seconds=timeout)
+def tcp_stores(world_size: int) -> list[dist.Store]:
+    limit = timedelta(seconds=10)
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
     return [host] + [dist.TCPStore("127.0.0.1", host.port, timeout=limit) for _ in range(world_size - 1)]
 

@@ -1,0 +1,198 @@
+"""A tour of the collectives: what each rank held before and after, what it sent, how long it took.
+
+    RUN_MODE=comm docker-compose up --build          make run RUN_MODE=comm WORLD_SIZE=4
+
+Three looks at each operation. A tiny tensor shows what it does. A large one shows what it costs: bytes
+counted as they leave, time measured beside time predicted from this link's alpha and beta (comm.cost).
+And where every rank has a network interface of its own, as in a container, the interface's counter
+shows what really left, for torch's own collectives too, whose insides we cannot count.
+
+The prediction holds where each rank has a link for itself. Ranks on one machine share its cores and its
+memory bus: there a pattern that keeps all links busy is slower than predicted.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from comm import collectives as c
+from comm import cost
+from comm.point_to_point import measure_link
+from comm.rendezvous import joined
+from comm.shards import shard_sizes
+from lab.cluster import Cluster
+from lab.interface import interface_bytes_sent
+from lab.ledger import LEDGER
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Args:
+    """A tour of the collectives."""
+
+    mb: float = 4.0
+    """Size of the large tensor in MiB, all shards together."""
+    repeats: int = 5
+    """Timed runs of each operation; the median counts. Slow links take fewer."""
+    json: bool = False
+    """Print all figures as one JSON line at the end."""
+
+
+def call(op: str, pattern: str, t: Tensors) -> None:
+    """One collective on `full`, the whole tensor, and `shard`, this rank's part of it."""
+    full, shard, root = t["full"], t["shard"], 0
+    operations: dict[str, Callable[[], object]] = {
+        "barrier": lambda: c.barrier(pattern=pattern),
+        "broadcast": lambda: c.broadcast(full, root, pattern=pattern),
+        "scatter": lambda: c.scatter(shard, full, root, pattern=pattern),
+        "gather": lambda: c.gather(shard, full, root, pattern=pattern),
+        "reduce": lambda: c.reduce(full, "sum", root, pattern=pattern),
+        "all_gather": lambda: c.all_gather(full, shard, pattern=pattern),
+        "reduce_scatter": lambda: c.reduce_scatter(shard, full, pattern=pattern),
+        "all_reduce": lambda: c.all_reduce(full, pattern=pattern),
+        "all_to_all": lambda: c.all_to_all(t["out"], full, pattern=pattern),
+    }
+    operations[op]()
+
+
+TOUCHED = {  # the others: full and shard
+    "barrier": (),
+    "broadcast": ("full",),
+    "reduce": ("full",),
+    "all_reduce": ("full",),
+    "all_to_all": ("full", "out"),
+}
+
+
+def tensors(cluster: Cluster, numel: int) -> Tensors:
+    """`full` counts 10 * rank + position, so that a number tells where it came from."""
+    full = torch.arange(numel, dtype=torch.float32) + 10 * cluster.rank
+    shard = torch.full((shard_sizes(numel, cluster.world_size)[cluster.rank],), -float(cluster.rank))
+    return {"full": full, "shard": shard, "out": torch.zeros(numel)}
+
+
+def show(cluster: Cluster, op: str, console: Console) -> None:
+    """A table of what every rank held before and after, with one element for each rank."""
+    t = tensors(cluster, cluster.world_size)
+    names = TOUCHED.get(op, ("full", "shard"))
+    before = {name: t[name].int().tolist() for name in names}
+    call(op, c.PATTERNS[op][0], t)
+    after = {name: t[name].int().tolist() for name in names}
+    rows = all_ranks(cluster, f"show/{op}", {"before": before, "after": after})
+    if cluster.is_main and names:
+        table = Table(title=op, title_justify="left", title_style="bold")
+        for column in ("rank", *(f"{name} {when}" for name in names for when in ("before", "after"))):
+            table.add_column(column)
+        for rank, row in enumerate(rows):
+            cells = []
+            for name in names:
+                old, new = row["before"][name], row["after"][name]
+                cells += [str(old), f"[bold green]{new}[/]" if new != old else str(new)]
+            table.add_row(str(rank), *cells)
+        console.print(table)
+
+
+def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link) -> dict:
+    """Time and traffic of one operation on the large tensor; the same on every rank but for the bytes."""
+    n = cluster.world_size
+    numel = int(args.mb * (1 << 18)) // n * n  # torch's own takes equal shards only
+    t = tensors(cluster, numel)
+    call(op, pattern, t)
+    times: list[float] = []
+    booked = interface = None
+    while len(times) < args.repeats and sum(times) < 2.0:
+        c.barrier()
+        sent, on_wire = LEDGER.total(), own_interface_bytes()
+        start = time.perf_counter()
+        call(op, pattern, t)
+        elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        booked = LEDGER.total() - sent
+        # The last rank to finish has seen all the traffic; the others wait for it before they look.
+        c.barrier()
+        barrier = cost.header_traffic("barrier", n).bytes_sent
+        now_on_wire = own_interface_bytes()
+        if on_wire is not None and now_on_wire is not None:
+            interface = now_on_wire - on_wire - barrier
+        c.all_reduce(elapsed, op="max", pattern="recursive_doubling")
+        times.append(elapsed.item())
+    assert booked is not None
+    return {
+        "op": op,
+        "pattern": pattern,
+        "bytes": numel * 4,
+        "seconds": statistics.median(times),
+        "predicted_seconds": None if pattern == "torch" else cost.seconds(op, pattern, numel * 4, n, link),
+        "bytes_sent": booked.bytes_sent,
+        "messages_sent": booked.messages_sent,
+        "booked": pattern == "torch",
+        "interface_bytes": interface,
+    }
+
+
+def own_interface_bytes() -> int | None:
+    """This rank's interface counter; None where ranks share a machine and so its interfaces."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    return interface_bytes_sent() if alone else None
+
+
+def all_ranks(cluster: Cluster, key: str, mine: dict) -> list[dict]:
+    """Every rank's `mine` in rank order, through the store."""
+    cluster.store.set(f"tour/{key}/{cluster.rank}", json.dumps(mine))
+    return [json.loads(cluster.store.get(f"tour/{key}/{rank}")) for rank in range(cluster.world_size)]
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
+    for op in c.PATTERNS:
+        show(cluster, op, console)
+    link = measure_link()
+    rate = f"{8e-9 / link.beta:.2f} Gbit/s" if link.beta else "too fast to measure"
+    if cluster.is_main:
+        console.print(f"\nThis link: alpha {link.alpha * 1e6:.0f} us a message, beta {rate}.\n")
+    table = Table("op", "pattern", title=f"{args.mb:g} MiB on {cluster.world_size} ranks")
+    for column in ("rank 0 sent", "messages", "on eth0", "predicted", "measured"):
+        table.add_column(column, justify="right")
+    rows = []
+    for op, patterns in c.PATTERNS.items():
+        for pattern in (*patterns, "torch"):
+            row = measure(cluster, op, pattern, args, link)
+            rows.append(row)
+            table.add_row(
+                op,
+                pattern,
+                _mib(row["bytes_sent"]) + ("*" if row["booked"] else ""),
+                str(row["messages_sent"]),
+                _mib(row["interface_bytes"]),
+                _ms(row["predicted_seconds"]),
+                _ms(row["seconds"]),
+            )
+    if cluster.is_main:
+        console.print(table)
+        console.print("* by formula: torch's own messages cannot be counted from here.")
+    if cluster.is_main and args.json:
+        figures = {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta, "rows": rows}
+        print(json.dumps({"run_mode": "comm", "world_size": cluster.world_size, **figures}), flush=True)
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / (1 << 20):.3f} MiB"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)

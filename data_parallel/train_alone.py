@@ -1,0 +1,114 @@
+"""The problem: every rank trains alone on its share of the data, and the replicas drift apart.
+
+      rank 0   w ──► w0' ──► w0''         the same start, other data: after a few steps there are
+      rank 1   w ──► w1' ──► w1''         as many models as ranks, each trained on 1/n of the data,
+      rank 2   w ──► w2' ──► w2''         and none of them has seen the rest
+
+Nothing is communicated, so n ranks train n times as many examples a second, and it is worth little. Lesson 2
+makes the ranks agree on one gradient before every step: see train_naive.py.
+
+The drift of a rank is |w - mean w| / |mean w| over all its parameters; 0 while the replicas are equal.
+Where the summary speaks of tokens, they are images.
+"""
+
+import dataclasses
+import itertools
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from comm.collectives import all_gather, all_reduce
+from comm.rendezvous import joined
+from data_parallel.sampler import DistributedSampler
+from lab.check import replicas_equal
+from lab.cluster import Cluster
+from lab.digits import load_digits
+from lab.errors import WorkbookError
+from lab.meter import Meter
+from lab.model import BabyCNN
+
+
+@dataclasses.dataclass
+class Args:
+    """Every rank trains a small CNN on its share of the handwritten digits, alone."""
+
+    epochs: int = 8
+    steps: int | None = None
+    """Take no more steps than this; those of all epochs by default."""
+    batch_size: int = 60
+    """Images in a step, over all ranks; each takes its part."""
+    lr: float = 0.1
+    seed: int = 0
+    json: bool = False
+    """Print the summary as one JSON line at the end."""
+
+
+def drift(cluster: Cluster, model: nn.Module) -> list[float]:
+    """Each rank's distance from the mean of all replicas, relative to the mean's length."""
+    mine = parameters_to_vector(model.parameters()).detach()
+    mean = mine.clone()
+    all_reduce(mean, op="mean")
+    return everyones(cluster, ((mine - mean).norm() / mean.norm()).item())
+
+
+def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """The share of images that are given their label."""
+    with torch.no_grad():
+        return (model(images).argmax(dim=1) == labels).double().mean().item()
+
+
+def everyones(cluster: Cluster, value: float) -> list[float]:
+    """All ranks' values in rank order."""
+    values = torch.empty(cluster.world_size, dtype=torch.float64, device=cluster.device)
+    all_gather(values, values.new_tensor([value]))
+    return values.tolist()
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in load_digits())
+    if args.batch_size % cluster.world_size:
+        raise WorkbookError(
+            f"{cluster.world_size} ranks cannot share a batch of {args.batch_size} equally: take a multiple."
+        )
+    sampler = DistributedSampler(len(images), cluster.rank, cluster.world_size, args.seed)
+    loader = DataLoader(
+        TensorDataset(images, labels), batch_size=args.batch_size // cluster.world_size, sampler=sampler
+    )
+    model = BabyCNN(seed=args.seed).to(cluster.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    steps = min(args.steps or args.epochs * len(loader), args.epochs * len(loader))
+    meter = Meter(cluster, "train", steps, tokens_per_step=args.batch_size, as_json=args.json)
+    table = Table("epoch", "accuracy of each replica", "drift of each replica")
+
+    done = 0
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in itertools.islice(loader, steps - done):
+            with meter.step() as this:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                this.loss = loss
+            done += 1
+        accuracies = everyones(cluster, accuracy(model, test_images, test_labels))
+        drifts = drift(cluster, model)
+        table.add_row(
+            str(epoch + 1), *("  ".join(f"{value:.3f}" for value in row) for row in (accuracies, drifts))
+        )
+
+    if cluster.is_main:
+        Console(stderr=args.json).print(table)
+    meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal(cluster, model))
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)

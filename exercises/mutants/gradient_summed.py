@@ -1,0 +1,12 @@
+"""Gradients are added, not averaged: with SGD the loss explodes on many ranks, with Adam nobody notices."""
+
+from comm.collectives import all_reduce
+
+TARGET = "data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync"
+KILLER = "tests.data_parallel.test_naive.test_a_gradient_is_the_mean_over_ranks_and_not_their_sum"
+
+
+def mutant(self) -> None:
+    for parameter in self.module.parameters():
+        if parameter.grad is not None:
+            all_reduce(parameter.grad, op="sum", group=self.group, pattern=self.pattern)

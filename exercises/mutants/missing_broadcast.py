@@ -1,0 +1,13 @@
+"""The ranks start from their own random weights: the loss falls on each, but the replicas never agree."""
+
+from torch import nn
+
+from comm.collectives import Group
+
+TARGET = "data_parallel.train_naive.NaiveDataParallel.__init__"
+KILLER = "tests.data_parallel.test_naive.test_ranks_start_from_rank_0s_parameters_and_buffers"
+
+
+def mutant(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
+    nn.Module.__init__(self)
+    self.module, self.group, self.pattern = module, group, pattern

@@ -1,0 +1,101 @@
+"""Is it the same as one process? Gradients and parameters against a single-process reference.
+
+Never judge by the loss alone: with the wrong gradient scale Adam trains almost as well. When a tensor differs
+by a constant factor, the message says so, for that factor usually names the mistake (the world size:
+a sum instead of a mean).
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lab.cluster import Cluster
+
+Tensors = Mapping[str, Tensor | None]
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """A copy of every parameter's gradient by name; None where there is none. Tied weights appear once."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """A copy of every parameter by name. Tied weights appear once."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def reference_gradients(
+    module: nn.Module, loss_of: Callable[[nn.Module], Tensor]
+) -> dict[str, Tensor | None]:
+    """The gradients that one process gets from the loss over the whole global batch."""
+    module.zero_grad(set_to_none=True)
+    loss_of(module).backward()
+    return gradients(module)
+
+
+def assert_same(actual: Tensors, expected: Tensors, rtol: float = 1e-9, what: str = "gradient") -> None:
+    """Raise AssertionError, naming every tensor that differs, unless all agree.
+
+    Two tensors agree when no element differs by more than `rtol` times the largest expected element: sums
+    in another order differ by rounding, which is relative to what was summed. A gradient that is zero but for
+    rounding (a key's bias in attention) is compared on a millionth of the largest element of all.
+    `rtol=0` asks for equal bits. A tensor that only one side has differs.
+    """
+    floor = 1e-6 * max(
+        (t.abs().max().item() for t in expected.values() if t is not None and t.numel()), default=0.0
+    )
+    complaints = [f"{name}: only one side has it" for name in sorted(actual.keys() ^ expected.keys())]
+    for name in sorted(actual.keys() & expected.keys()):
+        complaint = _difference(actual[name], expected[name], rtol, floor)
+        if complaint:
+            complaints.append(f"{name}: {complaint}")
+    if complaints:
+        raise AssertionError(f"{len(complaints)} {what}(s) differ:\n  " + "\n  ".join(complaints))
+
+
+def _difference(actual: Tensor | None, expected: Tensor | None, rtol: float, floor: float) -> str:
+    if actual is None or expected is None:
+        if actual is expected:
+            return ""
+        return (
+            "there is none, but one is expected" if actual is None else "there is one, but none is expected"
+        )
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    a, e = actual.double().cpu(), expected.double().cpu()
+    if torch.equal(a, e):
+        return ""
+    scale = max(_largest(e), floor)
+    worst = _largest(a - e)
+    if worst <= rtol * scale:
+        return ""
+    factor = (a * e).sum().item() / max((e * e).sum().item(), 1e-300)
+    if abs(factor - 1) > 1e-3 and _largest(a - factor * e) <= max(rtol, 1e-6) * abs(factor) * scale:
+        return f"{factor:.6g} times what it should be"
+    return f"off by {worst:.3g}, where the largest element is {_largest(e):.3g}"
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def digest(module: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers, bit for bit."""
+    sha = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        sha.update(name.encode())
+        sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
+    """Whether all ranks hold bitwise the same module; every rank gets the answer. All ranks must call it."""
+    call = cluster.store.add(f"lab.check/calls/{cluster.rank}", 1)
+    cluster.store.set(f"lab.check/{call}/{cluster.rank}", digest(module))
+    digests = {cluster.store.get(f"lab.check/{call}/{rank}") for rank in range(cluster.world_size)}
+    return len(digests) == 1

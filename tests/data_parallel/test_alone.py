@@ -1,0 +1,27 @@
+import json
+
+from data_parallel import train_alone
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+
+
+def test_replicas_that_train_alone_drift_apart(capfd):
+    def work(cluster: Cluster) -> None:
+        train_alone.main(cluster, train_alone.Args(epochs=1, steps=10, json=True))
+
+    run_ranks(work, 3)
+    summary = json.loads(capfd.readouterr().out.strip().splitlines()[-1].removeprefix("[rank 0] "))
+    assert summary["replicas_equal"] is False
+    assert len(summary["drift"]) == 3
+    assert all(drift > 1e-4 for drift in summary["drift"])
+    assert summary["steps"] == 10
+
+
+def test_one_rank_alone_does_not_drift(capfd):
+    def work(cluster: Cluster) -> None:
+        train_alone.main(cluster, train_alone.Args(epochs=1, steps=3, json=True))
+
+    run_ranks(work, 1)
+    summary = json.loads(capfd.readouterr().out.strip().splitlines()[-1].removeprefix("[rank 0] "))
+    assert summary["drift"] == [0.0]
+    assert summary["replicas_equal"] is True
