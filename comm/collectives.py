@@ -20,13 +20,13 @@ until then leave its tensors alone. `root` is a rank of `group`. `op` is "sum", 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from comm import doubling, flat, native, pairwise, ring, tree
 from comm.header import Header, agree
+from comm.operands import In, InOut, Out
 from comm.order import Handle, queue_of
 from comm.reduction import check_reduction
 from comm.shards import shard_sizes
@@ -61,7 +61,7 @@ def broadcast(
         return native.broadcast(tensor, root, group, async_op)
     work = {"tree": tree.broadcast, "flat": flat.broadcast}[pattern]
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
-    return _submit(header, group, async_op, lambda wire, x: work(wire, x, root), _InOut(tensor))
+    return _submit(header, group, async_op, lambda wire, x: work(wire, x, root), InOut(tensor))
 
 
 def scatter(
@@ -79,7 +79,7 @@ def scatter(
         return native.scatter(shard, full, root, group, async_op)
     header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
     work = lambda wire, s, f=None: flat.scatter(wire, s, f, root)  # noqa: E731
-    return _submit(header, group, async_op, work, _Out(shard), *([_In(full)] if full is not None else []))
+    return _submit(header, group, async_op, work, Out(shard), *([In(full)] if full is not None else []))
 
 
 def gather(
@@ -97,7 +97,7 @@ def gather(
         return native.gather(shard, full, root, group, async_op)
     header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
     work = lambda wire, s, f=None: flat.gather(wire, f, s, root)  # noqa: E731
-    return _submit(header, group, async_op, work, _In(shard), *([_Out(full)] if full is not None else []))
+    return _submit(header, group, async_op, work, In(shard), *([Out(full)] if full is not None else []))
 
 
 def reduce(
@@ -115,7 +115,7 @@ def reduce(
         return native.reduce(tensor, op, root, group, async_op)
     work = {"tree": tree.reduce, "flat": flat.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
-    operand = _InOut(tensor) if dist.get_rank(group) == root else _In(tensor)
+    operand = InOut(tensor) if dist.get_rank(group) == root else In(tensor)
     return _submit(header, group, async_op, lambda wire, x: work(wire, x, op, root), operand)
 
 
@@ -131,7 +131,7 @@ def all_gather(
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
-    return _submit(header, group, async_op, ring.all_gather, _Out(full), _In(shard))
+    return _submit(header, group, async_op, ring.all_gather, Out(full), In(shard))
 
 
 def reduce_scatter(
@@ -149,7 +149,7 @@ def reduce_scatter(
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
     work = lambda wire, s, f: ring.reduce_scatter(wire, s, f, op)  # noqa: E731
-    return _submit(header, group, async_op, work, _Out(shard), _In(full))
+    return _submit(header, group, async_op, work, Out(shard), In(full))
 
 
 def all_reduce(
@@ -172,7 +172,7 @@ def all_reduce(
         "halving_doubling": doubling.halving_doubling,
     }[pattern]
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    return _submit(header, group, async_op, lambda wire, x: work(wire, x, op), _InOut(tensor))
+    return _submit(header, group, async_op, lambda wire, x: work(wire, x, op), InOut(tensor))
 
 
 def all_to_all(
@@ -202,7 +202,7 @@ def all_to_all(
         return native.all_to_all(output, full, outs, ins, group, async_op)
     header = Header("all_to_all", pattern, full.dtype)
     work = lambda wire, out, x: pairwise.all_to_all(wire, out, x, outs, ins)  # noqa: E731
-    return _submit(header, group, async_op, work, _Out(output), _In(full))
+    return _submit(header, group, async_op, work, Out(output), In(full))
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
@@ -213,34 +213,7 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
     return _submit(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
 
 
-@dataclass(frozen=True)
-class _In:
-    """A tensor that an operation reads. On the wire it is flat, contiguous and in host memory."""
-
-    tensor: torch.Tensor
-
-    def to_wire(self) -> torch.Tensor:
-        return self.tensor.detach().to("cpu").contiguous().view(-1)
-
-    def from_wire(self, wired: torch.Tensor) -> None:
-        pass
-
-
-class _InOut(_In):
-    """A tensor that an operation reads and writes; what was copied for the wire is copied back."""
-
-    def from_wire(self, wired: torch.Tensor) -> None:
-        if wired.data_ptr() != self.tensor.data_ptr():
-            self.tensor.detach().copy_(wired.view(self.tensor.shape))
-
-
-class _Out(_InOut):
-    """A tensor that an operation writes."""
-
-
-def _submit(
-    header: Header, group: Group, async_op: bool, work: Callable[..., None], *operands: _In
-) -> Handle:
+def _submit(header: Header, group: Group, async_op: bool, work: Callable[..., None], *operands: In) -> Handle:
     for operand in operands:
         if operand.tensor.dtype != header.dtype:
             raise CommError(

@@ -8,7 +8,8 @@ that; then the way back gathers. The ring's bytes in 2 log2 n latencies (Rabense
 of collective reduction operations", 2004). When n is no power of two the ranks beyond it hand their
 tensor to a partner first and get the result at the end.
 
-Partners combine the same two values, and addition commutes, so all ranks end bitwise equal.
+Partners combine the same two values in the same order, so all ranks end bitwise equal; the order matters
+for a maximum of 0.0 and -0.0.
 """
 
 import torch
@@ -25,7 +26,8 @@ def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
         distance = 1
         while distance < n:
             _swap(wire, tensor, theirs, wire.rank ^ distance)
-            combine(op, tensor, theirs, out=tensor)
+            lower, upper = (tensor, theirs) if wire.rank & distance == 0 else (theirs, tensor)
+            combine(op, lower, upper, out=tensor)
             distance *= 2
         finish(op, tensor, wire.size)
     _fold_out(wire, tensor, n)

@@ -195,7 +195,7 @@ def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group)
             f"{op}: torch's own needs equal shards, but {full.numel()} elements on {n} ranks are not "
             f"{shard.numel()} for each; pad the tensor or take one of our patterns."
         )
-    return shards_of(full.detach().reshape(-1), n)
+    return shards_of(full.detach().contiguous().view(-1), n)
 
 
 def _book(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:

@@ -10,14 +10,19 @@ ranks: (n-1)/n of the tensor per phase and rank, 2(n-1)/n for an all-reduce; but
 Patarasu & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
 A chunk travels in segments, and a segment goes on as soon as it has been added: while one is added the
-next one arrives. Receives are posted before sends, for a payload moves only once its receive is posted.
+next ones arrive. Receives are posted ahead, for a payload moves only once its receive is posted, but
+only a few, so that the memory they arrive in stays small and in the cache.
 """
+
+from collections.abc import Callable
 
 import torch
 
 from comm.reduction import combine, finish
-from comm.shards import segments_of, shards_of
+from comm.shards import SEGMENT_BYTES, segments_of, shards_of
 from comm.wire import Transfer, Wire
+
+RECEIVES_AHEAD = 4
 
 
 def chunk_sent(rank: int, step: int, n: int) -> int:
@@ -30,7 +35,15 @@ def chunk_sent(rank: int, step: int, n: int) -> int:
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
     """`shard` becomes this rank's part of the reduction of all ranks' `full`; `full` is left alone."""
-    _reduce_round(wire, shards_of(full, wire.size), shard, op)
+    n, r = wire.size, wire.rank
+    chunks = shards_of(full, n)
+    # Partial sums on their way: `full` is not ours to write to. One step's are gone before the next but one.
+    longest = max(chunk.numel() for chunk in chunks)
+    spare = [torch.empty(longest if n > 2 else 0, dtype=full.dtype) for _ in range(2)]
+    partial = [spare[step % 2][: chunks[chunk_sent(r, step + 1, n)].numel()] for step in range(n - 2)]
+    if n == 1:
+        shard.copy_(full)
+    _reduce(wire, chunks, [*partial, shard], op)
 
 
 def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
@@ -38,53 +51,66 @@ def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
     chunks = shards_of(full, wire.size)
     if chunks[wire.rank].data_ptr() != shard.data_ptr():
         chunks[wire.rank].copy_(shard)
-    _gather_round(wire, chunks)
+    right = (wire.rank + 1) % wire.size
+    leaving = (
+        [wire.isend(segment, right) for segment in segments_of(chunks[wire.rank])] if wire.size > 1 else []
+    )
+    _gather(wire, chunks, leaving)
 
 
 def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
-    """In place: reduce-scatter, then all-gather of what each rank has reduced."""
-    chunks = shards_of(full, wire.size)
-    _reduce_round(wire, chunks, chunks[wire.rank], op)
-    _gather_round(wire, chunks)
-
-
-def _reduce_round(wire: Wire, chunks: list[torch.Tensor], result: torch.Tensor, op: str) -> None:
+    """In place: a reduce-scatter whose finished segments set out on the all-gather at once."""
     n, r = wire.size, wire.rank
-    left, right = (r - 1) % n, (r + 1) % n
-    if n == 1:
-        result.copy_(chunks[0])
-    # A partial sum is sent on from the buffer it arrived in; two buffers take turns.
-    longest = max(chunk.numel() for chunk in chunks)
-    buffers = [torch.empty(longest, dtype=result.dtype) for _ in range(min(2, n - 1))]
-    travelling = segments_of(chunks[chunk_sent(r, 0, n)])
+    chunks = shards_of(full, n)
     leaving: list[Transfer] = []
-    for step in range(n - 1):
-        mine = chunks[chunk_sent(r, step + 1, n)]
-        last = step == n - 2
-        arriving = [wire.irecv(s, left) for s in segments_of(buffers[step % 2][: mine.numel()])]
-        if step == 0:
-            leaving = [wire.isend(segment, right) for segment in travelling]
-        sent_on: list[Transfer] = []
-        for transfer, own, kept in zip(
-            arriving, segments_of(mine), segments_of(result if last else mine), strict=True
-        ):
-            transfer.wait()
-            combine(op, transfer.tensor, own, out=kept if last else transfer.tensor)
-            if not last:
-                sent_on.append(wire.isend(transfer.tensor, right))
-        _wait_all(leaving)
-        leaving = sent_on
-    finish(op, result, n)
+    sums = [chunks[chunk_sent(r, step + 1, n)] for step in range(n - 1)]
+    _reduce(wire, chunks, sums, op, lambda done: leaving.append(wire.isend(done, (r + 1) % n)))
+    _gather(wire, chunks, leaving)
 
 
-def _gather_round(wire: Wire, chunks: list[torch.Tensor]) -> None:
+def _reduce(
+    wire: Wire,
+    chunks: list[torch.Tensor],
+    sums: list[torch.Tensor],
+    op: str,
+    when_done: Callable[[torch.Tensor], None] = lambda segment: None,
+) -> None:
+    """The reduce-scatter round. `sums[step]` takes what arrived in that step and this rank's own chunk."""
     n, r = wire.size, wire.rank
     left, right = (r - 1) % n, (r + 1) % n
-    arriving = [
-        [wire.irecv(segment, left) for segment in segments_of(chunks[(r - 1 - step) % n])]
-        for step in range(n - 1)
-    ]
-    leaving = [wire.isend(segment, right) for segment in segments_of(chunks[r])] if n > 1 else []
+    leaving = (
+        [wire.isend(segment, right) for segment in segments_of(chunks[chunk_sent(r, 0, n)])] if n > 1 else []
+    )
+    own = [segments_of(chunks[chunk_sent(r, step + 1, n)]) for step in range(n - 1)]
+    into = [segments_of(total) for total in sums]
+    flow = [(step, i) for step in range(n - 1) for i in range(len(own[step]))]
+    slots = torch.empty(RECEIVES_AHEAD, SEGMENT_BYTES // chunks[0].element_size(), dtype=chunks[0].dtype)
+    arriving: list[Transfer] = []
+    sent_on: list[list[Transfer]] = [leaving, *([] for _ in range(n - 1))]
+    for position, (step, i) in enumerate(flow):
+        for step_ahead, i_ahead in flow[len(arriving) : position + RECEIVES_AHEAD]:
+            slot = slots[len(arriving) % RECEIVES_AHEAD][: own[step_ahead][i_ahead].numel()]
+            arriving.append(wire.irecv(slot, left))
+        if i == 0 and step >= 1:
+            _wait_all(sent_on[step - 1])
+        transfer = arriving[position]
+        transfer.wait()
+        combine(op, transfer.tensor, own[step][i], out=into[step][i])
+        if step < n - 2:
+            sent_on[step + 1].append(wire.isend(into[step][i], right))
+        else:
+            finish(op, into[step][i], n)
+            when_done(into[step][i])
+    for transfers in sent_on:
+        _wait_all(transfers)
+
+
+def _gather(wire: Wire, chunks: list[torch.Tensor], leaving: list[Transfer]) -> None:
+    """The all-gather round; this rank's own chunk is `leaving` already."""
+    n, r = wire.size, wire.rank
+    left, right = (r - 1) % n, (r + 1) % n
+    sources = [(r - 1 - step) % n for step in range(n - 1)]
+    arriving = [[wire.irecv(segment, left) for segment in segments_of(chunks[source])] for source in sources]
     for step, transfers in enumerate(arriving):
         for transfer in transfers:
             transfer.wait()

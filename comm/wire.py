@@ -28,15 +28,19 @@ class Transfer:
     """A message under way; it holds its tensor so that the memory outlives the transfer."""
 
     def __init__(self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> None:
-        self._wire, self._work, self.tensor, self._peer, self._verb = wire, work, tensor, peer, verb
+        self._wire, self.tensor, self._peer, self._verb = wire, tensor, peer, verb
+        self._work: dist.Work | None = work
 
     def wait(self) -> None:
         """Block until the message has arrived, or has left and its memory may be used again.
 
         Raises CommError when the peer is gone or nothing happens within the group's timeout.
         """
+        work, self._work = self._work, None  # gloo would wait for a second message at the second call
+        if work is None:
+            return
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
             raise self._wire.failed(error, self._peer, self._verb) from error
 

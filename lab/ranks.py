@@ -215,14 +215,17 @@ def _where(path: str) -> str:
         # faulthandler lists the main thread last and each thread's innermost frame first.
         main_thread = file.read().rsplit("hread 0x", 1)[-1]
         frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)]
-        library = (os.path.dirname(os.__file__), "<frozen", __file__)
+        library = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<frozen", "<string>")
         own = [
             frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]
         ]
-        for filename, number, function in own[:1]:
-            inside = f"   (inside {frames[0][2]})" if frames[0] != own[0] else ""
-            source = linecache.getline(filename, number).strip()
-            return f"at {filename}:{number} in {function}: {source}{inside}"
+        if own:
+            # The line that waits, and the line of the caller's own function that led there.
+            ends = [own[0], own[-1]] if len(own) > 1 else [own[0]]
+            lines = [
+                f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in ends
+            ]
+            return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])
     return "before its function was called"
 
 

@@ -1,0 +1,124 @@
+"""Our collectives against torch's own on gloo: every operation and pattern, 1 KiB to 64 MiB, on loopback.
+
+    python benchmarks/collectives.py --world-size 4              a table; --json for one JSON line
+    python benchmarks/collectives.py --world-size 2 --quick      the large sizes of the reductions only
+
+Ours and torch's alternate within one group, so that whatever else the machine does hits both. A run takes as
+long as its slowest rank; the ratio is that of the medians, below 1 where ours is faster.
+"""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from comm import collectives as c
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
+QUICK = {"reduce_scatter": [16 * MIB, 64 * MIB], "all_reduce": [4 * MIB, 16 * MIB, 64 * MIB]}
+
+
+@dataclasses.dataclass
+class Args:
+    """Our collectives against torch's own."""
+
+    world_size: int = 2
+    runs: int = 15
+    """Timed runs of each, after two that do not count. Large tensors take fewer."""
+    quick: bool = False
+    """Only the large sizes of reduce_scatter and all_reduce."""
+    json: bool = False
+    """One JSON line instead of a table."""
+
+
+def operations(
+    full: torch.Tensor, shard: torch.Tensor, out: torch.Tensor
+) -> dict[str, Callable[[str], object]]:
+    """Each collective on tensors of one size, taking the pattern."""
+    return {
+        "broadcast": lambda pattern: c.broadcast(full, pattern=pattern),
+        "scatter": lambda pattern: c.scatter(shard, full, pattern=pattern),
+        "gather": lambda pattern: c.gather(shard, full, pattern=pattern),
+        "reduce": lambda pattern: c.reduce(full, pattern=pattern),
+        "all_gather": lambda pattern: c.all_gather(full, shard, pattern=pattern),
+        "reduce_scatter": lambda pattern: c.reduce_scatter(shard, full, pattern=pattern),
+        "all_reduce": lambda pattern: c.all_reduce(full, op="mean", pattern=pattern),
+        "all_to_all": lambda pattern: c.all_to_all(out, full, pattern=pattern),
+    }
+
+
+def measure(cluster: Cluster, args: Args) -> dict[tuple[str, int], dict[str, list[float]]]:
+    """Seconds of every run on this rank, by operation and size, then by pattern."""
+    seconds: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for size in SIZES:
+        full, out = torch.ones(size // 4), torch.empty(size // 4)
+        shard = torch.empty(size // 4 // cluster.world_size)
+        for op, call in operations(full, shard, out).items():
+            if args.quick and size not in QUICK.get(op, []):
+                continue
+            patterns = (*c.PATTERNS[op], "torch")
+            times = seconds[op, size] = {pattern: [] for pattern in patterns}
+            runs = max(5, min(args.runs, 200 * MIB // size))
+            for run in range(2 + runs):
+                for pattern in patterns:
+                    c.barrier(pattern="torch")
+                    start = time.perf_counter()
+                    call(pattern)
+                    if run >= 2:
+                        times[pattern].append(time.perf_counter() - start)
+    return seconds
+
+
+def rows(world_size: int, by_rank: list[dict]) -> list[dict]:
+    """One row for each operation, size and pattern of ours, against torch's."""
+    table = []
+    for (op, size), patterns in by_rank[0].items():
+        median = {
+            pattern: statistics.median(
+                map(max, zip(*(rank[op, size][pattern] for rank in by_rank), strict=True))
+            )
+            for pattern in patterns
+        }
+        for pattern in c.PATTERNS[op]:
+            ours, theirs = median[pattern], median["torch"]
+            row = {
+                "what": f"{op} {pattern}",
+                "against": "torch",
+                "link": "loopback",
+                "world_size": world_size,
+            }
+            row |= {"bytes": size, "ours": ours, "theirs": theirs, "unit": "s", "ratio": ours / theirs}
+            table.append(row)
+    return table
+
+
+def main(args: Args) -> None:
+    if any(size // 4 % args.world_size for size in SIZES):
+        raise SystemExit(
+            f"--world-size {args.world_size}: torch's own needs equal shards; take 1, 2, 4 or 8."
+        )
+    result = rows(args.world_size, run_ranks(measure, args.world_size, args, timeout=900))
+    if args.json:
+        print(json.dumps({"benchmark": "collectives", "rows": result}))
+        return
+    table = Table("what", title=f"ours against torch.distributed on gloo, {args.world_size} ranks, loopback")
+    for column in ("size", "ours", "torch's", "ratio"):
+        table.add_column(column, justify="right")
+    for row in result:
+        size = f"{row['bytes'] // MIB} MiB" if row["bytes"] >= MIB else f"{row['bytes'] // KIB} KiB"
+        ms = (f"{row[side] * 1e3:.3f} ms" for side in ("ours", "theirs"))
+        table.add_row(row["what"], size, *ms, f"{row['ratio']:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,34 @@
+"""What a collective reads and writes, on its way to the wire and back.
+
+On the wire a tensor is flat, contiguous and in host memory. Most are that already, and then nothing is
+copied; a strided view or a tensor on a GPU is copied there, and back if the collective writes it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class In:
+    """A tensor that a collective only reads."""
+
+    tensor: torch.Tensor
+
+    def to_wire(self) -> torch.Tensor:
+        return self.tensor.detach().to("cpu").contiguous().view(-1)
+
+    def from_wire(self, wired: torch.Tensor) -> None:
+        pass
+
+
+class InOut(In):
+    """A tensor that a collective reads and writes."""
+
+    def from_wire(self, wired: torch.Tensor) -> None:
+        if wired.data_ptr() != self.tensor.data_ptr():
+            self.tensor.detach().copy_(wired.view(self.tensor.shape))
+
+
+class Out(InOut):
+    """A tensor that a collective only writes."""
