@@ -16,7 +16,7 @@ class In:
     tensor: torch.Tensor
 
     def to_wire(self) -> torch.Tensor:
-        return self.tensor.detach().to("cpu").contiguous().view(-1)
+        return self.tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
 
     def from_wire(self, wired: torch.Tensor) -> None:
         pass

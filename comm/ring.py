@@ -91,8 +91,9 @@ def _reduce(
         for step_ahead, i_ahead in flow[len(arriving) : position + RECEIVES_AHEAD]:
             slot = slots[len(arriving) % RECEIVES_AHEAD][: own[step_ahead][i_ahead].numel()]
             arriving.append(wire.irecv(slot, left))
-        if i == 0 and step >= 1:
-            _wait_all(sent_on[step - 1])
+        if i == 0:  # not only the step before the last one: steps with an empty chunk do not come by here
+            for transfers in sent_on[:step]:
+                _wait_all(transfers)
         transfer = arriving[position]
         transfer.wait()
         combine(op, transfer.tensor, own[step][i], out=into[step][i])
