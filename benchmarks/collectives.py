@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py --world-size 4              a table; --json for one JSON line
     python benchmarks/collectives.py --world-size 2 --quick      the large sizes of the reductions only
+    python benchmarks/collectives.py --plot all_reduce.png       time against size of the all-reduces, too
 
 Ours and torch's alternate within one group, so that whatever else the machine does hits both. A run takes as
 long as its slowest rank; the ratio is that of the medians, below 1 where ours is faster.
@@ -12,9 +13,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +39,8 @@ class Args:
     """Timed runs of each, after two that do not count. Large tensors take fewer."""
     quick: bool = False
     """Only the large sizes of reduce_scatter and all_reduce."""
+    plot: Path | None = None
+    """A picture (png or svg) of time against size for every all-reduce."""
     json: bool = False
     """One JSON line instead of a table."""
 
@@ -101,12 +106,36 @@ def rows(world_size: int, by_rank: list[dict]) -> list[dict]:
     return table
 
 
+def plot(result: list[dict], path: Path) -> None:
+    """Seconds against bytes, both logarithmic: at the left latencies count, at the right bandwidth."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    of_all_reduce = [row for row in result if row["what"].startswith("all_reduce ")]
+    for pattern in c.PATTERNS["all_reduce"]:
+        mine = [row for row in of_all_reduce if row["what"] == f"all_reduce {pattern}"]
+        axes.plot([row["bytes"] for row in mine], [row["ours"] for row in mine], marker="o", label=pattern)
+    axes.plot(
+        [row["bytes"] for row in mine],
+        [row["theirs"] for row in mine],
+        "k--",
+        marker="s",
+        label="torch (gloo)",
+    )
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds (median)")
+    axes.set_title(f"all-reduce on {result[0]['world_size']} ranks, loopback")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
 def main(args: Args) -> None:
     if any(size // 4 % args.world_size for size in SIZES):
         raise SystemExit(
             f"--world-size {args.world_size}: torch's own needs equal shards; take 1, 2, 4 or 8."
         )
     result = rows(args.world_size, run_ranks(measure, args.world_size, args, timeout=900))
+    if args.plot is not None:
+        plot(result, args.plot)
     if args.json:
         print(json.dumps({"benchmark": "collectives", "rows": result}))
         return

@@ -8,7 +8,8 @@ And where every rank has a network interface of its own, as in a container, the 
 shows what really left, for torch's own collectives too, whose insides we cannot count.
 
 The prediction holds where each rank has a link for itself. Ranks on one machine share its cores and its
-memory bus: there a pattern that keeps all links busy is slower than predicted.
+memory bus: there a pattern that keeps all links busy is slower than predicted. And LINK slows down what a
+container sends, not what it receives: where many send to one root, it is faster than predicted.
 """
 
 import dataclasses

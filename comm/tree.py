@@ -21,8 +21,9 @@ def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
     parent, children = _family(wire, root)
     if parent is not None:
         wire.irecv(tensor, parent).wait()
-    for transfer in [wire.isend(tensor, child) for child in children]:
-        transfer.wait()
+    for child in children:
+        # One after the other: side by side they would share the link, and the large subtree start late.
+        wire.isend(tensor, child).wait()
 
 
 def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
