@@ -1,0 +1,27 @@
+FROM python:3.11-slim
+
+# A container shapes its own link with tc, and still nothing in it runs as root: this copy of tc, which
+# only the learner's group may run, brings the one capability along. It takes effect where the container
+# has that capability at all (cap_add: [NET_ADMIN] in docker-compose.yaml).
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends iproute2 libcap2-bin \
+ && rm -rf /var/lib/apt/lists/* \
+ && useradd --create-home learner \
+ && install -D -g learner -m 0750 "$(command -v tc)" /usr/local/libexec/link-tc \
+ && setcap cap_net_admin+ep /usr/local/libexec/link-tc
+
+WORKDIR /workbook
+RUN chown learner:learner .
+
+# Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty switches it off.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# Before the code, so that a change of the code installs nothing again.
+COPY requirements.txt .
+RUN grep -v '^-e' requirements.txt > /tmp/requirements.txt \
+ && pip install --no-cache-dir ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/requirements.txt
+
+COPY --chown=learner:learner . .
+USER learner
+# The path stands in for `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
+ENV PYTHONPATH=/workbook PYTHONUNBUFFERED=1
+ENTRYPOINT ["bash", "entrypoint.sh"]

@@ -1,0 +1,65 @@
+# Needs Python 3.11 or newer and make, nothing else; everything is installed into .venv.
+
+PYTHON   ?= python3
+RUN_MODE ?= data_parallel_naive
+WORLD_SIZE ?= 2
+ARGS ?=
+
+# Where pip may find a torch without gigabytes of CUDA. `auto`: PyTorch's CPU index, but only on Linux without an
+# NVIDIA driver, and only where pip has been given no sources of its own. Empty: none.
+TORCH_INDEX_URL ?= auto
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test containers lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
+
+setup: $(READY) ## make .venv and install requirements.txt into it
+
+run: export RUN_MODE := $(RUN_MODE)
+run: export WORLD_SIZE := $(WORLD_SIZE)
+run: export ARGS := $(ARGS)
+run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
+	@exec env TORCHRUN='$(PY) -m lab.torchrun' bash entrypoint.sh
+
+test: $(READY) ## run the tests: make test ARGS='-k ring'
+	@$(PY) -m pytest $(ARGS)
+
+containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
+	@$(PY) -m pytest tests/containers $(ARGS)
+
+lint: $(READY) ## ruff check, ruff format --check and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv knows the path of this folder: after a move or a copy it is set up again.
+ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
+.PHONY: $(READY)
+endif
+
+# The last line comes only after everything has worked, so what was interrupted is taken up again.
+$(READY): requirements.txt pyproject.toml hatch_build.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "The workbook needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV) (once; torch is some 200 MB, a minute or two)" >&2
+	@rm -f $@
+	@$(PYTHON) -m venv $(VENV)
+	@index='$(TORCH_INDEX_URL)'; \
+	if [ "$$index" = auto ]; then \
+	    index=; \
+	    if [ "$$(uname -s)" = Linux ] && ! [ -e /proc/driver/nvidia/version ] && ! command -v nvidia-smi >/dev/null \
+	        && ! $(PY) -m pip config list | grep -E '\.(index-url|extra-index-url|find-links|no-index)=' >/dev/null; \
+	    then index=$(CPU_INDEX); fi; \
+	fi; \
+	$(PY) -m pip install --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
+	@echo '$(CURDIR)' > $@

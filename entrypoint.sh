@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Runs one lesson: RUN_MODE names it, the table says which script that is. Two ways lead here:
+#
+#   docker-compose up    this container is one rank; RANK, WORLD_SIZE and MASTER_ADDR say which, and of what
+#   make run             TORCHRUN is set too, and starts WORLD_SIZE ranks on this machine
+#
+# ARGS goes to the script. In a container LINK=100mbit and LINK_DELAY=2ms slow its link down before the start.
+set -eu
+cd "$(dirname "$0")"
+
+lessons() {
+    cat <<'TABLE'
+comm                 comm/tour.py                  every collective: who holds what, bytes sent, time predicted and measured
+point_to_point       comm/point_to_point.py        send and receive between two ranks; a link's latency and bandwidth
+train                data_parallel/train_alone.py  every rank trains alone on its shard, and the replicas drift apart
+data_parallel_naive  data_parallel/train_naive.py  one all-reduce per parameter after the backward; replicas stay equal
+TABLE
+}
+
+LINK_TC=/usr/local/libexec/link-tc # a copy of tc that needs no root; only the image has it, see Dockerfile
+
+main() {
+    local script
+    script=$(script_of "${RUN_MODE:-}") || exit 2
+    if [ -n "${WORLD_SIZE:-}" ] && ! [[ $WORLD_SIZE =~ ^[1-9][0-9]{0,3}$ ]]; then
+        refuse "WORLD_SIZE is '$WORLD_SIZE'; it must be a number of ranks, 1 or more."
+    fi
+    check_link
+    # Unset, torchrun warns, and the containers' ranks would all claim every core of the machine.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    set -f # a * in ARGS is an argument, not the files here
+    if [ -n "${TORCHRUN:-}" ]; then
+        # Standalone: a free port of its own, so that two runs can stand side by side.
+        # shellcheck disable=SC2086 # TORCHRUN and ARGS are several words each
+        exec $TORCHRUN --standalone --local-addr=localhost --nproc-per-node="${WORLD_SIZE:-2}" "$script" "$@" ${ARGS:-}
+    fi
+    if [ -n "${NODES:-}" ] && [ "${WORLD_SIZE:-1}" -gt "$NODES" ]; then
+        refuse "WORLD_SIZE is $WORLD_SIZE, but docker-compose.yaml has only $NODES nodes; take fewer, or add nodes there."
+    fi
+    if [[ ${RANK:-} =~ ^[0-9]+$ ]] && [ "$RANK" -ge "${WORLD_SIZE:-1}" ]; then
+        say "$HOSTNAME is not needed: its rank would be $RANK, and WORLD_SIZE is ${WORLD_SIZE:-1}."
+        exit 0
+    fi
+    shape_link
+    # shellcheck disable=SC2086
+    exec python "$script" "$@" ${ARGS:-}
+}
+
+script_of() {
+    local mode script what
+    while read -r mode script what; do
+        if [ "$mode" = "$1" ]; then
+            echo "$script"
+            return
+        fi
+    done < <(lessons)
+    if [ -n "$1" ]; then say "There is no RUN_MODE '$1'. There are:"; else say "RUN_MODE is not set. Choose one:"; fi
+    while read -r mode script what; do
+        say "$(printf '  RUN_MODE=%-20s %s' "$mode" "$what")"
+    done < <(lessons)
+    return 1
+}
+
+check_link() {
+    shopt -s nocasematch
+    if [ -n "${LINK:-}" ] && ! [[ $LINK =~ ^[0-9]+(\.[0-9]+)?[kmg]bit$ && $LINK =~ [1-9] ]]; then
+        refuse "LINK is '$LINK'; it must be a rate such as 100mbit or 1gbit."
+    fi
+    if [ -n "${LINK_DELAY:-}" ] && ! [[ $LINK_DELAY =~ ^[0-9]+(\.[0-9]+)?(us|ms|s)$ ]]; then
+        refuse "LINK_DELAY is '$LINK_DELAY'; it must be a time such as 2ms or 500us."
+    fi
+    shopt -u nocasematch
+    if [ -n "${LINK:-}${LINK_DELAY:-}" ] && ! [ -x "$LINK_TC" ]; then
+        say "LINK and LINK_DELAY are left out here: links are shaped only in containers (docker-compose up)."
+        LINK='' LINK_DELAY=''
+    fi
+}
+
+# What this container sends waits in a token bucket (rate), behind a delay line where there is one. The
+# large bucket is for the network card's offloading: with 64kb four ranks get half of the rate.
+shape_link() {
+    local interface parent=root error
+    read -r _ interface _ < <(ip -o -4 address show scope global) || true
+    if [ -n "${LINK_DELAY:-}" ]; then
+        if error=$("$LINK_TC" qdisc add dev "$interface" root handle 1: netem delay "$LINK_DELAY" limit 100000 2>&1); then
+            parent='parent 1:1'
+        else
+            say "LINK_DELAY=$LINK_DELAY is left out: delay is not available in this kernel (${error##*: })."
+        fi
+    fi
+    if [ -n "${LINK:-}" ]; then
+        # shellcheck disable=SC2086 # the parent is two words
+        error=$("$LINK_TC" qdisc add dev "$interface" $parent tbf rate "$LINK" burst 256kb latency 100ms 2>&1) ||
+            refuse "LINK=$LINK cannot be set on ${interface:-a network}: ${error##*: } (it takes cap_add: [NET_ADMIN])."
+    fi
+}
+
+say() { echo "$*" >&2; }
+
+refuse() {
+    say "$*"
+    exit 2
+}
+
+main "$@"

@@ -1,0 +1,96 @@
+"""What `docker-compose up` makes of the lessons, the nodes and their links."""
+
+import re
+
+import pytest
+
+from tests.containers.conftest import IMAGE, Node, Up, docker
+
+NODES = ["node0", "node1", "node2", "node3"]
+RATE, MIB = 200e6 / 8, 1 << 20  # bytes per second of the shaped link
+
+
+@pytest.fixture(scope="module")
+def tour(up: Up) -> dict[str, Node]:
+    """All collectives on 4 nodes whose links carry 200 Mbit/s."""
+    return up(RUN_MODE="comm", LINK="200mbit", ARGS="--json --mb 16 --repeats 3", timeout=300)
+
+
+def exit_codes(nodes: dict[str, Node]) -> dict[str, int]:
+    return {name: node.exit_code for name, node in sorted(nodes.items())}
+
+
+def test_the_tour_of_the_collectives_ends_well_on_all_nodes(tour):
+    assert exit_codes(tour) == dict.fromkeys(NODES, 0), tour
+    figures = tour["node0"].json()
+    assert (figures["run_mode"], figures["world_size"]) == ("comm", 4)
+    assert {"broadcast", "all_gather", "reduce_scatter", "all_reduce"} <= {
+        row["op"] for row in figures["rows"]
+    }
+
+
+def test_a_shaped_link_lets_a_ring_all_reduce_through_at_its_rate_and_no_faster(tour):
+    rows = tour["node0"].json()["rows"]
+    [ring] = [row for row in rows if (row["op"], row["pattern"]) == ("all_reduce", "ring")]
+    assert ring["bytes"] == 16 * MIB
+    wire_limit = 2 * 3 / 4 * ring["bytes"] / RATE
+    assert 1.0 <= ring["seconds"] / wire_limit <= 1.4
+
+
+def test_what_we_count_is_what_leaves_the_interface(tour):
+    ours = [
+        row for row in tour["node0"].json()["rows"] if row["pattern"] != "torch" and row["bytes_sent"] > MIB
+    ]
+    assert len(ours) > 5
+    for row in ours:
+        assert row["interface_bytes"] == pytest.approx(row["bytes_sent"], rel=0.05), row
+
+
+def test_naive_data_parallel_trains_on_four_nodes(up):
+    nodes = up(RUN_MODE="data_parallel_naive", ARGS="--json --steps 20", timeout=240)
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    figures = nodes["node0"].json()
+    assert (figures["run_mode"], figures["world_size"], figures["steps"]) == ("data_parallel_naive", 4, 20)
+    assert figures["last_loss"] < 0.8 * figures["first_loss"]
+    assert figures["replicas_equal"] is True
+
+
+def test_an_unknown_run_mode_lists_the_modes_on_every_node_and_exits_2(up):
+    nodes = up(RUN_MODE="no_such_lesson")
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 2), nodes
+    for node in nodes.values():
+        assert "no_such_lesson" in node.stderr
+        assert re.search(r"RUN_MODE=data_parallel_naive +\w+", node.stderr)
+
+
+def test_without_a_run_mode_every_node_exits_2(up):
+    assert exit_codes(up()) == dict.fromkeys(NODES, 2)
+
+
+def test_nodes_beyond_the_world_size_say_so_and_exit_0(up):
+    nodes = up(RUN_MODE="point_to_point", WORLD_SIZE="2", ARGS="--json")
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    assert nodes["node0"].json()["world_size"] == 2
+    for name in ("node2", "node3"):
+        assert f"{name} is not needed" in nodes[name].stderr
+
+
+def test_a_node_that_finds_no_master_says_where_it_looked_and_gives_up(up):
+    nodes = up("node1", RUN_MODE="point_to_point", JOIN_TIMEOUT="4")
+    assert exit_codes(nodes) == {"node1": 1}
+    assert "node0:29500" in nodes["node1"].stderr
+    assert "Traceback" not in nodes["node1"].stderr
+
+
+def test_delay_is_there_or_said_not_to_be(up):
+    nodes = up(RUN_MODE="point_to_point", WORLD_SIZE="2", LINK_DELAY="5ms", ARGS="--json")
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    if "delay is not available" not in nodes["node0"].stderr:
+        assert nodes["node0"].json()["alpha_seconds"] >= 5e-3
+
+
+def test_nothing_in_a_container_runs_as_root(up):
+    script = "id -u; grep CapEff /proc/self/status"
+    user, capabilities = docker("run", "--rm", "--entrypoint", "sh", IMAGE, "-c", script).stdout.splitlines()
+    assert int(user) != 0
+    assert int(capabilities.split()[1], 16) == 0

@@ -1,0 +1,99 @@
+"""entrypoint.sh: the table of lessons, and what it refuses. Nothing is trained: python is a stub."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = re.findall(r"^(\w+) +(\S+\.py) +(.+)$", (ROOT / "entrypoint.sh").read_text(), re.MULTILINE)
+
+
+@pytest.fixture
+def entrypoint(tmp_path):
+    """Runs entrypoint.sh with a python that prints its arguments, one a line."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+
+    def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+        command = ["bash", str(ROOT / "entrypoint.sh"), *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, cwd=tmp_path)
+
+    return run
+
+
+@pytest.mark.parametrize(("mode", "script", "what"), MODES)
+def test_every_mode_names_a_script_that_exists_and_says_what_it_is(mode, script, what):
+    assert (ROOT / script).is_file()
+    assert len(what) > 20
+
+
+@pytest.mark.parametrize("env", [{}, {"RUN_MODE": ""}, {"RUN_MODE": "no_such_lesson"}, {"RUN_MODE": "com."}])
+@pytest.mark.parametrize("torchrun", [{}, {"TORCHRUN": "echo"}])
+def test_a_missing_or_unknown_mode_lists_all_modes_and_exits_2(entrypoint, env, torchrun):
+    done = entrypoint(**env, **torchrun)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first, *listed = done.stderr.splitlines()
+    assert env.get("RUN_MODE") in (None, "") or env["RUN_MODE"] in first
+    assert [line.split()[0] for line in listed] == [f"RUN_MODE={mode}" for mode, _, _ in MODES]
+    assert all(line.endswith(what) for line, (_, _, what) in zip(listed, MODES, strict=True))
+
+
+def test_a_rank_runs_the_script_with_the_words_of_ARGS(entrypoint):
+    done = entrypoint("--first", RUN_MODE="comm", RANK="1", WORLD_SIZE="2", ARGS="--mb 16 * --json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == ["comm/tour.py", "--first", "--mb", "16", "*", "--json"]
+
+
+def test_make_run_goes_through_torchrun(entrypoint):
+    done = entrypoint(RUN_MODE="comm", WORLD_SIZE="3", ARGS="--json", TORCHRUN="echo torchrun", RANK="7")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"torchrun .*--nproc-per-node=3 comm/tour.py --json\n", done.stdout)
+
+
+def test_a_node_beyond_the_world_says_so_and_exits_0(entrypoint):
+    done = entrypoint(RUN_MODE="comm", RANK="2", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.fullmatch(r".*not needed.* 2.*WORLD_SIZE is 2\.\n", done.stderr)
+
+
+def test_more_ranks_than_nodes_are_refused_by_every_node(entrypoint):
+    for rank in range(4):
+        done = entrypoint(RUN_MODE="comm", RANK=str(rank), WORLD_SIZE="5", NODES="4")
+        assert done.returncode == 2
+        assert "only 4 nodes" in done.stderr
+
+
+@pytest.mark.parametrize("world_size", ["0", "-1", "two", "2.5", "04", "1 2"])
+def test_a_world_size_that_is_no_positive_number_is_refused(entrypoint, world_size):
+    done = entrypoint(RUN_MODE="comm", WORLD_SIZE=world_size, TORCHRUN="echo")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"'{world_size}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"LINK": link} for link in ("100", "mbit", "0mbit", "-1mbit", "fast", "100mbit;id", "1 gbit", "100mb")]
+    + [{"LINK_DELAY": delay} for delay in ("2", "ms", "2m", "-2ms", "2ms loss 5%")],
+)
+def test_a_link_that_makes_no_sense_is_refused_by_every_rank(entrypoint, setting):
+    for rank in ("0", "3"):  # the second is not needed, and still says what is wrong
+        done = entrypoint(RUN_MODE="comm", RANK=rank, WORLD_SIZE="2", **setting)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1
+        assert next(iter(setting)) in done.stderr
+
+
+@pytest.mark.parametrize("setting", [{"LINK": "100mbit"}, {"LINK": "1.5Gbit"}, {"LINK_DELAY": "0.5ms"}])
+@pytest.mark.parametrize("torchrun", [{}, {"TORCHRUN": "echo"}])
+def test_outside_a_container_no_link_is_shaped(entrypoint, setting, torchrun):
+    done = entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="1", **setting, **torchrun)
+    assert done.returncode == 0, done.stderr
+    assert "only in containers" in done.stderr
+    assert "comm/tour.py" in done.stdout
