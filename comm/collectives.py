@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from comm import doubling, flat, native, pairwise, ring, tree
-from comm.header import Header, agree
+from comm.header import Agreement, Header
 from comm.operands import In, InOut, Out
 from comm.order import Handle, queue_of
 from comm.reduction import check_reduction
@@ -43,6 +43,14 @@ PATTERNS = {
     "all_reduce": ("ring", "tree", "flat", "recursive_doubling", "halving_doubling"),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
+}
+
+# Those whose first messages are segments, and may leave while the headers are under way.
+EARLY = {
+    ("all_gather", "ring"),
+    ("reduce_scatter", "ring"),
+    ("all_reduce", "ring"),
+    ("all_reduce", "recursive_doubling"),
 }
 
 Work = Handle | native.NativeHandle
@@ -222,33 +230,40 @@ def _submit(header: Header, group: Group, async_op: bool, work: Callable[..., No
     # The communication thread must not read what the GPU has still to compute.
     event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
 
+    queue = queue_of(group)
+
     def job(sequence: int) -> None:
         if event is not None:
             event.synchronize()
         num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
         with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-            wire = Wire(group, header.op, header.pattern, sequence)
-            _check_shards(agree(wire, header))
+            early = (header.op, header.pattern) in EARLY and not queue.has_leftovers
+            wire = Wire(group, header.op, header.pattern, sequence, early)
+            agreement = Agreement(wire, header)
+
+            def check() -> None:
+                try:
+                    agreement.finish()
+                except CommError:
+                    queue.has_leftovers = True
+                    raise
+
+            wire.check_before_waiting(check)
+            if not early or not _shard_fits(header, wire):
+                wire.ready()
             wired = [operand.to_wire() for operand in operands]
             work(wire, *wired)
+            wire.ready()
             for operand, tensor in zip(operands, wired, strict=True):
                 operand.from_wire(tensor)
 
-    return queue_of(group).submit(job, async_op)
+    return queue.submit(job, async_op)
 
 
-def _check_shards(headers: list[Header]) -> None:
-    """Raises CommError, on every rank, unless each rank's shard is its part of the whole."""
-    op = headers[0].op
-    if op not in ("scatter", "gather", "all_gather", "reduce_scatter"):
-        return
-    whole = max(header.full for header in headers)
-    for rank, size in enumerate(shard_sizes(whole, len(headers))):
-        if headers[rank].shard != size:
-            raise CommError(
-                f"{op}: the shard of rank {rank} has {headers[rank].shard} elements, but its part of "
-                f"{whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
-            )
+def _shard_fits(header: Header, wire: Wire) -> bool:
+    """False if this rank's own shard has the wrong size; the agreement will tell everyone."""
+    fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
+    return fits or header.op not in ("all_gather", "reduce_scatter")
 
 
 def default_pattern(op: str, group: Group = None) -> str:

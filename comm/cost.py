@@ -96,7 +96,8 @@ def traffic(
             return whole((0 if rank == 0 else 1) + _num_children(rank, ranks))
         case "all_reduce", "recursive_doubling":
             power = 1 << (ranks.bit_length() - 1)
-            return whole(1 if rank >= power else _log2_up(power) + (rank + power < ranks))
+            times = 1 if rank >= power else _log2_up(power) + (rank + power < ranks)
+            return Traffic(times * numel * itemsize, times * _num_segments(numel, itemsize))
         case "all_reduce", "halving_doubling":
             return _halving_doubling(numel, itemsize, ranks, rank)
     raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
@@ -151,15 +152,21 @@ def _halving_doubling(numel: int, itemsize: int, ranks: int, rank: int) -> Traff
     power = 1 << (ranks.bit_length() - 1)
     if numel == 0:
         return Traffic()
+    fold = Traffic(numel * itemsize, _num_segments(numel, itemsize))
     if rank >= power:
-        return Traffic(numel * itemsize, 1)
-    sent = [numel] if rank + power < ranks else []
+        return fold
+    sent: list[int] = []
     have, bit = numel, power // 2
     while bit:
         kept = have // 2 if rank & bit else (have + 1) // 2
         sent += [have - kept, kept]  # one on the way in, the other on the way back
         have, bit = kept, bit // 2
-    return Traffic(sum(sent) * itemsize, sum(size > 0 for size in sent))
+    swaps = Traffic(sum(sent) * itemsize, sum(size > 0 for size in sent))
+    return swaps + fold if rank + power < ranks else swaps
+
+
+def _num_segments(numel: int, itemsize: int) -> int:
+    return -(-numel // max(1, SEGMENT_BYTES // itemsize))
 
 
 def _num_children(position: int, ranks: int) -> int:

@@ -8,6 +8,8 @@ that; then the way back gathers. The ring's bytes in 2 log2 n latencies (Rabense
 of collective reduction operations", 2004). When n is no power of two the ranks beyond it hand their
 tensor to a partner first and get the result at the end.
 
+Whole tensors travel in segments here too, so that one is added while the next arrives.
+
 Partners combine the same two values in the same order, so all ranks end bitwise equal; the order matters
 for a maximum of 0.0 and -0.0.
 """
@@ -15,19 +17,26 @@ for a maximum of 0.0 and -0.0.
 import torch
 
 from comm.reduction import combine, finish
+from comm.shards import segments_of
+from comm.stream import Stream
 from comm.wire import Wire
 
 
 def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     """All-reduce in place by swapping whole tensors."""
     n = _fold_in(wire, tensor, op)
-    if wire.rank < n and tensor.numel():
-        theirs = torch.empty_like(tensor)
+    if wire.rank < n:
+        mine = segments_of(tensor)
         distance = 1
         while distance < n:
-            _swap(wire, tensor, theirs, wire.rank ^ distance)
-            lower, upper = (tensor, theirs) if wire.rank & distance == 0 else (theirs, tensor)
-            combine(op, lower, upper, out=tensor)
+            partner = wire.rank ^ distance
+            arriving = Stream(wire, partner, [len(segment) for segment in mine], tensor.dtype)
+            leaving = [wire.isend(segment, partner) for segment in mine]
+            wire.ready()
+            for segment, sent, theirs in zip(mine, leaving, arriving, strict=True):
+                sent.wait()
+                lower, upper = (segment, theirs) if wire.rank < partner else (theirs, segment)
+                combine(op, lower, upper, out=segment)
             distance *= 2
         finish(op, tensor, wire.size)
     _fold_out(wire, tensor, n)
@@ -70,21 +79,26 @@ def _swap(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor, partner: i
 def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
     """Ranks beyond the largest power of two give their tensor to a lower one; returns that power."""
     n = 1 << (wire.size.bit_length() - 1)
-    if tensor.numel() == 0:
-        return n
+    mine = segments_of(tensor)
     if wire.rank >= n:
-        wire.isend(tensor, wire.rank - n).wait()
+        leaving = [wire.isend(segment, wire.rank - n) for segment in mine]
+        wire.ready()
+        for transfer in leaving:
+            transfer.wait()
     elif wire.rank + n < wire.size:
-        transfer = wire.irecv(torch.empty_like(tensor), wire.rank + n)
-        transfer.wait()
-        combine(op, tensor, transfer.tensor, out=tensor)
+        arriving = Stream(wire, wire.rank + n, [len(segment) for segment in mine], tensor.dtype)
+        wire.ready()
+        for segment, theirs in zip(mine, arriving, strict=True):
+            combine(op, segment, theirs, out=segment)
     return n
 
 
 def _fold_out(wire: Wire, tensor: torch.Tensor, n: int) -> None:
-    if tensor.numel() == 0:
-        return
+    """... and get the result from it."""
+    transfers = []
     if wire.rank >= n:
-        wire.irecv(tensor, wire.rank - n).wait()
+        transfers = [wire.irecv(segment, wire.rank - n) for segment in segments_of(tensor)]
     elif wire.rank + n < wire.size:
-        wire.isend(tensor, wire.rank + n).wait()
+        transfers = [wire.isend(segment, wire.rank + n) for segment in segments_of(tensor)]
+    for transfer in transfers:
+        transfer.wait()

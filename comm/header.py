@@ -3,7 +3,10 @@
 gloo kills a receiver whose buffer has the wrong size, turns a wrong dtype into garbage without a word, and
 leaves ranks that call different operations waiting for each other. So before the payload moves, every
 rank's 64-byte header goes to every other one in ceil(log2 n) rounds (Bruck's all-gather), and when
-they do not fit, *all* ranks raise the same sentence. Nothing is in flight then: the group stays usable.
+they do not fit, *all* ranks raise the same sentence, and the group stays usable.
+
+The rounds cost latency, and on busy cores a wake-up can cost milliseconds. The patterns that matter most
+therefore start their first messages while the headers are under way (comm.wire, "early").
 """
 
 from collections import defaultdict
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from comm.shards import shard_sizes
 from comm.wire import CommError, Wire
 
 OPS = (
@@ -29,6 +33,7 @@ REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(
     sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str),
 )
+SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 ROW_BYTES = 64
 
 
@@ -69,41 +74,69 @@ class Header:
         return f"{how}) of {self.full or self.shard} elements of {str(self.dtype).removeprefix('torch.')}"
 
 
-def exchange_rows(wire: Wire, row: torch.Tensor) -> torch.Tensor:
-    """All ranks' rows, shape (ranks, len(row)), in rank order: Bruck's all-gather.
+class RowExchange:
+    """All ranks' rows, by Bruck's all-gather; the first round is under way from the start.
 
     After round k a rank holds the rows of 2^(k+1) consecutive ranks from itself on (Bruck et al.,
     "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997).
     """
-    n, r = wire.size, wire.rank
-    rows = torch.empty(n, row.numel(), dtype=row.dtype)
-    rows[0] = row
-    have = 1
-    while have < n:
-        count = min(have, n - have)
-        arriving = wire.irecv(rows[have : have + count], (r + have) % n)
-        leaving = wire.isend(rows[:count], (r - have) % n, booked_as="header")
-        arriving.wait()
-        leaving.wait()
-        have += count
-    return rows.roll(r, dims=0)
+
+    def __init__(self, wire: Wire, row: torch.Tensor) -> None:
+        self._wire = wire
+        self._rows = torch.empty(wire.size, row.numel(), dtype=row.dtype)
+        self._rows[0] = row
+        self._have = 1
+        self._start_round()
+
+    def _start_round(self) -> None:
+        n, r, have = self._wire.size, self._wire.rank, self._have
+        if have < n:
+            self._count = min(have, n - have)
+            self._arriving = self._wire.irecv(
+                self._rows[have : have + self._count], (r + have) % n, header=True
+            )
+            self._leaving = self._wire.isend(self._rows[: self._count], (r - have) % n, header=True)
+
+    def finish(self) -> torch.Tensor:
+        """Shape (ranks, len(row)), in rank order."""
+        while self._have < self._wire.size:
+            self._arriving.wait()
+            self._leaving.wait()
+            self._have += self._count
+            self._start_round()
+        return self._rows.roll(self._wire.rank, dims=0)
 
 
-def agree(wire: Wire, mine: Header) -> list[Header]:
-    """Exchange headers and return all of them in rank order.
+class Agreement:
+    """The exchange of headers, under way from the start."""
 
-    Raises CommError, on every rank, unless all agree in everything but their shard's size.
-    """
-    headers = [Header.unpack(row) for row in exchange_rows(wire, mine.pack()).tolist()]
-    if mine.op == "barrier":
-        same = all(header.op == "barrier" for header in headers)
-    elif mine.op in ("scatter", "gather"):
-        same = len({_common(header) for header in headers}) == 1
-    else:
-        same = len({(*_common(header), header.full) for header in headers}) == 1
-    if not same:
-        raise CommError(f"The ranks do not fit together: {_who_brings_what(headers)}. {_cure(headers)}")
-    return headers
+    def __init__(self, wire: Wire, mine: Header) -> None:
+        self._rows = RowExchange(wire, mine.pack())
+
+    def finish(self) -> None:
+        """Raises CommError, on every rank, unless all agree and each shard is its part of the whole."""
+        headers = [Header.unpack(row) for row in self._rows.finish().tolist()]
+        op = headers[0].op
+        if op == "barrier":
+            same = all(header.op == op for header in headers)
+        elif op in ("scatter", "gather"):
+            same = len({_common(header) for header in headers}) == 1
+        else:
+            same = len({(*_common(header), header.full) for header in headers}) == 1
+        if not same:
+            raise CommError(f"The ranks do not fit together: {_who_brings_what(headers)}. {_cure(headers)}")
+        if op in SHARDED:
+            _check_shards(headers)
+
+
+def _check_shards(headers: list[Header]) -> None:
+    whole = max(header.full for header in headers)
+    for rank, size in enumerate(shard_sizes(whole, len(headers))):
+        if headers[rank].shard != size:
+            raise CommError(
+                f"{headers[0].op}: the shard of rank {rank} has {headers[rank].shard} elements, but its part "
+                f"of {whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
+            )
 
 
 def _common(header: Header) -> tuple:

@@ -52,6 +52,8 @@ class GroupQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.sequence = 0
+        # After a mismatch, early messages that met nobody may lie about: from then on none is sent early.
+        self.has_leftovers = False
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`; with `async_op` False, return after it has ended (raising its error)."""

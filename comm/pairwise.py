@@ -7,7 +7,7 @@ rank 2: [c0 c1 c2]        rank 2: [a2 b2 c2]         link once: (n-1)/n of the t
 
 import torch
 
-from comm.header import exchange_rows
+from comm.header import RowExchange
 from comm.wire import CommError, Wire
 
 
@@ -30,7 +30,11 @@ def all_to_all(
 
 def _check_sizes(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
     """Raises CommError on every rank unless what each sends is what the other expects."""
-    table = exchange_rows(wire, torch.tensor([out_sizes, in_sizes]).flatten()).view(wire.size, 2, wire.size)
+    table = (
+        RowExchange(wire, torch.tensor([out_sizes, in_sizes]).flatten())
+        .finish()
+        .view(wire.size, 2, wire.size)
+    )
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()
     if wrong:

@@ -10,8 +10,7 @@ ranks: (n-1)/n of the tensor per phase and rank, 2(n-1)/n for an all-reduce; but
 Patarasu & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
 A chunk travels in segments, and a segment goes on as soon as it has been added: while one is added the
-next ones arrive. Receives are posted ahead, for a payload moves only once its receive is posted, but
-only a few, so that the memory they arrive in stays small and in the cache.
+next ones arrive.
 """
 
 from collections.abc import Callable
@@ -19,10 +18,9 @@ from collections.abc import Callable
 import torch
 
 from comm.reduction import combine, finish
-from comm.shards import SEGMENT_BYTES, segments_of, shards_of
+from comm.shards import segments_of, shards_of
+from comm.stream import Stream
 from comm.wire import Transfer, Wire
-
-RECEIVES_AHEAD = 4
 
 
 def chunk_sent(rank: int, step: int, n: int) -> int:
@@ -48,24 +46,36 @@ def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str)
 
 def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
     """`full` becomes all ranks' shards in rank order."""
-    chunks = shards_of(full, wire.size)
-    if chunks[wire.rank].data_ptr() != shard.data_ptr():
-        chunks[wire.rank].copy_(shard)
-    right = (wire.rank + 1) % wire.size
-    leaving = (
-        [wire.isend(segment, right) for segment in segments_of(chunks[wire.rank])] if wire.size > 1 else []
-    )
-    _gather(wire, chunks, leaving)
+    n, r = wire.size, wire.rank
+    chunks = shards_of(full, n)
+    if chunks[r].data_ptr() != shard.data_ptr():
+        chunks[r].copy_(shard)
+    arriving = _gather_receives(wire, chunks)
+    leaving = [wire.isend(segment, (r + 1) % n) for segment in segments_of(chunks[r])] if n > 1 else []
+    wire.ready()
+    _pass_on(wire, arriving, leaving)
 
 
 def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
-    """In place: a reduce-scatter whose finished segments set out on the all-gather at once."""
+    """In place: a reduce-scatter whose finished segments set out on the all-gather at once.
+
+    What the all-gather receives goes where a partial sum may still be leaving from. That is safe: the
+    final value of a segment cannot come back before every rank has received, and added to, the partial one.
+    """
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
-    leaving: list[Transfer] = []
     sums = [chunks[chunk_sent(r, step + 1, n)] for step in range(n - 1)]
-    _reduce(wire, chunks, sums, op, lambda done: leaving.append(wire.isend(done, (r + 1) % n)))
-    _gather(wire, chunks, leaving)
+    arriving: list[list[Transfer]] = []
+    leaving: list[Transfer] = []
+    _reduce(
+        wire,
+        chunks,
+        sums,
+        op,
+        when_posted=lambda: arriving.extend(_gather_receives(wire, chunks)),
+        when_done=lambda segment: leaving.append(wire.isend(segment, (r + 1) % n)),
+    )
+    _pass_on(wire, arriving, leaving)
 
 
 def _reduce(
@@ -73,50 +83,51 @@ def _reduce(
     chunks: list[torch.Tensor],
     sums: list[torch.Tensor],
     op: str,
+    when_posted: Callable[[], None] = lambda: None,
     when_done: Callable[[torch.Tensor], None] = lambda segment: None,
 ) -> None:
     """The reduce-scatter round. `sums[step]` takes what arrived in that step and this rank's own chunk."""
     n, r = wire.size, wire.rank
     left, right = (r - 1) % n, (r + 1) % n
-    leaving = (
-        [wire.isend(segment, right) for segment in segments_of(chunks[chunk_sent(r, 0, n)])] if n > 1 else []
-    )
     own = [segments_of(chunks[chunk_sent(r, step + 1, n)]) for step in range(n - 1)]
     into = [segments_of(total) for total in sums]
+    sizes = [len(segment) for step in own for segment in step]
+    arriving = Stream(wire, left, sizes, chunks[0].dtype, when_posted)
+    first = segments_of(chunks[chunk_sent(r, 0, n)]) if n > 1 else []
+    sent: list[list[Transfer]] = [[] for _ in range(n)]  # in each step
+    sent[0] = [wire.isend(segment, right) for segment in first]
+    wire.ready()
     flow = [(step, i) for step in range(n - 1) for i in range(len(own[step]))]
-    slots = torch.empty(RECEIVES_AHEAD, SEGMENT_BYTES // chunks[0].element_size(), dtype=chunks[0].dtype)
-    arriving: list[Transfer] = []
-    sent_on: list[list[Transfer]] = [leaving, *([] for _ in range(n - 1))]
-    for position, (step, i) in enumerate(flow):
-        for step_ahead, i_ahead in flow[len(arriving) : position + RECEIVES_AHEAD]:
-            slot = slots[len(arriving) % RECEIVES_AHEAD][: own[step_ahead][i_ahead].numel()]
-            arriving.append(wire.irecv(slot, left))
+    for (step, i), arrived in zip(flow, arriving, strict=True):
         if i == 0:  # not only the step before the last one: steps with an empty chunk do not come by here
-            for transfers in sent_on[:step]:
+            for transfers in sent[:step]:
                 _wait_all(transfers)
-        transfer = arriving[position]
-        transfer.wait()
-        combine(op, transfer.tensor, own[step][i], out=into[step][i])
+        combine(op, arrived, own[step][i], out=into[step][i])
         if step < n - 2:
-            sent_on[step + 1].append(wire.isend(into[step][i], right))
+            sent[step + 1].append(wire.isend(into[step][i], right))
         else:
             finish(op, into[step][i], n)
             when_done(into[step][i])
-    for transfers in sent_on:
+    for transfers in sent:
         _wait_all(transfers)
 
 
-def _gather(wire: Wire, chunks: list[torch.Tensor], leaving: list[Transfer]) -> None:
-    """The all-gather round; this rank's own chunk is `leaving` already."""
+def _gather_receives(wire: Wire, chunks: list[torch.Tensor]) -> list[list[Transfer]]:
+    """Post all receives of an all-gather round: the chunks from the left, nearest owner first."""
     n, r = wire.size, wire.rank
-    left, right = (r - 1) % n, (r + 1) % n
     sources = [(r - 1 - step) % n for step in range(n - 1)]
-    arriving = [[wire.irecv(segment, left) for segment in segments_of(chunks[source])] for source in sources]
+    return [
+        [wire.irecv(segment, (r - 1) % n) for segment in segments_of(chunks[source])] for source in sources
+    ]
+
+
+def _pass_on(wire: Wire, arriving: list[list[Transfer]], leaving: list[Transfer]) -> None:
+    """The all-gather round: send on what arrives, but for the last chunk, which has been everywhere."""
     for step, transfers in enumerate(arriving):
         for transfer in transfers:
             transfer.wait()
-            if step < n - 2:
-                leaving.append(wire.isend(transfer.tensor, right))
+            if step < wire.size - 2:
+                leaving.append(wire.isend(transfer.tensor, (wire.rank + 1) % wire.size))
     _wait_all(leaving)
 
 

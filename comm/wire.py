@@ -1,12 +1,20 @@
 """The wire: the one place where bytes leave, so the one place that counts, numbers and explains them.
 
 A `Wire` belongs to one operation of one group. It numbers the messages between each pair of ranks, so
-that every message has a tag of its own and nobody types tags in: my third send to you meets your
-third receive from me. Ranks are ranks of the group.
+that nobody types tags in: my third send to you meets your third receive from me. Ranks are ranks of
+the group.
+
+An *early* wire lets messages move before the ranks know that they fit together (comm.header). gloo kills
+a receiver that is sent another number of bytes than it expects, so there the tag spells out the number:
+what does not fit never meets. A tag has 31 bits:
+
+    0  turn of the operation (10)  number of the message (20)
+    1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       early
 """
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,8 +24,8 @@ from lab.ledger import LEDGER
 
 Group = dist.ProcessGroup | None
 
-_MESSAGE_BITS = 20
-_SEQUENCE_BITS = 10
+_TURN_BITS, _NUMBER_BITS = 10, 20
+_EARLY, _EARLY_TURN_BITS, _EARLY_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
 
 
 class CommError(WorkbookError):
@@ -48,37 +56,54 @@ class Transfer:
 class Wire:
     """Non-blocking sends and receives for one operation among the ranks of `group`."""
 
-    def __init__(self, group: Group, op: str, pattern: str, sequence: int = 0) -> None:
+    def __init__(self, group: Group, op: str, pattern: str, sequence: int = 0, early: bool = False) -> None:
         self.group = group_of(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.op, self.pattern, self.sequence = op, pattern, sequence
+        self.op, self.pattern, self.early = op, pattern, early
         # Plain point-to-point messages are operation 0; collectives take turns in the rest.
-        turn = 1 + sequence % ((1 << _SEQUENCE_BITS) - 1) if sequence else 0
-        self._first_tag = turn << _MESSAGE_BITS
-        self._sent: dict[int, int] = defaultdict(int)
-        self._received: dict[int, int] = defaultdict(int)
+        self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
+        self._sent: dict[tuple[int, bool], int] = defaultdict(int)
+        self._received: dict[tuple[int, bool], int] = defaultdict(int)
+        self._check: Callable[[], None] = _nothing
 
-    def isend(self, tensor: torch.Tensor, dst: int, booked_as: str | None = None) -> Transfer:
-        """Start sending a contiguous tensor; leave its memory alone until `wait()` returns."""
-        tag = self._first_tag + self._sent[dst] % (1 << _MESSAGE_BITS)
-        self._sent[dst] += 1
-        LEDGER.count(self.op, booked_as or self.pattern, tensor.nbytes)
+    def check_before_waiting(self, check: Callable[[], None]) -> None:
+        """Have `ready()` call this, once: it finds out whether the ranks fit together, or raises."""
+        self._check = check
+
+    def ready(self) -> None:
+        """To be called before the first wait for a payload."""
+        check, self._check = self._check, _nothing
+        check()
+
+    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
+        """Start sending a contiguous tensor; keep the transfer, and its memory as it is, until `wait()`."""
+        tag = self._tag(tensor, self._sent, (dst, header))
+        LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes)
         try:
             work = self.group.send([tensor], dst, tag)
         except RuntimeError as error:
             raise self.failed(error, dst, "send to") from error
         return Transfer(self, work, tensor, dst, "send to")
 
-    def irecv(self, tensor: torch.Tensor, src: int) -> Transfer:
+    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start receiving into a contiguous tensor of exactly the size and dtype that `src` sends."""
-        tag = self._first_tag + self._received[src] % (1 << _MESSAGE_BITS)
-        self._received[src] += 1
+        tag = self._tag(tensor, self._received, (src, header))
         try:
             work = self.group.recv([tensor], src, tag)
         except RuntimeError as error:
             raise self.failed(error, src, "receive from") from error
         return Transfer(self, work, tensor, src, "receive from")
+
+    def _tag(self, tensor: torch.Tensor, counts: dict[tuple[int, bool], int], which: tuple[int, bool]) -> int:
+        # Headers are counted apart: they mix with early messages, in whatever order.
+        number = counts[which]
+        counts[which] += 1
+        if not self.early or which[1]:
+            return self._turn << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
+        assert 0 < tensor.nbytes <= 1 << _LENGTH_BITS, "an early message is a segment (comm.shards)"
+        turn, number = self._turn % (1 << _EARLY_TURN_BITS), number % (1 << _EARLY_NUMBER_BITS)
+        return _EARLY | (turn << _EARLY_NUMBER_BITS | number) << _LENGTH_BITS | (tensor.nbytes - 1)
 
     def failed(self, error: RuntimeError, peer: int, verb: str) -> CommError:
         """Translate the backend's complaint into a sentence about ranks."""
@@ -115,3 +140,7 @@ def peer_trouble(text: str, peer: str) -> str:
     if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
         return f"lost the connection; {peer} has died or left, so look for the first error in its log"
     return f"failed: {text}"
+
+
+def _nothing() -> None:
+    pass
