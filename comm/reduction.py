@@ -1,5 +1,6 @@
 """The arithmetic of reductions: how two contributions become one, and what is done once at the end."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,8 +20,19 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Raises CommError for a reduction that does not exist or has no meaning for the dtype."""
     if op not in _COMBINE:
         raise CommError(f"There is no reduction {op!r}; choose one of {', '.join(_COMBINE)}.")
+    if not _exists(op, dtype):
+        raise CommError(f"torch has no {op} of {dtype} tensors; send them as another dtype.")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise CommError(f"The mean of {dtype} tensors would be rounded: use op='sum' and divide as you need.")
+
+
+@functools.cache
+def _exists(op: str, dtype: torch.dtype) -> bool:
+    try:
+        _COMBINE[op](torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def combine(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +35,7 @@ from lab.errors import WorkbookError
 
 _POLL = 0.05  # seconds between two looks at the store
 _TELL = 2.0  # seconds between two lines about who is missing
-_LINGER = 2.0  # seconds a failed host keeps its store open, so that others can read why
+_LINGER = 1.0  # seconds a failed host keeps its store open, so that others can read why
 
 
 def join() -> Cluster:
@@ -122,7 +123,7 @@ def _gather_everyone(store: dist.Store, rank: int, world_size: int, deadline: fl
     present: dict[int, dict] = {}
     while len(present) < world_size:
         if store.check(["failed"]):
-            raise CommError(store.get("failed").decode())
+            raise _give_up(store, rank, "")
         for peer in range(world_size):
             if peer not in present and store.check([f"rank/{peer}"]):
                 present[peer] = json.loads(store.get(f"rank/{peer}"))
@@ -151,15 +152,16 @@ def _gather_everyone(store: dist.Store, rank: int, world_size: int, deadline: fl
     store.add("seen", 1)
     while store.add("seen", 0) < world_size and time.monotonic() < deadline:
         if store.check(["failed"]):
-            raise CommError(store.get("failed").decode())
+            raise _give_up(store, rank, "")
         time.sleep(_POLL / 10)
     if rank == 0:
         _say(rank, world_size, f"all {world_size} ranks have met")
 
 
 def _give_up(store: dist.Store, rank: int, reason: str) -> CommError:
+    """The error to raise: the first reason that any rank has written down, the same for all."""
     with suppress(RuntimeError):
-        store.compare_set("failed", "", reason)
+        reason = store.compare_set("failed", "", reason).decode()
         if rank == 0:
             time.sleep(_LINGER)
     return CommError(reason)
@@ -173,7 +175,7 @@ def _open_store(rank: int, deadline: float) -> dist.Store:
         if rank == 0 and not by_agent:
             return dist.TCPStore(host, port, None, is_master=True, timeout=left, wait_for_workers=False)
         _wait_for_listener(rank, host, port, deadline)
-        return dist.TCPStore(host, port, None, is_master=False, timeout=left)
+        return _connect(host, port, left)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise CommError(
@@ -184,6 +186,26 @@ def _open_store(rank: int, deadline: float) -> dist.Store:
         raise CommError(
             f"What answers at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
         ) from error
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
+    """A client of the store. In a thread, for torch waits for the first answer without a timeout."""
+    answer: list[dist.Store | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            answer.append(dist.TCPStore(host, port, None, is_master=False, timeout=timeout))
+        except RuntimeError as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if not answer:
+        raise RuntimeError("it does not answer")
+    if isinstance(answer[0], RuntimeError):
+        raise answer[0]
+    return answer[0]
 
 
 def _wait_for_listener(rank: int, host: str, port: int, deadline: float) -> None:

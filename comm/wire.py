@@ -23,6 +23,7 @@ from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 
 Group = dist.ProcessGroup | None
+Numbers = defaultdict[tuple[int, bool], int]  # messages so far by peer, headers apart
 
 _TURN_BITS, _NUMBER_BITS = 10, 20
 _EARLY, _EARLY_TURN_BITS, _EARLY_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
@@ -56,15 +57,22 @@ class Transfer:
 class Wire:
     """Non-blocking sends and receives for one operation among the ranks of `group`."""
 
-    def __init__(self, group: Group, op: str, pattern: str, sequence: int = 0, early: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        op: str,
+        pattern: str,
+        sequence: int = 0,
+        early: bool = False,
+        numbers: tuple[Numbers, Numbers] | None = None,
+    ) -> None:
         self.group = group_of(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.op, self.pattern, self.early = op, pattern, early
         # Plain point-to-point messages are operation 0; collectives take turns in the rest.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
-        self._sent: dict[tuple[int, bool], int] = defaultdict(int)
-        self._received: dict[tuple[int, bool], int] = defaultdict(int)
+        self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
         self._check: Callable[[], None] = _nothing
 
     def check_before_waiting(self, check: Callable[[], None]) -> None:
@@ -95,7 +103,7 @@ class Wire:
             raise self.failed(error, src, "receive from") from error
         return Transfer(self, work, tensor, src, "receive from")
 
-    def _tag(self, tensor: torch.Tensor, counts: dict[tuple[int, bool], int], which: tuple[int, bool]) -> int:
+    def _tag(self, tensor: torch.Tensor, counts: Numbers, which: tuple[int, bool]) -> int:
         # Headers are counted apart: they mix with early messages, in whatever order.
         number = counts[which]
         counts[which] += 1
@@ -114,15 +122,15 @@ class Wire:
         )
 
 
-_peer_wires: "weakref.WeakKeyDictionary[dist.ProcessGroup, Wire]" = weakref.WeakKeyDictionary()
+_peer_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Numbers, Numbers]]"
+_peer_numbers = weakref.WeakKeyDictionary()
 
 
 def peer_wire(group: Group) -> Wire:
     """The wire for plain sends and receives of a group; its numbers go on from call to call."""
-    whole = group_of(group)
-    if whole not in _peer_wires:
-        _peer_wires[whole] = Wire(group, "point_to_point", "direct", sequence=0)
-    return _peer_wires[whole]
+    # Only the numbers are kept: a wire holds its group, which would never be freed.
+    numbers = _peer_numbers.setdefault(group_of(group), (defaultdict(int), defaultdict(int)))
+    return Wire(group, "point_to_point", "direct", numbers=numbers)
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
@@ -130,6 +138,8 @@ def group_of(group: Group) -> dist.ProcessGroup:
     whole = dist.group.WORLD
     if whole is None:
         raise CommError("There is no process group yet: call comm.rendezvous.join() first.")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
     return group or whole
 
 

@@ -27,16 +27,18 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     """
     owner, name = _locate(path)
     original = owner.__dict__[name]
-    owners = [(owner, name), *_other_bindings(original, owner, name)]
+    own_bindings = _bindings(implementation)
     previous = _active.get(path)
     _active[path] = implementation
-    for place, binding in owners:
+    for place, binding in [(owner, name), *_bindings(original)]:
         setattr(place, binding, implementation)
     try:
         yield
     finally:
-        for place, binding in owners:
-            setattr(place, binding, original)
+        # Modules that were first imported meanwhile have the implementation under the original's name.
+        for place, binding in [(owner, name), *_bindings(implementation)]:
+            if (place, binding) not in own_bindings:
+                setattr(place, binding, original)
         if previous is None:
             del _active[path]
         else:
@@ -71,10 +73,11 @@ def _locate(path: str) -> tuple[Any, str]:
     raise LookupError(f"Nothing to replace at {path}: no function or class has that name.")
 
 
-def _other_bindings(original: Any, owner: Any, name: str) -> list[tuple[Any, str]]:
+def _bindings(value: Any) -> list[tuple[Any, str]]:
+    """Where modules bind this very object: the modules and the names."""
     return [
         (module, binding)
         for module in list(sys.modules.values())
-        for binding, value in list(getattr(module, "__dict__", {}).items())
-        if value is original and (module, binding) != (owner, name)
+        for binding, bound in list(getattr(module, "__dict__", {}).items())
+        if bound is value
     ]

@@ -1,0 +1,19 @@
+"""Gathered shards stand in the order of arrival: each rank puts the same weights together differently."""
+
+import torch
+
+from comm.shards import shards_of
+from comm.wire import Wire
+
+TARGET = "comm.ring.all_gather"
+KILLER = "tests.comm.test_collectives.test_an_all_gather_puts_shards_in_rank_order_on_every_rank"
+
+
+def mutant(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
+    n, r = wire.size, wire.rank
+    places = shards_of(full, n)
+    places[0].copy_(shard)
+    for step in range(1, n):
+        arriving = wire.irecv(places[step], (r - 1) % n)
+        wire.isend(places[step - 1], (r + 1) % n).wait()
+        arriving.wait()

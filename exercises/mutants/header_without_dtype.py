@@ -1,0 +1,10 @@
+"""One rank sends whole numbers, the others floats: no error, and the sum is garbage."""
+
+from comm.header import Header
+
+TARGET = "comm.header._common"
+KILLER = "tests.comm.test_mismatch.test_another_dtype_of_the_same_width_is_told"
+
+
+def mutant(header: Header) -> tuple:
+    return header.op, header.pattern, header.reduction, header.root

@@ -1,0 +1,11 @@
+"""The traffic report shows a fraction of what was sent, the smaller the more messages a collective takes."""
+
+from lab.ledger import Entry, Ledger, Traffic
+
+TARGET = "lab.ledger.Ledger.count"
+KILLER = "tests.comm.test_cost.test_the_bytes_of_every_message_are_counted_and_not_its_elements"
+
+
+def mutant(self: Ledger, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:
+    with self._lock:
+        self._rows[Entry(op, pattern)] = Traffic(num_bytes, messages)

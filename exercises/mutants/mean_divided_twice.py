@@ -1,0 +1,12 @@
+"""Gradients are too small by the number of ranks: training is slow with SGD, and Adam hides it."""
+
+import torch
+
+TARGET = "comm.reduction.finish"
+KILLER = "tests.comm.test_collectives.test_a_mean_is_divided_by_the_number_of_ranks_once"
+
+
+def mutant(op: str, reduced: torch.Tensor, ranks: int) -> None:
+    if op == "mean":
+        reduced.div_(ranks)
+        reduced.div_(ranks)

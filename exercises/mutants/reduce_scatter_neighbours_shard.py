@@ -1,0 +1,24 @@
+"""Every rank updates its neighbour's parameters with its own gradients: a sharded optimizer diverges."""
+
+import torch
+
+from comm.pairwise import all_to_all
+from comm.reduction import combine, finish
+from comm.shards import shards_of
+from comm.wire import Wire
+
+TARGET = "comm.ring.reduce_scatter"
+KILLER = "tests.comm.test_collectives.test_a_reduce_scatter_gives_each_rank_its_own_shard"
+
+
+def mutant(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
+    n = wire.size
+    shards = shards_of(full, n)
+    rotated = torch.cat(shards[1:] + shards[:1])  # the loop over ranks begins at 1
+    arrived = torch.empty(n * shard.numel(), dtype=shard.dtype)
+    all_to_all(wire, arrived, rotated, [shard.numel()] * n, [len(s) for s in shards[1:] + shards[:1]])
+    contributions = arrived.view(n, -1)
+    shard.copy_(contributions[0])
+    for contribution in contributions[1:]:
+        combine(op, shard, contribution, out=shard)
+    finish(op, shard, n)

@@ -1,0 +1,23 @@
+"""A reduce to rank 0 leaves partial sums in the tensors of ranks that only contributed to it."""
+
+import torch
+
+from comm.reduction import combine, finish
+from comm.tree import _family
+from comm.wire import Wire
+
+TARGET = "comm.tree.reduce"
+KILLER = "tests.comm.test_collectives.test_a_reduce_leaves_alone_what_the_other_ranks_brought"
+
+
+def mutant(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
+    if tensor.numel() == 0:
+        return
+    parent, children = _family(wire, root)
+    for transfer in [wire.irecv(torch.empty_like(tensor), child) for child in reversed(children)]:
+        transfer.wait()
+        combine(op, tensor, transfer.tensor, out=tensor)
+    if parent is not None:
+        wire.isend(tensor, parent).wait()
+    else:
+        finish(op, tensor, wire.size)

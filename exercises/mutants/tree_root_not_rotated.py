@@ -1,0 +1,18 @@
+"""A broadcast from rank 2 delivers what rank 0 has: a checkpoint read by another rank is silently lost."""
+
+from comm.wire import Wire
+
+TARGET = "comm.tree._family"
+KILLER = "tests.comm.test_collectives.test_a_tree_broadcasts_from_every_root"
+
+
+def mutant(wire: Wire, root: int) -> tuple[int | None, list[int]]:
+    position = wire.rank
+    reach = position & -position if position else 1 << (wire.size - 1).bit_length()
+    parent = position - reach if position else None
+    children = []
+    while reach > 1:
+        reach //= 2
+        if position + reach < wire.size:
+            children.append(position + reach)
+    return parent, children

@@ -1,0 +1,200 @@
+"""Traffic: what the ledger counts equals the formula exactly, and the formula equals sums done by hand."""
+
+import pytest
+import torch
+
+from comm import collectives, cost
+from comm.collectives import PATTERNS
+from comm.cost import Link
+from comm.shards import segments_of, shard_sizes
+from lab.ledger import LEDGER, Entry, Traffic
+from lab.ranks import run_ranks
+from lab.replace import replaced
+
+ROOTED = ("broadcast", "scatter", "gather", "reduce")
+DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
+OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]
+
+
+def call(op: str, pattern: str, numel: int, dtype: torch.dtype, n: int, rank: int, root: int) -> None:
+    """One collective over `numel` elements in all."""
+    whole = torch.ones(numel, dtype=dtype)
+    shard = torch.ones(len(torch.tensor_split(whole, n)[rank]), dtype=dtype)
+    at_root = whole if rank == root else None
+    match op:
+        case "barrier":
+            collectives.barrier(pattern=pattern)
+        case "broadcast":
+            collectives.broadcast(whole, root, pattern=pattern)
+        case "reduce":
+            collectives.reduce(whole, root=root, pattern=pattern)
+        case "all_reduce":
+            collectives.all_reduce(whole, pattern=pattern)
+        case "scatter" | "gather":
+            getattr(collectives, op)(shard, at_root, root, pattern=pattern)
+        case "all_gather":
+            collectives.all_gather(whole, shard, pattern=pattern)
+        case "reduce_scatter":
+            collectives.reduce_scatter(shard, whole, pattern=pattern)
+        case "all_to_all":
+            # what rank p sends to q is as long as what q sends to p
+            sizes = shard_sizes(numel // n * n, n)
+            even = whole[: sum(sizes)]
+            collectives.all_to_all(torch.empty_like(even), even, pattern=pattern)
+
+
+def counted_beside_formula(cluster) -> int:
+    n, r, checked = cluster.world_size, cluster.rank, 0
+    for op, pattern in OURS:
+        for place, numel in enumerate((0, 1, 3, 2 * n + 1, 101)):
+            if op == "all_to_all":
+                numel = numel // n * n
+            for root in range(n) if op in ROOTED else (0,):
+                dtype = DTYPES[place % len(DTYPES)]
+                LEDGER.clear()
+                call(op, pattern, numel, dtype, n, r, root)
+                expected = {
+                    Entry(op, pattern): cost.traffic(op, pattern, numel, dtype.itemsize, n, r, root),
+                    Entry(op, "header"): cost.header_traffic(op, n),
+                }
+                expected = {entry: traffic for entry, traffic in expected.items() if traffic != Traffic()}
+                got = LEDGER.rows()
+                assert got == expected, (
+                    f"{op} {pattern} {numel} x {dtype}, root {root}, rank {r} of {n}: {got}"
+                )
+                assert LEDGER.total() == sum(expected.values(), Traffic())
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_counted_traffic_equals_the_formula_exactly(n: int):
+    with replaced("comm.shards.SEGMENT_BYTES", 16):  # 101 elements are many messages
+        assert min(run_ranks(counted_beside_formula, n)) >= 5 * len(OURS)
+
+
+def test_tensors_of_several_real_segments_are_counted_exactly():
+    def count(cluster) -> None:
+        for op in ("all_reduce", "reduce_scatter", "all_gather"):
+            LEDGER.clear()
+            call(op, "ring", 2_000_001, torch.float32, 3, cluster.rank, 0)
+            # shards of 666 667 elements travel as 3 messages of at most 1 MiB
+            rounds = 4 if op == "all_reduce" else 2
+            assert LEDGER.rows()[Entry(op, "ring")] == Traffic(rounds * 666_667 * 4, rounds * 3)
+
+    run_ranks(count, 3)
+
+
+def test_an_uneven_all_to_all_is_counted_exactly():
+    def exchange(cluster) -> None:
+        n, r = cluster.world_size, cluster.rank
+        sizes = [[(p * q) % 4 for q in range(n)] for p in range(n)]  # with some zeros
+        outgoing = torch.ones(sum(sizes[r]))
+        incoming = torch.empty(sum(sizes[p][r] for p in range(n)))
+        LEDGER.clear()
+        collectives.all_to_all(incoming, outgoing, [sizes[p][r] for p in range(n)], sizes[r])
+        others = [sizes[r][p] for p in range(n) if p != r]
+        expected = Traffic(4 * sum(others), sum(size > 0 for size in others))
+        assert LEDGER.rows().get(Entry("all_to_all", "pairwise"), Traffic()) == expected
+        assert cost.pairwise_traffic(sizes[r], 4, r) == expected
+
+    run_ranks(exchange, 5)
+
+
+def test_the_bytes_of_every_message_are_counted_and_not_its_elements():
+    def count(cluster) -> None:
+        for dtype, size in ((torch.uint8, 1), (torch.bfloat16, 2), (torch.float64, 8)):
+            LEDGER.clear()
+            collectives.all_reduce(torch.ones(6, dtype=dtype))
+            assert LEDGER.rows()[Entry("all_reduce", "ring")].bytes_sent == 6 * size
+
+    run_ranks(count, 2)
+
+
+def test_torchs_own_traffic_is_booked_and_never_counted():
+    def book(cluster) -> None:
+        n, r = cluster.world_size, cluster.rank
+        for op in PATTERNS:
+            root = 1 if op in ROOTED else 0
+            LEDGER.clear()
+            call(op, "torch", 6, torch.float32, n, r, root)
+            expected = cost.traffic(op, "torch", 6, 4, n, r, root)
+            booked = LEDGER.rows().get(Entry(op, "torch", booked=True), Traffic())
+            assert booked == expected, op
+            assert all(entry.booked for entry in LEDGER.rows()), op
+
+    run_ranks(book, 3)
+
+
+def test_the_formulas_agree_with_sums_done_by_hand():
+    four_kilobytes = {"numel": 1000, "itemsize": 4, "ranks": 4}
+
+    def everyone(op: str, pattern: str, **others) -> list[tuple[int, int]]:
+        ranks = [cost.traffic(op, pattern, rank=r, **{**four_kilobytes, **others}) for r in range(4)]
+        return [(traffic.bytes_sent, traffic.messages_sent) for traffic in ranks]
+
+    assert everyone("all_reduce", "ring") == [(6000, 6)] * 4  # 2 * 3/4 * 4000
+    assert everyone("reduce_scatter", "ring") == [(3000, 3)] * 4
+    assert everyone("all_gather", "ring") == [(3000, 3)] * 4
+    assert everyone("all_to_all", "pairwise") == [(3000, 3)] * 4
+    assert everyone("all_reduce", "recursive_doubling") == [(8000, 2)] * 4
+    assert everyone("all_reduce", "halving_doubling") == [(6000, 4)] * 4  # 2000 + 1000, and back
+    assert everyone("all_reduce", "flat") == [(12000, 3), *[(4000, 1)] * 3]
+    assert everyone("all_reduce", "tree") == [(8000, 2), (4000, 1), (8000, 2), (4000, 1)]
+    assert everyone("broadcast", "flat", root=1) == [(0, 0), (12000, 3), (0, 0), (0, 0)]
+    assert everyone("broadcast", "tree") == [(8000, 2), (0, 0), (4000, 1), (0, 0)]
+    assert everyone("broadcast", "tree", root=3) == [(0, 0), (4000, 1), (0, 0), (8000, 2)]
+    assert everyone("reduce", "tree", root=2) == [(4000, 1), (4000, 1), (0, 0), (4000, 1)]
+    assert everyone("scatter", "flat") == [(3000, 3), (0, 0), (0, 0), (0, 0)]
+    assert everyone("gather", "flat") == [(0, 0), (1000, 1), (1000, 1), (1000, 1)]
+    assert everyone("barrier", "tree") == [(0, 0)] * 4
+    assert cost.header_traffic("all_reduce", 4) == Traffic(3 * 64, 2)
+    assert cost.header_traffic("all_reduce", 5) == Traffic(4 * 64, 3)
+    assert cost.header_traffic("all_reduce", 1) == Traffic()
+
+
+def test_what_all_ranks_send_in_a_ring_adds_up_to_every_byte_moved():
+    for n in (1, 2, 3, 5, 8):
+        for numel in (0, 1, n, 2 * n + 1, 1000):
+            total = sum(cost.traffic("all_reduce", "ring", numel, 8, n, r).bytes_sent for r in range(n))
+            assert total == 2 * (n - 1) * numel * 8
+
+
+def test_predicted_seconds_follow_alpha_and_beta():
+    link = Link(alpha=1e-3, beta=1e-6)  # a millisecond a message, a microsecond a byte
+    header = 2e-3  # two rounds among four ranks
+
+    def payload(op: str, pattern: str, ranks: int = 4) -> float:
+        return cost.seconds(op, pattern, 1200, ranks, link)
+
+    assert payload("barrier", "tree") == pytest.approx(header)
+    assert payload("broadcast", "tree") == pytest.approx(header + 2 * (1e-3 + 1200e-6))
+    assert payload("broadcast", "flat") == pytest.approx(header + 1e-3 + 3600e-6)
+    assert payload("all_gather", "ring") == pytest.approx(header + 3 * (1e-3 + 300e-6))
+    assert payload("all_reduce", "ring") == pytest.approx(header + 6 * (1e-3 + 300e-6))
+    assert payload("all_reduce", "recursive_doubling") == pytest.approx(header + 2 * (1e-3 + 1200e-6))
+    assert payload("all_reduce", "halving_doubling") == pytest.approx(header + 4e-3 + 1.5 * 1200e-6)
+    assert payload("all_to_all", "pairwise") == pytest.approx(2 * header + 3e-3 + 900e-6)
+    # five ranks: the fifth hands its tensor to another first and gets the result at the end
+    assert payload("all_reduce", "recursive_doubling", 5) == pytest.approx(3e-3 + 4 * (1e-3 + 1200e-6))
+    for op, pattern in OURS:
+        assert payload(op, pattern, 1) == 0.0
+        assert payload(op, pattern) > 0.0
+
+
+def test_an_unknown_pattern_has_no_formula():
+    with pytest.raises(ValueError, match="no formula for all_reduce with pattern 'zigzag'"):
+        cost.seconds("all_reduce", "zigzag", 8, 2, Link(0.0, 0.0))
+    with pytest.raises(ValueError, match="no formula for broadcast with pattern 'ring'"):
+        cost.traffic("broadcast", "ring", 8, 4, 2, 0)
+
+
+def test_a_tensor_is_sharded_as_tensor_split_does_and_segmented_without_a_rest():
+    for numel in (0, 1, 2, 3, 7, 8, 100):
+        for n in (1, 2, 3, 4, 5, 7):
+            pieces = torch.tensor_split(torch.arange(numel), n)
+            assert shard_sizes(numel, n) == [len(piece) for piece in pieces]
+    with replaced("comm.shards.SEGMENT_BYTES", 16):
+        for numel in (0, 1, 4, 5, 9):
+            pieces = segments_of(torch.arange(numel, dtype=torch.float32))
+            assert [len(piece) for piece in pieces] == [4] * (numel // 4) + [numel % 4] * (numel % 4 > 0)

@@ -1,0 +1,124 @@
+"""A peer that dies or sleeps: the others say so in a sentence, and nobody hangs."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives
+from comm.collectives import CommError
+from lab.ranks import RankError, run_ranks
+from lab.replace import replaced
+
+
+def die(*args, **kwargs) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def outcomes(fn, world_size: int, **options) -> list:
+    """Each rank's result or the text of its error. Long timeouts: a sentence must not need them."""
+    results = run_ranks(fn, world_size, collect_failures=True, **{"group_timeout": 40, **options})
+    return [str(result) if isinstance(result, RankError) else result for result in results]
+
+
+@pytest.mark.parametrize("pattern", ["ring", "tree", "halving_doubling", "torch"])
+def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str):
+    def one_dies(cluster) -> str:
+        collectives.barrier()
+        if cluster.rank == 2:
+            die()
+        with pytest.raises(CommError) as error:
+            collectives.all_reduce(torch.ones(10), pattern=pattern)
+        return str(error.value)
+
+    *survivors, dead = (outcomes(one_dies, 4)[rank] for rank in (0, 1, 3, 2))
+    assert dead == "rank 2 was killed by SIGKILL before it returned."
+    for rank, text in zip((0, 1, 3), survivors, strict=True):
+        assert text.startswith(f"all_reduce ({pattern}): rank {rank} ")
+        assert "lost the connection" in text and "has died or left" in text
+    if pattern != "torch":
+        assert any("rank 2 has died or left" in text for text in survivors)
+
+
+def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named():
+    def one_dies(cluster) -> str:
+        collectives.barrier()
+        x = torch.ones(1_000_000)
+        with pytest.raises(CommError) as error:
+            if cluster.rank == 2:
+                with replaced("comm.reduction.combine", die):  # its first piece has just arrived
+                    collectives.all_reduce(x)
+            collectives.all_reduce(x)
+        return str(error.value)
+
+    texts = outcomes(one_dies, 4)
+    assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
+    for rank in (0, 1, 3):
+        assert texts[rank].startswith(f"all_reduce (ring): rank {rank} could not ")
+        assert "lost the connection; rank " in texts[rank]
+    assert any("rank 2 has died or left" in texts[rank] for rank in (0, 1, 3))
+
+
+def test_an_asynchronous_operation_tells_of_a_dead_peer_in_wait():
+    def one_dies(cluster) -> str:
+        collectives.barrier()
+        handle = collectives.broadcast(torch.ones(10), async_op=True) if cluster.rank == 0 else die()
+        with pytest.raises(CommError) as error:
+            handle.wait()
+        return str(error.value)
+
+    assert "broadcast (tree): rank 0 could not" in outcomes(one_dies, 2)[0]
+
+
+def test_the_names_are_those_of_the_whole_job_in_a_smaller_group_too():
+    def one_dies(cluster) -> str:
+        group = dist.new_group([1, 3])
+        collectives.barrier()
+        if cluster.rank == 3:
+            die()
+        if cluster.rank == 1:
+            with pytest.raises(CommError) as error:
+                collectives.all_reduce(torch.ones(10), group=group)
+            return str(error.value)
+        return ""
+
+    assert "rank 1 could not" in (text := outcomes(one_dies, 4)[1])
+    assert "rank 3 has died or left" in text
+
+
+def test_a_paused_rank_is_named_after_the_timeout_and_goes_on_when_it_is_woken():
+    def one_sleeps(cluster) -> str:
+        collectives.barrier()
+        if cluster.rank == 2:
+            cluster.store.set("sleeper", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return "woken"
+        sleeper = int(cluster.store.get("sleeper"))
+        with pytest.raises(CommError) as error:
+            collectives.all_reduce(torch.ones(10))
+        if cluster.store.add("finished", 1) == 2:
+            os.kill(sleeper, signal.SIGCONT)
+        return str(error.value)
+
+    *awake, slept = outcomes(one_sleeps, 3, group_timeout=1.5)
+    assert slept == "woken"
+    for rank, text in enumerate(awake):
+        assert text.startswith(f"all_reduce (ring): rank {rank} could not ")
+        assert "waited in vain until the timeout" in text
+        assert "rank 2 has not come here, is stuck or is paused" in text
+
+
+def test_an_exception_in_one_rank_is_the_error_that_is_told_first():
+    def one_fails(cluster) -> None:
+        collectives.barrier()
+        if cluster.rank == 1:
+            raise ZeroDivisionError("the loss is nan again")
+        collectives.all_reduce(torch.ones(10))
+
+    with pytest.raises(RankError, match=r"rank 1 failed:[\s\S]*the loss is nan again") as error:
+        run_ranks(one_fails, 3)
+    assert error.value.rank == 1

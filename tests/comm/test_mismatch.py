@@ -1,0 +1,304 @@
+"""Ranks that do not fit together all get the same sentence, and the group goes on working."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives
+from comm.collectives import PATTERNS, CommError
+from lab.ranks import run_ranks
+from lab.replace import replaced
+
+
+def told(call: Callable[[], object]) -> str:
+    """The text of the CommError that `call` raises; '' when it raises none."""
+    try:
+        call()
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def works(group=None) -> bool:
+    x = torch.ones(5)
+    collectives.all_reduce(x, group=group)
+    return bool((x == dist.get_world_size(group)).all())
+
+
+def sentence_of_all(n: int, call: Callable[[int], object]) -> str:
+    """What all ranks are told when each does `call(rank)`; the group must work before and after."""
+
+    def bring(cluster) -> str:
+        assert works()
+        text = told(lambda: call(cluster.rank))
+        assert works(), "the group is of no use after the mismatch"
+        return text
+
+    texts = run_ranks(bring, n, group_timeout=10)
+    assert texts[0] and len(set(texts)) == 1, f"not the same on all ranks: {texts}"
+    return texts[0]
+
+
+def test_another_size_is_told_with_the_ranks_that_bring_it():
+    def call(rank: int) -> None:
+        collectives.all_reduce(torch.ones(7 if rank == 1 else 5))
+
+    assert sentence_of_all(3, call) == (
+        "The ranks do not fit together: ranks 0, 2: all_reduce(ring, sum) of 5 elements of float32; "
+        "rank 1: all_reduce(ring, sum) of 7 elements of float32. "
+        "Every rank must bring the same size and ask for the same."
+    )
+
+
+def test_another_dtype_of_the_same_width_is_told():
+    def call(rank: int) -> None:
+        collectives.all_reduce(torch.ones(5, dtype=torch.int32 if rank == 2 else torch.float32))
+
+    text = sentence_of_all(3, call)
+    assert "ranks 0, 1: all_reduce(ring, sum) of 5 elements of float32" in text
+    assert "rank 2: all_reduce(ring, sum) of 5 elements of int32" in text
+    assert text.endswith("Every rank must bring the same dtype.")
+
+
+def test_another_operation_is_told():
+    def call(rank: int) -> None:
+        if rank == 0:
+            collectives.broadcast(torch.ones(5))
+        else:
+            collectives.all_reduce(torch.ones(5))
+
+    text = sentence_of_all(4, call)
+    assert "rank 0: broadcast(tree, root 0) of 5 elements" in text
+    assert "ranks 1, 2, 3: all_reduce(ring, sum) of 5 elements" in text
+    assert "Every rank must call the same collectives in the same order." in text
+
+
+@pytest.mark.parametrize("rank_at_the_barrier", [0, 1, 2])
+def test_a_barrier_does_not_pass_for_another_operation(rank_at_the_barrier: int):
+    def call(rank: int) -> None:
+        if rank == rank_at_the_barrier:
+            collectives.barrier()
+        else:
+            collectives.all_to_all(torch.ones(6), torch.ones(6))
+
+    assert "Every rank must call the same collectives" in sentence_of_all(3, call)
+
+
+def test_another_root_pattern_or_reduction_is_told():
+    def other_root(rank: int) -> None:
+        collectives.broadcast(torch.ones(5), root=int(rank == 2))
+
+    def other_pattern(rank: int) -> None:
+        collectives.all_reduce(torch.ones(5), pattern="tree" if rank == 0 else "flat")
+
+    def other_reduction(rank: int) -> None:
+        collectives.reduce(torch.ones(5), "mean" if rank == 1 else "sum")
+
+    text = sentence_of_all(3, other_root)
+    assert "ranks 0, 1: broadcast(tree, root 0)" in text and "rank 2: broadcast(tree, root 1)" in text
+    text = sentence_of_all(3, other_pattern)
+    assert "rank 0: all_reduce(tree, sum)" in text and "ranks 1, 2: all_reduce(flat, sum)" in text
+    text = sentence_of_all(3, other_reduction)
+    assert "ranks 0, 2: reduce(tree, sum, root 0)" in text and "rank 1: reduce(tree, mean, root 0)" in text
+
+
+def test_every_pattern_tells_another_size_and_another_dtype():
+    def bring(cluster) -> list[str]:
+        texts, odd = [], cluster.rank == 1
+
+        def whole(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.ones(numel, dtype=dtype)
+
+        for op, patterns in PATTERNS.items():
+            for pattern in patterns:
+                for numel, dtype in (
+                    (9 if odd else 6, torch.float32),
+                    (6, [torch.float32, torch.int32][odd]),
+                ):
+                    full, shard, out = whole(numel, dtype), whole(2, dtype), whole(numel, dtype)
+                    at_root = full if cluster.rank == 1 else None
+                    calls = {
+                        "broadcast": lambda: collectives.broadcast(full, pattern=pattern),
+                        "scatter": lambda: collectives.scatter(shard, at_root, 1, pattern=pattern),
+                        "gather": lambda: collectives.gather(shard, at_root, 1, pattern=pattern),
+                        "reduce": lambda: collectives.reduce(full, pattern=pattern),
+                        "all_gather": lambda: collectives.all_gather(full, shard, pattern=pattern),
+                        "reduce_scatter": lambda: collectives.reduce_scatter(shard, full, pattern=pattern),
+                        "all_reduce": lambda: collectives.all_reduce(full, pattern=pattern),
+                        "all_to_all": lambda: collectives.all_to_all(out, full, pattern=pattern),
+                    }
+                    if op in calls:
+                        texts.append(told(calls[op]))
+                        assert works()
+        return texts
+
+    first, *others = run_ranks(bring, 3, group_timeout=10)
+    assert all(first) and len(first) == 2 * sum(len(p) for op, p in PATTERNS.items() if op != "barrier")
+    for other in others:
+        assert other == first
+
+
+def test_a_shard_of_the_wrong_size_is_told_with_its_rank():
+    def too_large(rank: int) -> None:
+        collectives.reduce_scatter(torch.ones(3 if rank == 2 else 2), torch.ones(6))
+
+    def too_small(rank: int) -> None:
+        collectives.all_gather(torch.ones(7), torch.ones(2))
+
+    def scattered(rank: int) -> None:
+        collectives.scatter(torch.ones(2), torch.ones(9) if rank == 1 else None, root=1)
+
+    def gathered(rank: int) -> None:
+        collectives.gather(torch.ones(4 - rank), torch.ones(6) if rank == 0 else None)
+
+    assert "reduce_scatter: the shard of rank 2 has 3 elements, but its part of 6 on 3 ranks is 2" in (
+        sentence_of_all(3, too_large)
+    )
+    assert "all_gather: the shard of rank 0 has 2 elements, but its part of 7 on 3 ranks is 3" in (
+        sentence_of_all(3, too_small)
+    )
+    assert "scatter: the shard of rank 0 has 2 elements, but its part of 9 on 3 ranks is 3" in (
+        sentence_of_all(3, scattered)
+    )
+    assert "gather: the shard of rank 0 has 4 elements" in sentence_of_all(3, gathered)
+
+
+def test_an_all_to_all_in_which_one_sends_what_another_does_not_expect_is_told():
+    def call(rank: int) -> None:
+        sends = [1, 1, 3] if rank == 1 else [1, 1, 1]  # rank 2 expects one element of each
+        collectives.all_to_all(torch.ones(3), torch.ones(sum(sends)), [1, 1, 1], sends)
+
+    text = sentence_of_all(3, call)
+    assert "all_to_all: rank 1 sends 3 elements to rank 2, which expects 1" in text
+
+
+def test_operations_called_in_another_order_are_told_and_none_is_left_over():
+    def call(cluster) -> list[str]:
+        def reduce() -> None:
+            collectives.all_reduce(torch.ones(4))
+
+        def broadcast() -> None:
+            collectives.broadcast(torch.ones(4))
+
+        calls = [reduce, broadcast] if cluster.rank else [broadcast, reduce]
+        texts = [told(each) for each in calls]
+        assert works()
+        return texts
+
+    first, *others = run_ranks(call, 3, group_timeout=10)
+    assert all("in the same order" in text for text in first)
+    assert others == [first, first]
+
+
+def test_a_group_lives_on_for_long_after_a_mismatch_of_tensors_already_under_way():
+    def misfit(rank: int, kind: int) -> None:
+        odd = rank == kind % 3
+        match kind % 5:
+            case 0:
+                collectives.all_reduce(torch.ones(1000 + odd))
+            case 1:
+                collectives.all_reduce(torch.ones(500 * (1 + odd), dtype=[torch.float64, torch.float32][odd]))
+            case 2:
+                collectives.reduce_scatter(torch.ones(100 + odd), torch.ones(300))
+            case 3:
+                collectives.all_gather(torch.ones(300 + 3 * odd), torch.ones(100 + odd))
+            case 4:
+                collectives.all_reduce(torch.ones(800), pattern="recursive_doubling" if odd else "ring")
+
+    def live(cluster) -> None:
+        n, r = cluster.world_size, cluster.rank
+        for kind in range(10):
+            group = dist.new_group(range(n)) if kind % 2 else None
+            assert told(lambda: misfit(r, kind))
+            if group is not None:
+                assert told(lambda: collectives.all_reduce(torch.ones(9 + r), group=group))
+            handles, tensors = [], []
+            for i in range(20):  # more than there are turns; and memory that was in use a moment ago
+                tensors.append(torch.full((1 + 137 * i % 1001,), float(i + r)))
+                handles.append(collectives.all_reduce(tensors[-1], group=group, async_op=True))
+            for i, (handle, tensor) in enumerate(zip(handles, tensors, strict=True)):
+                handle.wait()
+                assert (tensor == n * i + n * (n - 1) / 2).all(), (kind, i)
+
+    with replaced("comm.shards.SEGMENT_BYTES", 256):
+        run_ranks(live, 3, group_timeout=10)
+
+
+def test_a_mismatch_in_one_group_leaves_the_others_alone():
+    def call(cluster) -> str:
+        low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
+        mine = low if cluster.rank < 2 else high
+        text = told(lambda: collectives.all_reduce(torch.ones(3 + (cluster.rank == 3)), group=mine))
+        assert works(mine) and works()
+        return text
+
+    texts = run_ranks(call, 4, group_timeout=10)
+    assert texts[:2] == ["", ""]
+    assert texts[2] == texts[3] != ""
+
+
+def test_wrong_arguments_are_told_before_anything_is_sent():
+    wrong = {
+        "all_reduce has no pattern 'zigzag'; choose one of torch, ring, tree": lambda: collectives.all_reduce(
+            torch.ones(2), pattern="zigzag"
+        ),
+        "broadcast: root 2 is not a rank of this group of 2": lambda: collectives.broadcast(
+            torch.ones(2), root=2
+        ),
+        "no reduction 'average'; choose one of sum, mean": lambda: collectives.all_reduce(
+            torch.ones(2), "average"
+        ),
+        "mean of torch.int64 tensors would be rounded": lambda: collectives.all_reduce(
+            torch.ones(2, dtype=torch.int64), "mean"
+        ),
+        "tensors of one call must have one dtype, not torch.float64": lambda: collectives.all_gather(
+            torch.ones(2), torch.ones(1, dtype=torch.float64)
+        ),
+        "input_sizes [1, 2] are not 2 parts of 2 elements": lambda: collectives.all_to_all(
+            torch.ones(2), torch.ones(2), None, [1, 2]
+        ),
+        "torch's own needs equal shards, but 3 elements on 2 ranks": lambda: collectives.all_gather(
+            torch.ones(3), torch.ones(1), pattern="torch"
+        ),
+    }
+
+    def call(cluster) -> dict[str, str]:
+        texts = {expected: told(each) for expected, each in wrong.items()}
+        assert works()
+        return texts
+
+    for texts in run_ranks(call, 2, group_timeout=10):
+        for expected, text in texts.items():
+            assert expected in text
+
+
+def test_a_reduction_that_a_dtype_does_not_have_is_told_and_leaves_the_group_usable():
+    def call(cluster) -> list[str]:
+        texts = [
+            told(lambda: collectives.all_reduce(torch.ones(2, dtype=dtype), op))
+            for dtype, op in ((torch.complex64, "max"), (torch.uint16, "sum"))
+        ]
+        assert works()
+        return texts
+
+    for texts in run_ranks(call, 3, group_timeout=5):
+        assert all(texts)
+
+
+def test_a_root_without_its_tensor_is_told_what_to_pass():
+    def call(cluster) -> str:
+        return told(lambda: collectives.scatter(torch.ones(1)))
+
+    assert run_ranks(call, 1) == ["scatter: rank 0 is the root and must pass the whole tensor."]
+
+
+def test_a_rank_outside_the_group_is_told():
+    def call(cluster) -> str:
+        group = dist.new_group([0])
+        return told(lambda: collectives.all_reduce(torch.ones(1), group=group))
+
+    member, outsider = run_ranks(call, 2)
+    assert member == ""
+    assert "not" in outsider and "group" in outsider

@@ -1,0 +1,142 @@
+"""Two ranks, and rings of them: what arrives, in which order, and what never does."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives, point_to_point
+from comm.collectives import CommError
+from comm.point_to_point import irecv, isend, measure_link, recv, send
+from lab.ledger import LEDGER, Entry, Traffic
+from lab.ranks import RankError, run_ranks
+
+
+def test_a_ring_that_sends_first_never_ends_and_the_report_shows_where_each_rank_is_stuck():
+    def ring(cluster) -> None:
+        point_to_point.ring_send_first(torch.ones(10), torch.empty(10))
+
+    with pytest.raises(RankError) as error:
+        run_ranks(ring, 3, timeout=2)
+    _, *parts = str(error.value).split(" is stuck ")
+    assert len(parts) == 3
+    for part in parts:
+        assert "in wait: work.wait()" in part
+        assert "ring_send_first" in part
+
+
+@pytest.mark.parametrize("ring", [point_to_point.ring_even_odd, point_to_point.ring_non_blocking])
+def test_both_cures_bring_every_tensor_to_the_right_neighbour(ring):
+    def turn(cluster) -> list[float]:
+        got = []
+        for numel in (1, 300_000):
+            incoming = torch.empty(numel)
+            ring(torch.full((numel,), float(cluster.rank)), incoming)
+            assert (incoming == incoming[0]).all()
+            got.append(incoming[0].item())
+        return got
+
+    for n in (2, 3, 4, 5):
+        assert run_ranks(turn, n) == [[(rank - 1) % n] * 2 for rank in range(n)]
+
+
+def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
+    def many(cluster) -> None:
+        numbers = [torch.full((i + 1,), float(i)) for i in range(50)]
+        if cluster.rank == 0:
+            transfers = [isend(number, 1) for number in numbers]
+        else:
+            places = [torch.empty(i + 1) for i in range(50)]
+            transfers = [irecv(place, 0) for place in places]
+        for transfer in reversed(transfers):
+            transfer.wait()
+            transfer.wait()  # a second time does no harm
+        if cluster.rank == 1:
+            assert all(torch.equal(a, b) for a, b in zip(places, numbers, strict=True))
+
+    run_ranks(many, 2)
+
+
+def test_messages_and_collectives_do_not_take_each_others_data():
+    def both(cluster) -> None:
+        r, mail = cluster.rank, torch.empty(4)
+        leaving = isend(torch.full((4,), 100.0 + r), 1 - r)
+        total = torch.full((4,), float(r + 1))
+        handle = collectives.all_reduce(total, async_op=True)
+        arriving = irecv(mail, 1 - r)
+        for transfer in (arriving, leaving, handle):
+            transfer.wait()
+        assert mail.tolist() == [101.0 - r] * 4
+        assert total.tolist() == [3.0] * 4
+
+    run_ranks(both, 2)
+
+
+def test_ranks_are_those_of_the_group_and_messages_are_counted():
+    def in_pair(cluster) -> None:
+        pair = dist.new_group([0, 2])
+        LEDGER.clear()
+        if cluster.rank == 0:
+            send(torch.tensor([7.0, 8.0]), 1, pair)  # rank 1 of the pair is rank 2 of all
+            assert LEDGER.rows() == {Entry("point_to_point", "direct"): Traffic(8, 1)}
+        if cluster.rank == 2:
+            got = torch.empty(2)
+            recv(got, 0, pair)
+            assert got.tolist() == [7.0, 8.0]
+            assert LEDGER.total() == Traffic()
+
+    run_ranks(in_pair, 3)
+
+
+def test_a_parameter_can_be_sent_and_received():
+    def ship(cluster) -> None:
+        weight = torch.nn.Parameter(torch.full((3,), float(cluster.rank)))
+        if cluster.rank == 0:
+            send(weight, 1)
+        else:
+            recv(weight, 0)
+        assert weight.tolist() == [0.0] * 3
+        assert weight.requires_grad and weight.is_leaf
+
+    run_ranks(ship, 2)
+
+
+def test_a_peer_that_never_receives_is_named():
+    def lonely(cluster) -> str:
+        collectives.barrier()
+        if cluster.rank == 1:
+            cluster.store.wait(["rank 0 has given up"])
+            return ""
+        with pytest.raises(CommError) as error:
+            send(torch.ones(10), 1)
+        cluster.store.set("rank 0 has given up", "")
+        return str(error.value)
+
+    text = run_ranks(lonely, 2, group_timeout=0.5)[0]
+    assert text.startswith("point_to_point (direct): rank 0 could not send to rank 1: it waited in vain")
+
+
+def test_alpha_and_beta_are_measured_once_and_the_same_on_every_rank():
+    for n in (2, 3):
+        first, *others = run_ranks(lambda cluster: measure_link(repeats=5), n)
+        assert first.alpha > 0 and first.beta >= 0
+        assert others == [first] * (n - 1)
+
+
+def test_one_rank_alone_has_a_link_that_costs_nothing():
+    assert run_ranks(lambda cluster: measure_link(), 1) == [point_to_point.Link(0.0, 0.0)]
+
+
+def test_a_group_that_nobody_holds_is_freed_after_messages_too():
+    def make_and_forget(cluster) -> bool:
+        group = dist.new_group([0, 1])
+        point_to_point.ring_non_blocking(torch.ones(1), torch.empty(1), group)
+        reference = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        return reference() is None
+
+    assert run_ranks(make_and_forget, 2) == [True, True]

@@ -1,0 +1,234 @@
+"""Processes that know an address become a group, or all of them say in a sentence why not."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives, rendezvous
+from comm.collectives import CommError
+from lab.ranks import RankError, run_ranks
+
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "BACKEND",
+    "JOIN_TIMEOUT",
+    "OP_TIMEOUT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def anybody_listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("localhost", port)) == 0
+
+
+def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
+    """Join as these variables say, add up the ranks, and leave: rank, world size and the sum."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    rendezvous._TELL, rendezvous._LINGER = 0.3, 0.5
+    joined = rendezvous.join()
+    total = torch.tensor([float(joined.rank)])
+    collectives.all_reduce(total)
+    rendezvous.leave(joined)
+    return joined.rank, joined.world_size, total.item()
+
+
+def meet(*environments: dict[str, object], timeout: float = 40) -> list:
+    """One process for each environment; what it returned, or the last line of its error."""
+
+    def come(cluster):
+        return join_with(environments[cluster.rank])
+
+    results = run_ranks(come, len(environments), backend=None, collect_failures=True, timeout=timeout)
+    return [str(r).strip().splitlines()[-1] if isinstance(r, RankError) else r for r in results]
+
+
+def places(ranks: list[int], world_size: int, **others) -> list[dict[str, object]]:
+    same = {"WORLD_SIZE": world_size, "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 20, **others}
+    return [{"RANK": rank, **same} for rank in ranks]
+
+
+def test_ranks_meet_in_any_number_and_no_port_stays_open(capfd):
+    for n in (1, 2, 3, 5):
+        environments = places(list(range(n)), n)
+        assert meet(*environments) == [(rank, n, n * (n - 1) / 2) for rank in range(n)]
+        assert not anybody_listens(environments[0]["MASTER_PORT"])
+    assert "all 5 ranks have met" in capfd.readouterr().err
+
+
+def test_without_any_variable_one_process_is_a_group_of_its_own():
+    assert meet({}) == [(0, 1, 0.0)]
+
+
+def test_missing_ranks_are_named_to_all_that_came_and_while_they_wait(capfd):
+    texts = meet(*places([0, 1, 3], 5, JOIN_TIMEOUT=1))
+    assert len(set(texts)) == 1
+    assert "ranks 2, 4 of 5 did not come within 1 s" in texts[0]
+    told = capfd.readouterr().err
+    for rank in (0, 1, 3):
+        assert f"rank {rank} of 5: still waiting for ranks 2, 4" in told
+
+
+def test_two_processes_with_one_rank_are_told_so_and_so_are_the_others():
+    texts = meet(*places([0, 1, 1], 3))
+    assert len(set(texts)) == 1
+    assert "Two processes claim rank 1: process " in texts[0] and "give each its own RANK" in texts[0]
+
+
+def test_two_processes_that_both_claim_rank_0_do_not_hang():
+    texts = meet(*places([0, 0], 2, JOIN_TIMEOUT=1))
+    assert any("is taken by another program; give all ranks another MASTER_PORT" in text for text in texts)
+    assert all(isinstance(text, str) for text in texts)
+
+
+def test_different_world_sizes_are_told_to_both_sides():
+    port = free_port()
+    texts = meet(*[{"RANK": rank, "WORLD_SIZE": 2 + rank, "MASTER_PORT": port} for rank in (0, 1)])
+    assert len(set(texts)) == 1
+    assert "was started with WORLD_SIZE" in texts[0] and "all ranks need the same" in texts[0]
+
+
+def test_a_port_that_another_program_holds_is_told_to_rank_0():
+    with socket.create_server(("localhost", 0)) as other_program:
+        port = other_program.getsockname()[1]
+        (text,) = meet(*places([0], 2, MASTER_PORT=port))
+    assert f"Port {port} on localhost is taken by another program" in text
+
+
+def test_a_program_that_hangs_up_is_not_taken_for_the_store():
+    def hang_up(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("localhost", 0)) as other_program:
+        port = other_program.getsockname()[1]
+        threading.Thread(target=hang_up, args=[other_program], daemon=True).start()
+        (text,) = meet(*places([1], 2, MASTER_PORT=port, JOIN_TIMEOUT=1))
+        other_program.shutdown(socket.SHUT_RDWR)
+    assert f"What answers at localhost:{port} is not a rendezvous store" in text
+
+
+def test_a_program_that_never_answers_is_not_waited_for():
+    with socket.create_server(("localhost", 0)) as other_program:
+        port = other_program.getsockname()[1]
+        (text,) = meet(*places([1], 2, MASTER_PORT=port, JOIN_TIMEOUT=1), timeout=4)
+    assert f"What answers at localhost:{port} is not a rendezvous store" in text
+
+
+def test_a_master_that_nobody_started_is_named_with_its_address():
+    (environment,) = places([1], 2, JOIN_TIMEOUT=1)
+    (text,) = meet(environment)
+    assert f"cannot reach the store at localhost:{environment['MASTER_PORT']}" in text
+    assert "refused" in text and "rank 0 opens it there" in text
+
+
+@pytest.mark.parametrize(
+    "environment, sentence",
+    [
+        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK is 'two'; it must be a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1'; it must be a whole number"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4, but with WORLD_SIZE 4 it must be in 0..3"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set; start the script with torchrun"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"BACKEND": "mpi"}, "BACKEND is 'mpi'; it must be gloo or nccl"),
+        ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT is 'soon'; it must be a number of seconds above 0"),
+        ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"},
+            "MASTER_PORT is 'http'; it must be a whole",
+        ),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(environment, sentence, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommError) as error:
+        rendezvous.join()
+    assert sentence in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_nccl_without_a_gpu_is_told(monkeypatch):
+    monkeypatch.setenv("BACKEND", "nccl")
+    with pytest.raises(CommError, match="BACKEND is nccl, but there is no GPU here"):
+        rendezvous.join()
+
+
+def test_a_script_ends_with_one_line_and_exit_code_1(capfd):
+    def script(cluster) -> None:
+        os.environ.update(RANK="7", WORLD_SIZE="2")
+        with rendezvous.joined():
+            pass
+
+    (result,) = run_ranks(script, 1, backend=None, collect_failures=True)
+    assert "exited with code 1" in str(result)
+    assert capfd.readouterr().err.splitlines() == [
+        "[rank 0] rank 7: RANK is 7, but with WORLD_SIZE 2 it must be in 0..1."
+    ]
+
+
+def test_a_restarted_job_does_not_read_what_its_predecessor_left_in_the_agents_store():
+    port = free_port()
+    agent = dist.TCPStore(
+        "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+    for attempt in range(3):
+        environments = places(
+            [0, 1],
+            2,
+            MASTER_PORT=port,
+            TORCHELASTIC_USE_AGENT_STORE=True,
+            TORCHELASTIC_RESTART_COUNT=attempt,
+        )
+        assert meet(*environments) == [(0, 2, 1.0), (1, 2, 1.0)]
+    del agent
+
+
+def test_under_torchrun_a_worker_that_crashes_is_started_again_and_the_job_ends_well(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        """
+import os
+import torch
+from comm import collectives
+from comm.rendezvous import joined
+
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with joined() as cluster:
+    total = torch.ones(1)
+    collectives.all_reduce(total)
+    if attempt == "0" and cluster.rank == 1:
+        os._exit(7)
+    collectives.all_reduce(total)
+    print(f"attempt {attempt}: rank {cluster.rank} has {total.item()}\\n", end="")
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.1", f"--master-port={free_port()}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"attempt 1: rank {rank} has 4.0" for rank in (0, 1)]

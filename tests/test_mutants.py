@@ -1,0 +1,82 @@
+"""Every mutant in exercises/mutants is noticed by the test it names, and that test passes without it."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import exercises.mutants
+from lab.ranks import RankError
+from lab.replace import replaced
+
+NAMES = sorted(path.stem for path in Path(exercises.mutants.__path__[0]).glob("[!_]*.py"))
+
+
+def load(name: str) -> tuple[ModuleType, Callable[[], None]]:
+    """The mutant's file and its killer; fails when a field is missing or the killer wants arguments."""
+    file = importlib.import_module(f"exercises.mutants.{name}")
+    assert (file.__doc__ or "").strip(), f"{name}: the docstring must say what a user would see"
+    for field in ("TARGET", "KILLER", "mutant"):
+        assert hasattr(file, field), f"{name} has no {field}"
+    module, _, test = file.KILLER.rpartition(".")
+    killer = getattr(importlib.import_module(module), test, None)
+    assert killer is not None, f"{name}: there is no test {file.KILLER}"
+    assert not inspect.signature(killer).parameters, f"{name}: {test} must be a test without arguments"
+    return file, killer
+
+
+def outcome(killer: Callable[[], None]) -> BaseException | None:
+    try:
+        killer()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # pytest's own failures are no Exceptions
+        return error
+    return None
+
+
+def is_killed(error: BaseException, fails_with: str | None) -> bool:
+    """A failed assertion, here or in a rank; any other error must be the one that the file announces."""
+    if fails_with is not None:
+        return fails_with in str(error)
+    return isinstance(error, AssertionError) or (
+        isinstance(error, RankError) and "AssertionError" in str(error)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mutant_is_killed_by_the_test_it_names(name: str):
+    file, killer = load(name)
+    if (error := outcome(killer)) is not None:
+        pytest.fail(f"{file.KILLER} fails without the mutant:\n{error}")
+    with replaced(file.TARGET, file.mutant):
+        error = outcome(killer)
+    if error is None:
+        pytest.fail(f"{name} survives: {file.KILLER} did not notice it")
+    assert is_killed(error, getattr(file, "FAILS_WITH", None)), f"{name} fails for another reason:\n{error}"
+
+
+def test_there_are_mutants_and_each_has_a_symptom_of_its_own():
+    symptoms = [importlib.import_module(f"exercises.mutants.{name}").__doc__ for name in NAMES]
+    assert len(NAMES) >= 6
+    assert len(set(symptoms)) == len(symptoms)
+
+
+def test_a_mutant_that_does_not_differ_would_be_reported_as_a_survivor(monkeypatch):
+    file = importlib.import_module("exercises.mutants.ring_chunk_off_by_one")
+    monkeypatch.setattr(file, "mutant", importlib.import_module("comm.ring").chunk_sent)
+    with pytest.raises(pytest.fail.Exception, match="ring_chunk_off_by_one survives"):
+        test_the_mutant_is_killed_by_the_test_it_names("ring_chunk_off_by_one")
+
+
+def test_a_mutant_that_only_crashes_would_be_reported(monkeypatch):
+    def crash(*args) -> None:
+        raise RuntimeError("not a wrong result")
+
+    file = importlib.import_module("exercises.mutants.mean_divided_twice")
+    monkeypatch.setattr(file, "mutant", crash)
+    with pytest.raises(AssertionError, match="mean_divided_twice fails for another reason"):
+        test_the_mutant_is_killed_by_the_test_it_names("mean_divided_twice")
