@@ -5,10 +5,10 @@
   scatter           root: [x0 x1 x2]            rank r: xr               flat
   gather            rank r: xr                  root: [x0 x1 x2]         flat
   reduce            rank r: x(r)                root: x(0)+x(1)+x(2)     tree  flat
-  all_gather        rank r: xr                  all: [x0 x1 x2]          ring
-  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    ring
-  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      ring  tree  flat  recursive_doubling
-                                                                         halving_doubling
+  all_gather        rank r: xr                  all: [x0 x1 x2]          ring  tcp
+  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    ring  tcp
+  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      ring  tcp  tree  flat
+                                                          recursive_doubling  halving_doubling
   all_to_all        rank r: [xr0 xr1 xr2]       rank r: [x0r x1r x2r]    pairwise
   barrier                                       nobody leaves before all have come
 
@@ -24,35 +24,28 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm import doubling, flat, native, pairwise, ring, tree
-from comm.header import Agreement, Header
+from comm import doubling, flat, native, pairwise, ring, tcp, tree
+from comm.header import Header
+from comm.launch import submit
 from comm.operands import In, InOut, Out
 from comm.order import Handle, queue_of
 from comm.reduction import check_reduction
 from comm.shards import shard_sizes
-from comm.wire import CommError, Group, Wire
-from lab.timeline import span
+from comm.wire import CommError, Group
 
 PATTERNS = {
     "broadcast": ("tree", "flat"),
     "scatter": ("flat",),
     "gather": ("flat",),
     "reduce": ("tree", "flat"),
-    "all_gather": ("ring",),
-    "reduce_scatter": ("ring",),
-    "all_reduce": ("ring", "tree", "flat", "recursive_doubling", "halving_doubling"),
+    "all_gather": ("ring", "tcp"),
+    "reduce_scatter": ("ring", "tcp"),
+    "all_reduce": ("ring", "tcp", "tree", "flat", "recursive_doubling", "halving_doubling"),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
 }
 
-# Those whose first messages are segments, and may leave while the headers are under way.
-EARLY = {
-    ("all_gather", "ring"),
-    ("reduce_scatter", "ring"),
-    ("all_reduce", "ring"),
-    ("all_reduce", "recursive_doubling"),
-}
-
+Patterns = dict[str, Callable[..., None]]
 Work = Handle | native.NativeHandle
 
 
@@ -69,7 +62,7 @@ def broadcast(
         return native.broadcast(tensor, root, group, async_op)
     work = {"tree": tree.broadcast, "flat": flat.broadcast}[pattern]
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
-    return _submit(header, group, async_op, lambda wire, x: work(wire, x, root), InOut(tensor))
+    return submit(header, group, async_op, lambda wire, x: work(wire, x, root), InOut(tensor))
 
 
 def scatter(
@@ -87,7 +80,7 @@ def scatter(
         return native.scatter(shard, full, root, group, async_op)
     header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
     work = lambda wire, s, f=None: flat.scatter(wire, s, f, root)  # noqa: E731
-    return _submit(header, group, async_op, work, Out(shard), *([In(full)] if full is not None else []))
+    return submit(header, group, async_op, work, Out(shard), *([In(full)] if full is not None else []))
 
 
 def gather(
@@ -105,7 +98,7 @@ def gather(
         return native.gather(shard, full, root, group, async_op)
     header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
     work = lambda wire, s, f=None: flat.gather(wire, f, s, root)  # noqa: E731
-    return _submit(header, group, async_op, work, In(shard), *([Out(full)] if full is not None else []))
+    return submit(header, group, async_op, work, In(shard), *([Out(full)] if full is not None else []))
 
 
 def reduce(
@@ -124,7 +117,7 @@ def reduce(
     work = {"tree": tree.reduce, "flat": flat.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     operand = InOut(tensor) if dist.get_rank(group) == root else In(tensor)
-    return _submit(header, group, async_op, lambda wire, x: work(wire, x, op, root), operand)
+    return submit(header, group, async_op, lambda wire, x: work(wire, x, op, root), operand)
 
 
 def all_gather(
@@ -139,7 +132,9 @@ def all_gather(
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
-    return _submit(header, group, async_op, ring.all_gather, Out(full), In(shard))
+    patterns: Patterns = {"ring": ring.all_gather, "tcp": tcp.all_gather}
+    work = patterns[pattern]
+    return submit(header, group, async_op, work, Out(full), In(shard))
 
 
 def reduce_scatter(
@@ -156,8 +151,9 @@ def reduce_scatter(
     if pattern == "torch":
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
-    work = lambda wire, s, f: ring.reduce_scatter(wire, s, f, op)  # noqa: E731
-    return _submit(header, group, async_op, work, Out(shard), In(full))
+    patterns: Patterns = {"ring": ring.reduce_scatter, "tcp": tcp.reduce_scatter}
+    work = patterns[pattern]
+    return submit(header, group, async_op, lambda wire, s, f: work(wire, s, f, op), Out(shard), In(full))
 
 
 def all_reduce(
@@ -172,15 +168,17 @@ def all_reduce(
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
-    work = {
+    patterns: Patterns = {
         "ring": ring.all_reduce,
+        "tcp": tcp.all_reduce,
         "tree": tree.all_reduce,
         "flat": flat.all_reduce,
         "recursive_doubling": doubling.recursive_doubling,
         "halving_doubling": doubling.halving_doubling,
-    }[pattern]
+    }
+    work = patterns[pattern]
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    return _submit(header, group, async_op, lambda wire, x: work(wire, x, op), InOut(tensor))
+    return submit(header, group, async_op, lambda wire, x: work(wire, x, op), InOut(tensor))
 
 
 def all_to_all(
@@ -210,7 +208,7 @@ def all_to_all(
         return native.all_to_all(output, full, outs, ins, group, async_op)
     header = Header("all_to_all", pattern, full.dtype)
     work = lambda wire, out, x: pairwise.all_to_all(wire, out, x, outs, ins)  # noqa: E731
-    return _submit(header, group, async_op, work, Out(output), In(full))
+    return submit(header, group, async_op, work, Out(output), In(full))
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
@@ -218,52 +216,7 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
     pattern = _choose("barrier", pattern, group)
     if pattern == "torch":
         return native.barrier(group, async_op)
-    return _submit(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
-
-
-def _submit(header: Header, group: Group, async_op: bool, work: Callable[..., None], *operands: In) -> Handle:
-    for operand in operands:
-        if operand.tensor.dtype != header.dtype:
-            raise CommError(
-                f"{header.op}: the tensors of one call must have one dtype, not {operand.tensor.dtype} too."
-            )
-    # The communication thread must not read what the GPU has still to compute.
-    event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
-
-    queue = queue_of(group)
-
-    def job(sequence: int) -> None:
-        if event is not None:
-            event.synchronize()
-        num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
-        with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-            early = (header.op, header.pattern) in EARLY and not queue.has_leftovers
-            wire = Wire(group, header.op, header.pattern, sequence, early)
-            agreement = Agreement(wire, header)
-
-            def check() -> None:
-                try:
-                    agreement.finish()
-                except CommError:
-                    queue.has_leftovers = True
-                    raise
-
-            wire.check_before_waiting(check)
-            if not early or not _shard_fits(header, wire):
-                wire.ready()
-            wired = [operand.to_wire() for operand in operands]
-            work(wire, *wired)
-            wire.ready()
-            for operand, tensor in zip(operands, wired, strict=True):
-                operand.from_wire(tensor)
-
-    return queue.submit(job, async_op)
-
-
-def _shard_fits(header: Header, wire: Wire) -> bool:
-    """False if this rank's own shard has the wrong size; the agreement will tell everyone."""
-    fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
-    return fits or header.op not in ("all_gather", "reduce_scatter")
+    return submit(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
 
 
 def default_pattern(op: str, group: Group = None) -> str:
@@ -277,6 +230,8 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
         raise CommError(f"{op}: root {root} is not a rank of this group of {dist.get_world_size(group)}.")
     if pattern is None:
         return default_pattern(op, group)
+    if pattern == "tcp" and pattern in PATTERNS[op] and dist.get_world_size(group) == 1:
+        return "ring"  # nobody to connect to
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":

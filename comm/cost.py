@@ -11,11 +11,11 @@ With n ranks and a tensor of B bytes, the whole of it counted on every rank (L =
     scatter, gather flat  alpha + (n-1)/n B beta
     all_gather      ring  (n-1) (alpha + B/n beta)            reduce_scatter the same
     all_reduce      flat  2 (alpha + (n-1) B beta)            tree  2 L (alpha + B beta)
-                    ring  2 (n-1) (alpha + B/n beta)
+                    ring  2 (n-1) (alpha + B/n beta)      tcp the same as ring
                     recursive doubling  L (alpha + B beta)
                     halving-doubling    2 L alpha + 2 (n-1)/n B beta
     all_to_all      pairwise  (n-1) alpha + (n-1)/n B beta
-    header of each  L alpha
+    header of each  L alpha                               tcp  (n-1) alpha
 
 The two doublings stand for powers of two; for other n, the largest one below n and two more B.
 """
@@ -23,7 +23,7 @@ The two doublings stand for powers of two; for other n, the largest one below n 
 from dataclasses import dataclass
 
 from comm.header import ROW_BYTES
-from comm.shards import SEGMENT_BYTES, shard_sizes
+from comm.shards import SEGMENT_BYTES, TCP_SEGMENT_BYTES, shard_sizes
 from lab.ledger import Traffic
 
 
@@ -35,8 +35,10 @@ class Link:
     beta: float
 
 
-def header_traffic(op: str, ranks: int) -> Traffic:
+def header_traffic(op: str, ranks: int, pattern: str = "") -> Traffic:
     """What the header of one of our collectives sends per rank, whatever the tensor's size."""
+    if pattern == "tcp":  # round the ring, for there are no other connections
+        return Traffic((ranks - 1) * ROW_BYTES, ranks - 1)
     traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
     if op == "all_to_all":  # a second exchange: how much each sends to each
         traffic += Traffic((ranks - 1) * 2 * ranks * 8, _log2_up(ranks))
@@ -54,6 +56,8 @@ def traffic(
         pattern = {"broadcast": "tree", "reduce": "tree", "scatter": "flat", "gather": "flat"}.get(op, "ring")
         pattern = {"all_to_all": "pairwise", "barrier": "ring"}.get(op, pattern)
         segment_bytes = max(1, numel * itemsize)
+    elif pattern == "tcp":
+        pattern, segment_bytes = "ring", TCP_SEGMENT_BYTES
     else:
         segment_bytes = SEGMENT_BYTES
     sizes = shard_sizes(numel, ranks)
@@ -108,7 +112,7 @@ def per_rank(
 ) -> Traffic:
     """All that the ledger will show for one collective: payload and header. torch's own has no header."""
     payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
-    return payload if pattern == "torch" else payload + header_traffic(op, ranks)
+    return payload if pattern == "torch" else payload + header_traffic(op, ranks, pattern)
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
@@ -117,6 +121,8 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
+    headers = n - 1 if pattern == "tcp" else (2 if op == "all_to_all" else 1) * log
+    pattern = "ring" if pattern == "tcp" else pattern
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
     predicted = {
@@ -138,8 +144,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     }
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
-    headers = 2 if op == "all_to_all" else 1
-    return predicted[op, pattern] + headers * log * a
+    return predicted[op, pattern] + headers * a
 
 
 def pairwise_traffic(input_sizes: list[int], itemsize: int, rank: int) -> Traffic:

@@ -28,7 +28,7 @@ OPS = (
     "all_reduce",
     "all_to_all",
 )
-PATTERNS = ("flat", "tree", "ring", "recursive_doubling", "halving_doubling", "pairwise")
+PATTERNS = ("flat", "tree", "ring", "recursive_doubling", "halving_doubling", "pairwise", "tcp")
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(
     sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str),
@@ -115,18 +115,22 @@ class Agreement:
 
     def finish(self) -> None:
         """Raises CommError, on every rank, unless all agree and each shard is its part of the whole."""
-        headers = [Header.unpack(row) for row in self._rows.finish().tolist()]
-        op = headers[0].op
-        if op == "barrier":
-            same = all(header.op == op for header in headers)
-        elif op in ("scatter", "gather"):
-            same = len({_common(header) for header in headers}) == 1
-        else:
-            same = len({(*_common(header), header.full) for header in headers}) == 1
-        if not same:
-            raise CommError(f"The ranks do not fit together: {_who_brings_what(headers)}. {_cure(headers)}")
-        if op in SHARDED:
-            _check_shards(headers)
+        check_headers([Header.unpack(row) for row in self._rows.finish().tolist()])
+
+
+def check_headers(headers: list[Header]) -> None:
+    """Raises CommError unless all ranks' headers agree and each shard is its part of the whole."""
+    op = headers[0].op
+    if op == "barrier":
+        same = all(header.op == op for header in headers)
+    elif op in ("scatter", "gather"):
+        same = len({_common(header) for header in headers}) == 1
+    else:
+        same = len({(*_common(header), header.full) for header in headers}) == 1
+    if not same:
+        raise CommError(f"The ranks do not fit together: {_who_brings_what(headers)}. {_cure(headers)}")
+    if op in SHARDED:
+        _check_shards(headers)
 
 
 def _check_shards(headers: list[Header]) -> None:

@@ -10,6 +10,7 @@ import torch
 # Small enough that adding one segment overlaps with receiving the next, large enough that the cost
 # of a message is small beside its payload: below 256 KiB gloo slows down.
 SEGMENT_BYTES = 1 << 20
+TCP_SEGMENT_BYTES = 1 << 21  # where one loop does everything (comm.tcp), longer stretches of the same pay
 
 
 def shard_sizes(numel: int, ranks: int) -> list[int]:
@@ -23,8 +24,8 @@ def shards_of(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return list(flat.split(shard_sizes(flat.numel(), ranks)))
 
 
-def segments_of(flat: torch.Tensor) -> list[torch.Tensor]:
+def segments_of(flat: torch.Tensor, segment_bytes: int | None = None) -> list[torch.Tensor]:
     """The pieces a flat tensor travels in, as views; none for an empty tensor."""
     if flat.numel() == 0:
         return []
-    return list(flat.split(max(1, SEGMENT_BYTES // flat.element_size())))
+    return list(flat.split(max(1, (segment_bytes or SEGMENT_BYTES) // flat.element_size())))

@@ -61,17 +61,19 @@ def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
 
 def test_messages_and_collectives_do_not_take_each_others_data():
     def both(cluster) -> None:
-        r, mail = cluster.rank, torch.empty(4)
-        leaving = isend(torch.full((4,), 100.0 + r), 1 - r)
-        total = torch.full((4,), float(r + 1))
-        handle = collectives.all_reduce(total, async_op=True)
-        arriving = irecv(mail, 1 - r)
-        for transfer in (arriving, leaving, handle):
-            transfer.wait()
-        assert mail.tolist() == [101.0 - r] * 4
-        assert total.tolist() == [3.0] * 4
+        r = cluster.rank
+        for collective in (collectives.all_reduce, collectives.broadcast):
+            mail, tensor = torch.empty(4), torch.full((4,), float(r + 1))
+            leaving = isend(torch.full((4,), 100.0 + r), 1 - r)
+            collective(tensor)  # overtakes the mail, which nobody receives yet
+            arriving = irecv(mail, 1 - r)
+            handle = collective(tensor, async_op=True)
+            for transfer in (arriving, leaving, handle):
+                transfer.wait()
+            assert mail.tolist() == [101.0 - r] * 4
+            assert tensor.tolist() == [6.0 if collective is collectives.all_reduce else 1.0] * 4
 
-    run_ranks(both, 2)
+    run_ranks(both, 2, timeout=20)
 
 
 def test_ranks_are_those_of_the_group_and_messages_are_counted():

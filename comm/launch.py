@@ -1,0 +1,92 @@
+"""What all collectives of ours go through: the queue of their group, the exchange of headers, the staging.
+
+A pattern comes as `work(path, *tensors)`: the path is a Wire (gloo's messages) or, for "tcp", the group's own
+sockets; the tensors are flat and in host memory. It may rely on the ranks' fitting together.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from comm import tcp
+from comm.header import Agreement, Header
+from comm.operands import In
+from comm.order import GroupQueue, Handle, queue_of
+from comm.shards import shard_sizes
+from comm.wire import CommError, Group, Wire
+from lab.timeline import span
+
+# Those whose first messages are segments, and may leave while the headers are under way.
+EARLY = {
+    ("all_gather", "ring"),
+    ("reduce_scatter", "ring"),
+    ("all_reduce", "ring"),
+    ("all_reduce", "recursive_doubling"),
+}
+
+
+def submit(header: Header, group: Group, async_op: bool, work: Callable[..., None], *operands: In) -> Handle:
+    """Run `work` in its turn; `header` says what this rank brings. Returns the handle of the operation."""
+    for operand in operands:
+        if operand.tensor.dtype != header.dtype:
+            raise CommError(
+                f"{header.op}: the tensors of one call must have one dtype, not {operand.tensor.dtype} too."
+            )
+    # The communication thread must not read what the GPU has still to compute.
+    event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
+    queue = queue_of(group)
+
+    def run(path: Wire | tcp.RingSockets) -> None:
+        wired = [operand.to_wire() for operand in operands]
+        work(path, *wired)
+        for operand, tensor in zip(operands, wired, strict=True):
+            operand.from_wire(tensor)
+
+    def job(sequence: int) -> None:
+        if event is not None:
+            event.synchronize()
+        num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
+        with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+            if header.pattern == "tcp":
+                _over_sockets(header, group, run)
+            else:
+                _over_gloo(header, group, queue, sequence, run)
+
+    return queue.submit(job, async_op)
+
+
+def _over_sockets(header: Header, group: Group, run: Callable[[tcp.RingSockets], None]) -> None:
+    try:
+        sockets = tcp.sockets_of(group)
+        sockets.agree(header)
+        run(sockets)
+    except CommError:
+        tcp.forget(group)  # the streams may be out of step: the next use connects anew
+        raise
+
+
+def _over_gloo(
+    header: Header, group: Group, queue: GroupQueue, sequence: int, run: Callable[[Wire], None]
+) -> None:
+    early = (header.op, header.pattern) in EARLY and not queue.has_leftovers
+    wire = Wire(group, header.op, header.pattern, sequence, early)
+    agreement = Agreement(wire, header)
+
+    def check() -> None:
+        try:
+            agreement.finish()
+        except CommError:
+            queue.has_leftovers = True
+            raise
+
+    wire.check_before_waiting(check)
+    if not early or not _shard_fits(header, wire):
+        wire.ready()
+    run(wire)
+    wire.ready()
+
+
+def _shard_fits(header: Header, wire: Wire) -> bool:
+    """False if this rank's own shard has the wrong size; the agreement will tell everyone."""
+    fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
+    return fits or header.op not in ("all_gather", "reduce_scatter")

@@ -1,0 +1,266 @@
+"""A transport of our own: the ring on plain TCP sockets, with one loop that polls and no thread.
+
+      left ──► [receive a segment, add it, queue it] ──► right        each rank, all the time
+
+gloo hands every message to a thread of its own: the caller posts, sleeps, and is woken when the payload has
+come. On a few busy cores the wake-ups cost more than the copies. Here the rank itself reads from its
+left neighbour and writes to its right one whenever the kernel lets it. The bytes of a ring come in
+a fixed order, so they need no tags: headers first, then the segments.
+
+A rank that asks for another pattern is not here and does not see the headers: that mistake ends in a timeout.
+"""
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from comm.header import ROW_BYTES, Header, check_headers
+from comm.reduction import combine, finish
+from comm.ring import chunk_sent
+from comm.shards import TCP_SEGMENT_BYTES, segments_of, shards_of
+from comm.wire import CommError, Group, group_of
+from lab.ledger import LEDGER
+
+
+class RingSockets:
+    """A connection to the right neighbour and one from the left, in a group of at least two ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        self._left_name, self._right_name = (
+            dist.get_global_rank(group, left),
+            dist.get_global_rank(group, right),
+        )
+        self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self._op = "connect"
+        with socket.create_server((_own_address(), 0)) as listener:
+            listener.settimeout(self._timeout)
+            host, port = listener.getsockname()
+            # Whoever connects must show the token: another program may find the port.
+            token = secrets.randbits(62)
+            mine = torch.tensor([struct.unpack("!I", socket.inet_aton(host))[0], port, token])
+            rows = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(rows, mine, group=group)
+            address, port, theirs = rows[right].tolist()
+            try:
+                self._right = socket.create_connection(
+                    (socket.inet_ntoa(struct.pack("!I", address)), port), timeout=self._timeout
+                )
+                self._right.sendall(struct.pack("!q", theirs))
+                self._left = _accept(listener, token)
+            except OSError as error:
+                raise self._lost(f"its neighbours on the ring ({error})") from error
+        for end in (self._left, self._right):
+            end.setblocking(False)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def agree(self, mine: Header) -> None:
+        """Pass all headers round the ring; raises CommError on every rank unless all fit together."""
+        self._op = mine.op
+        rows = torch.empty(self.size, ROW_BYTES // 8, dtype=torch.int64)
+        rows[self.rank] = mine.pack()
+        sources = [(self.rank - 1 - step) % self.size for step in range(self.size - 1)]
+        queue: deque[memoryview] = deque()
+
+        def send(row: torch.Tensor) -> None:
+            LEDGER.count(mine.op, "header", ROW_BYTES)
+            queue.append(_bytes_of(row))
+
+        def arrived(step: int) -> None:
+            if step < self.size - 2:
+                send(rows[sources[step]])
+
+        send(rows[self.rank])
+        self.run(queue, [_bytes_of(rows[source]) for source in sources], arrived)
+        check_headers([Header.unpack(row) for row in rows.tolist()])
+
+    def run(
+        self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
+    ) -> None:
+        """Send what is in `queue` and fill `incoming`, in order; `arrived(i)` may put more into the queue.
+
+        Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
+        """
+        poll = select.poll()
+        last_move = time.monotonic()
+        position = filled = sent = 0
+        while position < len(incoming) or queue:
+            moved = 0
+            if queue:
+                moved += (step := self._send(queue[0][sent:]))
+                sent += step
+                if sent == len(queue[0]):
+                    queue.popleft()
+                    sent = 0
+            if position < len(incoming):
+                moved += (step := self._receive(incoming[position][filled:]))
+                filled += step
+                if filled == len(incoming[position]):
+                    arrived(position)
+                    position, filled = position + 1, 0
+            if moved:
+                last_move = time.monotonic()
+                continue
+            if time.monotonic() - last_move > self._timeout:
+                peer = self._left_name if position < len(incoming) else self._right_name
+                raise self._lost(f"rank {peer}: it waited in vain until the timeout", gone=False)
+            poll.register(self._left, select.POLLIN if position < len(incoming) else 0)
+            poll.register(self._right, select.POLLOUT if queue else 0)
+            poll.poll(1000)
+
+    def close(self) -> None:
+        """Hang up on both neighbours."""
+        self._left.close()
+        self._right.close()
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            return self._right.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(f"rank {self._right_name}") from error
+
+    def _receive(self, into: memoryview) -> int:
+        try:
+            received = self._left.recv_into(into)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(f"rank {self._left_name}") from error
+        if received == 0:
+            raise self._lost(f"rank {self._left_name}")
+        return received
+
+    def _lost(self, peer: str, gone: bool = True) -> CommError:
+        why = (
+            ": the connection is lost, it has died or left, so look for the first error in its log"
+            if gone
+            else ""
+        )
+        return CommError(f"{self._op} (tcp): rank {dist.get_rank()} could not go on with {peer}{why}.")
+
+
+def reduce_scatter(sockets: RingSockets, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
+    """`shard` becomes this rank's part of the reduction of all ranks' `full`; `full` is left alone."""
+    n, r = sockets.size, sockets.rank
+    chunks = shards_of(full, n)
+    partial = [torch.empty_like(chunks[chunk_sent(r, step + 1, n)]) for step in range(n - 2)]
+    _ring(sockets, "reduce_scatter", chunks, [*partial, shard], op, gather=False)
+
+
+def all_gather(sockets: RingSockets, full: torch.Tensor, shard: torch.Tensor) -> None:
+    """`full` becomes all ranks' shards in rank order."""
+    chunks = shards_of(full, sockets.size)
+    if chunks[sockets.rank].data_ptr() != shard.data_ptr():
+        chunks[sockets.rank].copy_(shard)
+    _ring(sockets, "all_gather", chunks, [], "none", gather=True)
+
+
+def all_reduce(sockets: RingSockets, full: torch.Tensor, op: str) -> None:
+    """In place: a reduce-scatter whose finished segments set out on the all-gather at once."""
+    n, r = sockets.size, sockets.rank
+    chunks = shards_of(full, n)
+    sums = [chunks[chunk_sent(r, step + 1, n)] for step in range(n - 1)]
+    _ring(sockets, "all_reduce", chunks, sums, op, gather=True)
+
+
+def _ring(
+    sockets: RingSockets,
+    name: str,
+    chunks: list[torch.Tensor],
+    sums: list[torch.Tensor],
+    op: str,
+    gather: bool,
+) -> None:
+    """A reduce-scatter round into `sums`, if there are any, and an all-gather round, if asked for."""
+    n, r = sockets.size, sockets.rank
+    queue: deque[memoryview] = deque()
+
+    def send(segment: torch.Tensor) -> None:
+        LEDGER.count(name, "tcp", segment.nbytes)
+        queue.append(_bytes_of(segment))
+
+    own = [_segments(chunks[chunk_sent(r, step + 1, n)]) for step in range(len(sums))]
+    adding = [
+        (mine, into, step == n - 2)
+        for step, total in enumerate(sums)
+        for mine, into in zip(own[step], _segments(total), strict=True)
+    ]
+    sources = [(r - 1 - step) % n for step in range(n - 1)] if gather else []
+    copying = [
+        (segment, step == n - 2)
+        for step, source in enumerate(sources)
+        for segment in _segments(chunks[source])
+    ]
+    # One segment arrives at a time and is added at once, so one buffer serves them all.
+    buffer = torch.empty(max((len(mine) for mine, _, _ in adding), default=0), dtype=chunks[0].dtype)
+
+    def arrived(position: int) -> None:
+        if position < len(adding):
+            mine, into, is_last = adding[position]
+            combine(op, buffer[: len(mine)], mine, out=into)
+            if is_last:
+                finish(op, into, n)
+            if not is_last or gather:
+                send(into)
+        else:
+            segment, is_last = copying[position - len(adding)]
+            if not is_last:
+                send(segment)
+
+    for segment in _segments(chunks[chunk_sent(r, 0, n) if sums else r]):
+        send(segment)
+    incoming = [_bytes_of(buffer[: len(mine)]) for mine, _, _ in adding]
+    sockets.run(queue, incoming + [_bytes_of(segment) for segment, _ in copying], arrived)
+
+
+def _segments(flat: torch.Tensor) -> list[torch.Tensor]:
+    return segments_of(flat, TCP_SEGMENT_BYTES)
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
+
+
+def _accept(listener: socket.socket, token: int) -> socket.socket:
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(listener.gettimeout())
+        if connection.recv(8, socket.MSG_WAITALL) == struct.pack("!q", token):
+            return connection
+        connection.close()
+
+
+def _own_address() -> str:
+    if os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo"):
+        return "127.0.0.1"
+    return socket.gethostbyname(socket.gethostname())
+
+
+_sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, RingSockets]" = weakref.WeakKeyDictionary()
+
+
+def sockets_of(group: Group) -> RingSockets:
+    """The ring of a group, connected at its first use."""
+    whole = group_of(group)
+    if whole not in _sockets:
+        _sockets[whole] = RingSockets(whole)
+    return _sockets[whole]
+
+
+def forget(group: Group) -> None:
+    """Close the ring of a group, if there is one; its next use connects anew."""
+    sockets = _sockets.pop(group_of(group), None)
+    if sockets is not None:
+        sockets.close()
