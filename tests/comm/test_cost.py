@@ -55,7 +55,7 @@ def counted_beside_formula(cluster) -> int:
                 call(op, pattern, numel, dtype, n, r, root)
                 expected = {
                     Entry(op, pattern): cost.traffic(op, pattern, numel, dtype.itemsize, n, r, root),
-                    Entry(op, "header"): cost.header_traffic(op, n),
+                    Entry(op, "header"): cost.header_traffic(op, n, pattern),
                 }
                 expected = {entry: traffic for entry, traffic in expected.items() if traffic != Traffic()}
                 got = LEDGER.rows()
