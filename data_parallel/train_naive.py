@@ -18,6 +18,7 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
 import contextlib
 import dataclasses
+from typing import Literal
 
 import torch
 import tyro
@@ -83,12 +84,14 @@ class Args:
     steps: int = 60
     batch_size: int = 24
     """Windows of text in a step, over all ranks: the same batch whatever their number."""
-    size: str = "small"
-    """tiny, small or 13m (lab.model)."""
+    size: Literal["tiny", "small", "13m"] = "small"
+    """Of the model (lab.model)."""
     lr: float = 1e-3
     seed: int = 0
-    pattern: str | None = None
-    """Who reduces: ring, tree, flat, recursive_doubling, halving_doubling or torch."""
+    pattern: (
+        Literal["ring", "tcp", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"] | None
+    ) = None
+    """Who reduces (comm.collectives); None is ring on gloo, torch on nccl."""
     trace: str | None = None
     """A folder for trace.json (Perfetto) and timeline.png."""
     json: bool = False
