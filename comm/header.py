@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from comm.shards import shard_sizes
-from comm.wire import CommError, Wire
+from comm.wire import CommError, Wire, names_of
 
 OPS = (
     "barrier",
@@ -111,15 +111,15 @@ class Agreement:
     """The exchange of headers, under way from the start."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
-        self._rows = RowExchange(wire, mine.pack())
+        self._rows, self._names = RowExchange(wire, mine.pack()), names_of(wire.group)
 
     def finish(self) -> None:
         """Raises CommError, on every rank, unless all agree and each shard is its part of the whole."""
-        check_headers([Header.unpack(row) for row in self._rows.finish().tolist()])
+        check_headers([Header.unpack(row) for row in self._rows.finish().tolist()], self._names)
 
 
-def check_headers(headers: list[Header]) -> None:
-    """Raises CommError unless all ranks' headers agree and each shard is its part of the whole."""
+def check_headers(headers: list[Header], names: list[int]) -> None:
+    """Raises CommError, with the ranks' names, unless all agree and each shard is its part of the whole."""
     op = headers[0].op
     if op == "barrier":
         same = all(header.op == op for header in headers)
@@ -128,18 +128,20 @@ def check_headers(headers: list[Header]) -> None:
     else:
         same = len({(*_common(header), header.full) for header in headers}) == 1
     if not same:
-        raise CommError(f"The ranks do not fit together: {_who_brings_what(headers)}. {_cure(headers)}")
+        raise CommError(
+            f"The ranks do not fit together: {_who_brings_what(headers, names)}. {_cure(headers)}"
+        )
     if op in SHARDED:
-        _check_shards(headers)
+        _check_shards(headers, names)
 
 
-def _check_shards(headers: list[Header]) -> None:
+def _check_shards(headers: list[Header], names: list[int]) -> None:
     whole = max(header.full for header in headers)
     for rank, size in enumerate(shard_sizes(whole, len(headers))):
         if headers[rank].shard != size:
             raise CommError(
-                f"{headers[0].op}: the shard of rank {rank} has {headers[rank].shard} elements, but its part "
-                f"of {whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
+                f"{headers[0].op}: the shard of rank {names[rank]} has {headers[rank].shard} elements, "
+                f"but its part of {whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
             )
 
 
@@ -147,10 +149,10 @@ def _common(header: Header) -> tuple:
     return header.op, header.pattern, header.dtype, header.reduction, header.root
 
 
-def _who_brings_what(headers: list[Header]) -> str:
+def _who_brings_what(headers: list[Header], names: list[int]) -> str:
     parties: dict[str, list[int]] = defaultdict(list)
-    for rank, header in enumerate(headers):
-        parties[str(header)].append(rank)
+    for name, header in zip(names, headers, strict=True):
+        parties[str(header)].append(name)
     return "; ".join(
         f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {what}"
         for what, ranks in parties.items()

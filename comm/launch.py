@@ -48,16 +48,18 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
         num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
         with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
             if header.pattern == "tcp":
-                _over_sockets(header, group, run)
+                _over_sockets(header, group, sequence, run)
             else:
                 _over_gloo(header, group, queue, sequence, run)
 
     return queue.submit(job, async_op)
 
 
-def _over_sockets(header: Header, group: Group, run: Callable[[tcp.RingSockets], None]) -> None:
+def _over_sockets(
+    header: Header, group: Group, sequence: int, run: Callable[[tcp.RingSockets], None]
+) -> None:
     try:
-        sockets = tcp.sockets_of(group)
+        sockets = tcp.sockets_of(group, header.op, sequence)
         sockets.agree(header)
         run(sockets)
     except CommError:

@@ -8,7 +8,7 @@ rank 2: [c0 c1 c2]        rank 2: [a2 b2 c2]         link once: (n-1)/n of the t
 import torch
 
 from comm.header import RowExchange
-from comm.wire import CommError, Wire
+from comm.wire import CommError, Wire, names_of
 
 
 def all_to_all(
@@ -38,8 +38,9 @@ def _check_sizes(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()
     if wrong:
-        to, by = wrong[0]
+        (to, by), names = wrong[0], names_of(wire.group)
         raise CommError(
-            f"all_to_all: rank {by} sends {int(sent[to, by])} elements to rank {to}, which expects "
-            f"{int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on rank p."
+            f"all_to_all: rank {names[by]} sends {int(sent[to, by])} elements to rank {names[to]}, "
+            f"which expects {int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on "
+            "rank p."
         )

@@ -17,6 +17,7 @@ and all that wait there give up with the same sentence instead of timing out one
 """
 
 import json
+import math
 import os
 import socket
 import sys
@@ -183,6 +184,10 @@ def _open_store(rank: int, deadline: float) -> dist.Store:
             ) from error
         if isinstance(error, CommError):
             raise
+        if rank == 0 and not by_agent:
+            raise CommError(
+                f"cannot open the store at {host}:{port}; MASTER_ADDR must name the machine of rank 0."
+            ) from error
         raise CommError(
             f"What answers at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
         ) from error
@@ -249,6 +254,8 @@ def _device(local_rank: int) -> tuple[torch.device, str]:
 
 def _master() -> tuple[str, int]:
     port = _number("MASTER_PORT")
+    if port is not None and port > 65535:
+        raise CommError(f"MASTER_PORT is {port}; it must be at most 65535.")
     return os.environ.get("MASTER_ADDR") or "localhost", 29500 if port is None else port
 
 
@@ -265,7 +272,7 @@ def _seconds(name: str, default: float) -> float:
         seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise CommError(f"{name} is {text!r}; it must be a number of seconds above 0.")
     return seconds
 

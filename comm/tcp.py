@@ -23,35 +23,32 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm.header import ROW_BYTES, Header, check_headers
+from comm.header import ROW_BYTES, Header, RowExchange, check_headers
 from comm.reduction import combine, finish
 from comm.ring import chunk_sent
 from comm.shards import TCP_SEGMENT_BYTES, segments_of, shards_of
-from comm.wire import CommError, Group, group_of
+from comm.wire import CommError, Group, Wire, group_of, names_of
 from lab.ledger import LEDGER
 
 
 class RingSockets:
     """A connection to the right neighbour and one from the left, in a group of at least two ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, op: str, sequence: int) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        self._left_name, self._right_name = (
-            dist.get_global_rank(group, left),
-            dist.get_global_rank(group, right),
-        )
+        self._names = names_of(group)
+        self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        self._op = "connect"
+        self._op = op
         with socket.create_server((_own_address(), 0)) as listener:
             listener.settimeout(self._timeout)
             host, port = listener.getsockname()
             # Whoever connects must show the token: another program may find the port.
             token = secrets.randbits(62)
             mine = torch.tensor([struct.unpack("!I", socket.inet_aton(host))[0], port, token])
-            rows = [torch.empty_like(mine) for _ in range(self.size)]
-            dist.all_gather(rows, mine, group=group)
-            address, port, theirs = rows[right].tolist()
+            wire = Wire(group, op, "tcp", sequence, counted=False)
+            address, port, theirs = RowExchange(wire, mine).finish()[right].tolist()
             try:
                 self._right = socket.create_connection(
                     (socket.inet_ntoa(struct.pack("!I", address)), port), timeout=self._timeout
@@ -82,7 +79,7 @@ class RingSockets:
 
         send(rows[self.rank])
         self.run(queue, [_bytes_of(rows[source]) for source in sources], arrived)
-        check_headers([Header.unpack(row) for row in rows.tolist()])
+        check_headers([Header.unpack(row) for row in rows.tolist()], self._names)
 
     def run(
         self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
@@ -91,7 +88,6 @@ class RingSockets:
 
         Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
         """
-        poll = select.poll()
         last_move = time.monotonic()
         position = filled = sent = 0
         while position < len(incoming) or queue:
@@ -114,9 +110,12 @@ class RingSockets:
             if time.monotonic() - last_move > self._timeout:
                 peer = self._left_name if position < len(incoming) else self._right_name
                 raise self._lost(f"rank {peer}: it waited in vain until the timeout", gone=False)
-            poll.register(self._left, select.POLLIN if position < len(incoming) else 0)
-            poll.register(self._right, select.POLLOUT if queue else 0)
-            poll.poll(1000)
+            something = select.poll()
+            if position < len(incoming):
+                something.register(self._left, select.POLLIN)
+            if queue:
+                something.register(self._right, select.POLLOUT)
+            something.poll(1000)
 
     def close(self) -> None:
         """Hang up on both neighbours."""
@@ -251,11 +250,11 @@ def _own_address() -> str:
 _sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, RingSockets]" = weakref.WeakKeyDictionary()
 
 
-def sockets_of(group: Group) -> RingSockets:
-    """The ring of a group, connected at its first use."""
+def sockets_of(group: Group, op: str, sequence: int) -> RingSockets:
+    """The ring of a group, connected at its first use: in that operation, of that number."""
     whole = group_of(group)
     if whole not in _sockets:
-        _sockets[whole] = RingSockets(whole)
+        _sockets[whole] = RingSockets(whole, op, sequence)
     return _sockets[whole]
 
 

@@ -65,11 +65,12 @@ class Wire:
         sequence: int = 0,
         early: bool = False,
         numbers: tuple[Numbers, Numbers] | None = None,
+        counted: bool = True,
     ) -> None:
         self.group = group_of(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.op, self.pattern, self.early = op, pattern, early
+        self.op, self.pattern, self.early, self.counted = op, pattern, early, counted
         # Plain point-to-point messages are operation 0; collectives take turns in the rest.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
@@ -87,7 +88,8 @@ class Wire:
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start sending a contiguous tensor; keep the transfer, and its memory as it is, until `wait()`."""
         tag = self._tag(tensor, self._sent, (dst, header))
-        LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes)
+        if self.counted:
+            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes)
         try:
             work = self.group.send([tensor], dst, tag)
         except RuntimeError as error:
@@ -141,6 +143,11 @@ def group_of(group: Group) -> dist.ProcessGroup:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
     return group or whole
+
+
+def names_of(group: dist.ProcessGroup) -> list[int]:
+    """What messages call the ranks of a group: their ranks among all."""
+    return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
 
 def peer_trouble(text: str, peer: str) -> str:

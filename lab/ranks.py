@@ -28,7 +28,7 @@ from lab.rank_child import Job, rank_main, stack_file
 _context = multiprocessing.get_context("forkserver")
 _preload = ["lab.rank_child", "lab.model"]
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
-_GRACE = 0.2  # seconds in which an earlier failure may still arrive behind a later one
+_GRACE = 0.5  # seconds in which an earlier failure may still arrive behind a later one
 
 
 class RankError(RuntimeError):
@@ -220,10 +220,10 @@ def _where(path: str) -> str:
             frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]
         ]
         if own:
-            # The line that waits, and the line of the caller's own function that led there.
-            ends = [own[0], own[-1]] if len(own) > 1 else [own[0]]
+            # The line that waits, and the caller's own functions that led there.
+            chain = own if len(own) <= 4 else [own[0], *own[-3:]]
             lines = [
-                f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in ends
+                f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain
             ]
             return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])
     return "before its function was called"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from comm import collectives
 from comm.collectives import PATTERNS, CommError
 from lab.ranks import run_ranks
-from lab.replace import replaced
+from tests.comm.segments import short_segments
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 7)
 REDUCTIONS = ("sum", "mean", "max", "min", "product")
@@ -223,7 +223,7 @@ def test_every_pattern_equals_the_reference_at_every_size(n: int):
         for seed, (op, pattern) in enumerate(ALL)
         for numel in (0, 1, n - 1, n + 1, 4 * n, 101)
     ]
-    with replaced("comm.shards.SEGMENT_BYTES", 32):  # 101 elements are several segments to each rank
+    with short_segments(32):  # 101 elements are several segments to each rank
         assert min(run_ranks(run_cases, n, cases)) > 0.8 * len(cases)
 
 
@@ -281,7 +281,7 @@ cases_of_any_kind = st.builds(
 
 
 # Not shrunk: the error names the case.
-@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     n=st.sampled_from(WORLD_SIZES),
     segment_bytes=st.integers(16, 200),
@@ -289,19 +289,19 @@ cases_of_any_kind = st.builds(
 )
 def test_any_sequence_of_collectives_equals_the_reference(n: int, segment_bytes: int, cases: list[Case]):
     cases = [Case(**{**vars(case), "root": case.root % n}) for case in cases]
-    with replaced("comm.shards.SEGMENT_BYTES", segment_bytes):
+    with short_segments(segment_bytes):
         run_ranks(run_cases, n, cases)
 
 
 def test_tensors_of_several_real_segments_are_right():
-    cases = [Case(op, pattern, 1_600_001, torch.float32, "sum", 1) for op, pattern in OURS if op in REDUCING]
-    cases += [Case("all_gather", "ring", 1_600_001), Case("broadcast", "tree", 1_600_001, root=2)]
+    cases = [Case(op, pattern, 1_600_001) for op, pattern in OURS if pattern in ("ring", "tcp")]
+    cases.append(Case("broadcast", "tree", 1_600_001, root=2))
     run_ranks(run_cases, 3, cases)
 
 
 def test_tensors_of_more_segments_than_there_are_numbers_for_them_are_right():
     cases = [Case(op, pattern, 2001, layout="contiguous") for op, pattern in OURS if op != "all_to_all"]
-    with replaced("comm.shards.SEGMENT_BYTES", 16):
+    with short_segments(16):
         for n in (2, 3):
             run_ranks(run_cases, n, cases)
 

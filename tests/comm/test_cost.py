@@ -9,7 +9,7 @@ from comm.cost import Link
 from comm.shards import segments_of, shard_sizes
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
-from lab.replace import replaced
+from tests.comm.segments import short_segments
 
 ROOTED = ("broadcast", "scatter", "gather", "reduce")
 DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
@@ -69,7 +69,7 @@ def counted_beside_formula(cluster) -> int:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_counted_traffic_equals_the_formula_exactly(n: int):
-    with replaced("comm.shards.SEGMENT_BYTES", 16):  # 101 elements are many messages
+    with short_segments(16):  # 101 elements are many messages
         assert min(run_ranks(counted_beside_formula, n)) >= 5 * len(OURS)
 
 
@@ -194,7 +194,7 @@ def test_a_tensor_is_sharded_as_tensor_split_does_and_segmented_without_a_rest()
         for n in (1, 2, 3, 4, 5, 7):
             pieces = torch.tensor_split(torch.arange(numel), n)
             assert shard_sizes(numel, n) == [len(piece) for piece in pieces]
-    with replaced("comm.shards.SEGMENT_BYTES", 16):
+    with short_segments(16):
         for numel in (0, 1, 4, 5, 9):
             pieces = segments_of(torch.arange(numel, dtype=torch.float32))
             assert [len(piece) for piece in pieces] == [4] * (numel // 4) + [numel % 4] * (numel % 4 > 0)

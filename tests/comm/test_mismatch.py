@@ -9,7 +9,7 @@ import torch.distributed as dist
 from comm import collectives
 from comm.collectives import PATTERNS, CommError
 from lab.ranks import run_ranks
-from lab.replace import replaced
+from tests.comm.segments import short_segments
 
 
 def told(call: Callable[[], object]) -> str:
@@ -222,7 +222,7 @@ def test_a_group_lives_on_for_long_after_a_mismatch_of_tensors_already_under_way
                 handle.wait()
                 assert (tensor == n * i + n * (n - 1) / 2).all(), (kind, i)
 
-    with replaced("comm.shards.SEGMENT_BYTES", 256):
+    with short_segments(256):
         run_ranks(live, 3, group_timeout=10)
 
 

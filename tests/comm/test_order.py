@@ -2,6 +2,7 @@
 
 import gc
 import random
+import time
 import weakref
 
 import pytest
@@ -83,6 +84,20 @@ def test_groups_do_not_wait_for_each_other():
             assert (tensors[g] == n * (g + 1)).all()
 
     run_ranks(interleaved, 4)
+
+
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "tree"])
+def test_torchs_own_may_be_called_while_ours_is_in_flight(pattern: str):
+    def beside(cluster) -> None:
+        for _ in range(3):
+            ours, torchs = torch.ones(1000), torch.ones(10)
+            handle = collectives.all_reduce(ours, async_op=True, pattern=pattern)
+            time.sleep(0.01 * (cluster.rank == 2))  # on the others both begin at once
+            collectives.all_reduce(torchs, pattern="torch")
+            handle.wait()
+            assert (ours == 3).all() and (torchs == 3).all()
+
+    run_ranks(beside, 3, timeout=3 if pattern == "tcp" else 20)
 
 
 def test_an_error_comes_out_of_wait_and_the_next_operation_works():

@@ -154,6 +154,9 @@ def test_a_master_that_nobody_started_is_named_with_its_address():
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"BACKEND": "mpi"}, "BACKEND is 'mpi'; it must be gloo or nccl"),
         ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT is 'soon'; it must be a number of seconds above 0"),
+        ({"OP_TIMEOUT": "nan"}, "OP_TIMEOUT is 'nan'; it must be a number of seconds above 0"),
+        ({"JOIN_TIMEOUT": "inf"}, "JOIN_TIMEOUT is 'inf'; it must be a number of seconds above 0"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; it must be at most 65535"),
         ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"},

@@ -1,0 +1,16 @@
+"""Short segments, so that small tensors travel in many."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from comm import shards
+from lab.replace import replaced
+
+
+@contextmanager
+def short_segments(num_bytes: int) -> Iterator[None]:
+    """Every pattern cuts its tensors into segments of at most so many bytes, here and in all ranks."""
+    with ExitStack() as stack:
+        for name in [name for name in vars(shards) if name.endswith("SEGMENT_BYTES")]:
+            stack.enter_context(replaced(f"comm.shards.{name}", num_bytes))
+        yield
