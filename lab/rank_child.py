@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -38,7 +39,7 @@ class Job:
 def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) -> None:
     """Form the group, call the function, send back its result or its traceback."""
     os.setpgid(0, 0)
-    _die_with(answer)
+    _die_with(answer, job.folder)
     for stream, fd in ((out, 1), (err, 2)):
         os.dup2(stream.fileno(), fd)
         stream.close()
@@ -111,12 +112,13 @@ def _failure(error: BaseException) -> bytes:
         return cloudpickle.dumps((now, None, "".join(traceback.format_exception(error))))
 
 
-def _die_with(parent: Connection) -> None:
-    """End this process when the parent's end of the pipe closes, however the parent ended."""
+def _die_with(parent: Connection, folder: str) -> None:
+    """When the parent's end of the pipe closes, however it ended, clear its folder away and end."""
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
             parent.poll(None)
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch parent", daemon=True).start()

@@ -293,6 +293,8 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
             assert output.splitlines() == ["the script runs", "[10, 11, 12]"]
             orphans = lambda: [pid for pid in {*pids, *session(process.pid)} if is_alive(pid)]  # noqa: E731
             assert wait_until(lambda: not orphans(), 10), f"after {name} are left: {orphans()}"
+            left_over = lambda: list((tmp_path / name / "tmp").glob("ranks-*"))  # noqa: E731
+            assert wait_until(lambda: not left_over(), 5), f"after {name} is left: {left_over()}"
             if name == "SIGINT":
                 assert "KeyboardInterrupt" in error
                 assert list((tmp_path / name / "tmp").iterdir()) == []
