@@ -87,6 +87,7 @@ class _Watch:
     def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:
         self.jobs, self.timeout, self.collect_failures = jobs, timeout, collect_failures
         self.processes: list[Any] = []
+        self.answer_pipes: list[Any] = []  # open to the end: a rank takes a closed one for our death
         self.selector = selectors.DefaultSelector()
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, tuple[float, RankError]] = {}
@@ -119,6 +120,8 @@ class _Watch:
             process.join()
         for key in list(self.selector.get_map().values()):
             _close(key.fileobj)
+        for pipe in self.answer_pipes:
+            pipe.close()
         self.selector.close()
 
     def _start(self, job: Job) -> None:
@@ -128,6 +131,7 @@ class _Watch:
         process = _context.Process(
             target=rank_main, args=(job, child_answer, child_out, child_err), daemon=True
         )
+        self.answer_pipes.append(answer)
         for pipe, what in ((answer, "answer"), (out, sys.stdout), (err, sys.stderr)):
             self.selector.register(pipe, selectors.EVENT_READ, (job.rank, what, bytearray()))
         process.start()
@@ -171,7 +175,6 @@ class _Watch:
             else:
                 text = trace if isinstance(trace, str) else "".join(trace.format())
                 self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}"))
-        pipe.close()
 
     def _take_output(self, rank: int, stream: TextIO, buffer: bytearray, pipe: Any) -> None:
         data = os.read(pipe.fileno(), 65536)

@@ -374,3 +374,17 @@ def wait_until(condition, seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def test_a_rank_that_is_done_stays_until_its_peers_are():
+    def work(cluster) -> float:
+        x = torch.full((1000,), 7.0)
+        if cluster.rank == 0:
+            sys.modules["under_way"] = (dist.isend(x, 1), x)  # kept, not waited for
+            return 0.0
+        time.sleep(0.5)
+        x.zero_()
+        dist.recv(x, 0)
+        return x[-1].item()
+
+    assert run_ranks(work, 2, group_timeout=5) == [0.0, 7.0]
