@@ -25,17 +25,20 @@ def outcomes(fn, world_size: int, **options) -> list:
     return [str(result) if isinstance(result, RankError) else result for result in results]
 
 
+def sentence(text: str) -> str:
+    """The CommError at the end of a traceback: a rank that ends of it passes the bad news on."""
+    return text.rsplit("comm.wire.CommError: ", 1)[-1]
+
+
 @pytest.mark.parametrize("pattern", ["ring", "tcp", "tree", "halving_doubling", "torch"])
 def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str):
-    def one_dies(cluster) -> str:
+    def one_dies(cluster) -> None:
         collectives.barrier()
         if cluster.rank == 2:
             die()
-        with pytest.raises(CommError) as error:
-            collectives.all_reduce(torch.ones(10), pattern=pattern)
-        return str(error.value)
+        collectives.all_reduce(torch.ones(10), pattern=pattern)
 
-    texts = outcomes(one_dies, 4)
+    texts = [sentence(text) for text in outcomes(one_dies, 4)]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
     for rank in (0, 1, 3):
         assert texts[rank].startswith(f"all_reduce ({pattern}): rank {rank} ")
@@ -46,17 +49,15 @@ def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pat
 
 @pytest.mark.parametrize("pattern", ["ring", "tcp"])
 def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(pattern: str):
-    def one_dies(cluster) -> str:
+    def one_dies(cluster) -> None:
         collectives.barrier()
         x = torch.ones(1_000_000)
-        with pytest.raises(CommError) as error:
-            if cluster.rank == 2:
-                with replaced("comm.reduction.combine", die):  # its first piece has just arrived
-                    collectives.all_reduce(x, pattern=pattern)
-            collectives.all_reduce(x, pattern=pattern)
-        return str(error.value)
+        if cluster.rank == 2:
+            with replaced("comm.reduction.combine", die):  # its first piece has just arrived
+                collectives.all_reduce(x, pattern=pattern)
+        collectives.all_reduce(x, pattern=pattern)
 
-    texts = outcomes(one_dies, 4)
+    texts = [sentence(text) for text in outcomes(one_dies, 4)]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
     for rank in (0, 1, 3):
         assert texts[rank].startswith(f"all_reduce ({pattern}): rank {rank} could not ")
