@@ -79,6 +79,7 @@ def _over_gloo(
             agreement.finish()
         except CommError:
             queue.has_leftovers = True
+            queue.leftovers.append(wire.early_transfers)
             raise
 
     wire.check_before_waiting(check)

@@ -52,8 +52,10 @@ class GroupQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.sequence = 0
-        # After a mismatch, early messages that met nobody may lie about: from then on none is sent early.
+        # After a mismatch, what was sent early may lie about or still be moving: from then on nothing is
+        # sent early, and the memory is kept, for a connection stops for ever when it loses it in mid-message.
         self.has_leftovers = False
+        self.leftovers: list[object] = []
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`; with `async_op` False, return after it has ended (raising its error)."""

@@ -109,7 +109,11 @@ class RingSockets:
                 continue
             if time.monotonic() - last_move > self._timeout:
                 peer = self._left_name if position < len(incoming) else self._right_name
-                raise self._lost(f"rank {peer}: it waited in vain until the timeout", gone=False)
+                raise self._lost(
+                    f"rank {peer}: nothing moved until the timeout; it, or a rank beyond it on the ring, "
+                    "has not come here, is stuck or is paused",
+                    gone=False,
+                )
             something = select.poll()
             if position < len(incoming):
                 something.register(self._left, select.POLLIN)

@@ -75,6 +75,7 @@ class Wire:
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
         self._check: Callable[[], None] = _nothing
+        self.early_transfers: list[tuple[dist.Work, torch.Tensor]] = []
 
     def check_before_waiting(self, check: Callable[[], None]) -> None:
         """Have `ready()` call this, once: it finds out whether the ranks fit together, or raises."""
@@ -84,6 +85,7 @@ class Wire:
         """To be called before the first wait for a payload."""
         check, self._check = self._check, _nothing
         check()
+        self.early_transfers.clear()
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start sending a contiguous tensor; keep the transfer, and its memory as it is, until `wait()`."""
@@ -94,7 +96,7 @@ class Wire:
             work = self.group.send([tensor], dst, tag)
         except RuntimeError as error:
             raise self.failed(error, dst, "send to") from error
-        return Transfer(self, work, tensor, dst, "send to")
+        return self._transfer(work, tensor, dst, "send to")
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start receiving into a contiguous tensor of exactly the size and dtype that `src` sends."""
@@ -103,7 +105,12 @@ class Wire:
             work = self.group.recv([tensor], src, tag)
         except RuntimeError as error:
             raise self.failed(error, src, "receive from") from error
-        return Transfer(self, work, tensor, src, "receive from")
+        return self._transfer(work, tensor, src, "receive from")
+
+    def _transfer(self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> Transfer:
+        if self.early and self._check is not _nothing:
+            self.early_transfers.append((work, tensor))
+        return Transfer(self, work, tensor, peer, verb)
 
     def _tag(self, tensor: torch.Tensor, counts: Numbers, which: tuple[int, bool]) -> int:
         # Headers are counted apart: they mix with early messages, in whatever order.

@@ -140,7 +140,7 @@ class _Watch:
             end.close()
 
     def _turn(self, deadline: float) -> bool:
-        """Handle what is there; False when the deadline passes with nothing."""
+        """Handle what is there; False when the deadline has passed."""
         ready = self.selector.select(max(0.0, deadline - time.monotonic()))
         for key, _ in ready:
             rank, what, buffer = key.data
@@ -148,7 +148,8 @@ class _Watch:
                 self._take_answer(rank, key.fileobj)
             else:
                 self._take_output(rank, what, buffer, key.fileobj)
-        return bool(ready)
+        # A rank that prints without end must not outlast the deadline.
+        return bool(ready) and time.monotonic() < deadline
 
     def _drain(self, deadline: float) -> None:
         """Read what the pipes still hold, until all are closed or the deadline passes."""

@@ -302,3 +302,20 @@ def test_a_rank_outside_the_group_is_told():
     member, outsider = run_ranks(call, 2)
     assert member == ""
     assert "not" in outsider and "group" in outsider
+
+
+def test_a_group_survives_a_mismatch_of_tensors_so_large_that_they_are_still_moving():
+    def call(cluster) -> None:
+        dtype = (torch.float32, torch.int32)[cluster.rank]
+        for _ in range(4):
+            group = dist.new_group([0, 1])
+            full, shard = torch.zeros(1 << 23, dtype=dtype), torch.ones(1 << 22, dtype=dtype)
+            assert "must bring the same dtype" in told(
+                lambda: collectives.all_gather(full, shard, group=group)
+            )
+            for _ in range(3):
+                x = torch.ones(1000)
+                collectives.all_reduce(x, group=group)
+                assert (x == 2).all()
+
+    run_ranks(call, 2, group_timeout=10)
