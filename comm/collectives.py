@@ -16,7 +16,8 @@ Each returns a handle; with `async_op=True` it returns at once and `handle.wait(
 until then leave its tensors alone. `root` is a rank of `group`. `op` is "sum", "mean", "max", "min" or
 "product". A whole tensor is divided among the ranks as `comm.shards` says, so sizes need not divide.
 `pattern=None` takes the first one listed on gloo and torch's on nccl; "torch" asks for
-`torch.distributed`'s own. All errors are CommErrors; ranks that do not fit together all get the same one.
+`torch.distributed`'s own. All errors are CommErrors; ranks that do not fit together all get the same one
+(but for "torch", where each can only check what it holds).
 """
 
 from collections.abc import Callable

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from comm.wire import Group, group_of
 
+IDLE_SECONDS = 10.0  # after which a communication thread ends; a group that is gone leaves none behind
+
 
 class Handle:
     """An operation under way. `wait()` blocks until its result is there and raises what it raised."""
@@ -92,10 +94,15 @@ class GroupQueue:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting and not self._busy)
+                if not self._changed.wait_for(lambda: self._waiting and not self._busy, IDLE_SECONDS):
+                    if self._waiting:
+                        continue  # behind a long operation of the caller's own thread
+                    self._thread = None
+                    return
                 self._busy = True
                 handle = self._waiting.popleft()
             self._run(handle)
+            del handle  # or it would live, with its error's frames, until the next one comes
 
 
 _queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupQueue]" = weakref.WeakKeyDictionary()

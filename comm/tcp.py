@@ -10,7 +10,6 @@ a fixed order, so they need no tags: headers first, then the segments.
 A rank that asks for another pattern is not here and does not see the headers: that mistake ends in a timeout.
 """
 
-import os
 import secrets
 import select
 import socket
@@ -19,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,10 @@ from comm.reduction import combine, finish
 from comm.ring import chunk_sent
 from comm.shards import TCP_SEGMENT_BYTES, segments_of, shards_of
 from comm.wire import CommError, Group, Wire, group_of, names_of
+from lab.interface import own_address
 from lab.ledger import LEDGER
+
+_STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
 class RingSockets:
@@ -41,20 +44,23 @@ class RingSockets:
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._op = op
-        with socket.create_server((_own_address(), 0)) as listener:
-            listener.settimeout(self._timeout)
-            host, port = listener.getsockname()
-            # Whoever connects must show the token: another program may find the port.
-            token = secrets.randbits(62)
-            mine = torch.tensor([struct.unpack("!I", socket.inet_aton(host))[0], port, token])
-            wire = Wire(group, op, "tcp", sequence, counted=False)
-            address, port, theirs = RowExchange(wire, mine).finish()[right].tolist()
+        wire = Wire(group, op, "tcp", sequence, counted=False)
+        # Whoever connects must show the token: another program may find the port.
+        token = secrets.randbits(62)
+        with _listener() as listener:
+            mine = torch.tensor([*_packed_address(listener), token])
+            rows = RowExchange(wire, mine).finish().tolist()
+            for name, (_, port, _) in zip(self._names, rows, strict=True):
+                if port == 0:
+                    raise CommError(f"{op} (tcp): rank {name} has no address its neighbour could connect to.")
+            deadline = time.monotonic() + self._timeout
             try:
-                self._right = socket.create_connection(
-                    (socket.inet_ntoa(struct.pack("!I", address)), port), timeout=self._timeout
-                )
-                self._right.sendall(struct.pack("!q", theirs))
-                self._left = _accept(listener, token)
+                self._right = _connect(*rows[right], deadline)
+                try:
+                    self._left = _accept(listener, token, deadline)
+                except OSError:
+                    self._right.close()
+                    raise
             except OSError as error:
                 raise self._lost(f"its neighbours on the ring ({error})") from error
         for end in (self._left, self._right):
@@ -236,19 +242,38 @@ def _bytes_of(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _accept(listener: socket.socket, token: int) -> socket.socket:
-    while True:
+def _listener() -> socket.socket:
+    """A listening socket on the interface that leads to the others; an unbound one if there is none."""
+    try:
+        return socket.create_server((own_address(), 0))
+    except OSError:
+        return socket.socket()
+
+
+def _packed_address(listener: socket.socket) -> tuple[int, int]:
+    """IPv4 address and port as two numbers; port 0 when it does not listen."""
+    host, port = listener.getsockname()
+    return struct.unpack("!I", socket.inet_aton(host))[0], port
+
+
+def _connect(address: int, port: int, token: int, deadline: float) -> socket.socket:
+    host = socket.inet_ntoa(struct.pack("!I", address))
+    connection = socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic()))
+    connection.sendall(struct.pack("!q", token))
+    return connection
+
+
+def _accept(listener: socket.socket, token: int, deadline: float) -> socket.socket:
+    """The connection that shows the token; strangers, silent ones too, are sent away."""
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
         connection, _ = listener.accept()
-        connection.settimeout(listener.gettimeout())
-        if connection.recv(8, socket.MSG_WAITALL) == struct.pack("!q", token):
-            return connection
+        connection.settimeout(min(left, _STRANGER_SECONDS))
+        with suppress(OSError):
+            if connection.recv(8, socket.MSG_WAITALL) == struct.pack("!q", token):
+                return connection
         connection.close()
-
-
-def _own_address() -> str:
-    if os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo"):
-        return "127.0.0.1"
-    return socket.gethostbyname(socket.gethostname())
+    raise TimeoutError("timed out")
 
 
 _sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, RingSockets]" = weakref.WeakKeyDictionary()

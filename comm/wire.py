@@ -160,7 +160,10 @@ def names_of(group: dist.ProcessGroup) -> list[int]:
 def peer_trouble(text: str, peer: str) -> str:
     """What an error text of gloo says about a peer, as the end of a sentence that starts with a rank."""
     if "imed out" in text or "imeout" in text:
-        return f"waited in vain until the timeout; {peer} has not come here, is stuck or is paused"
+        return (
+            f"waited in vain until the timeout; {peer} has not come here, is stuck or is paused, "
+            "or waits itself for a rank that is"
+        )
     if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
         return f"lost the connection; {peer} has died or left, so look for the first error in its log"
     return f"failed: {text}"

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import time
 import weakref
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import collectives
+from comm import collectives, order
 from comm.collectives import CommError
 from comm.order import queue_of
 from lab.ranks import run_ranks
@@ -190,3 +191,21 @@ def test_a_group_that_nobody_holds_is_freed():
         return reference() is None
 
     assert run_ranks(make_and_forget, 2) == [True, True]
+
+
+def test_the_communication_thread_of_an_idle_group_ends_and_a_new_one_takes_over():
+    def threads() -> int:
+        return sum(thread.name == "communication" for thread in threading.enumerate())
+
+    def pause(cluster) -> None:
+        order.IDLE_SECONDS = 0.05
+        for _ in range(2):
+            x = torch.ones(3)
+            collectives.all_reduce(x, async_op=True).wait()
+            assert x.tolist() == [2.0] * 3
+            deadline = time.monotonic() + 10
+            while threads() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert threads() == 0
+
+    run_ranks(pause, 2)

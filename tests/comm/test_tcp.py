@@ -1,0 +1,80 @@
+"""The connections of the ring on plain sockets: who is let in, and what happens when there is no way."""
+
+import os
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+from comm import tcp
+from comm.collectives import all_reduce
+from lab.interface import own_address
+from lab.ranks import RankError, run_ranks
+
+TOKEN = 12345
+
+
+def knock(port: int, data: bytes) -> socket.socket:
+    stranger = socket.create_connection(("127.0.0.1", port))
+    if data:
+        stranger.sendall(data)
+    return stranger
+
+
+def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(monkeypatch):
+    monkeypatch.setattr(tcp, "_STRANGER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        silent, wrong, short = knock(port, b""), knock(port, struct.pack("!q", 1)), knock(port, b"abc")
+        gone = knock(port, b"")
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()  # with a reset
+        neighbour = knock(port, struct.pack("!q", TOKEN))
+        with tcp._accept(listener, TOKEN, time.monotonic() + 20) as accepted:
+            assert accepted.getpeername() == neighbour.getsockname()
+        for end in (silent, wrong, short, neighbour):
+            end.close()
+
+
+def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(monkeypatch):
+    monkeypatch.setattr(tcp, "_STRANGER_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop, strangers = threading.Event(), []
+
+        def keep_knocking() -> None:
+            while not stop.wait(0.05):
+                strangers.append(knock(listener.getsockname()[1], b""))
+
+        thread = threading.Thread(target=keep_knocking)
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError):
+                tcp._accept(listener, TOKEN, time.monotonic() + 0.5)
+        finally:
+            stop.set()
+            thread.join()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_all_ranks_are_told_at_once_which_one_has_no_address():
+    def one_has_none(cluster) -> None:
+        if cluster.rank == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+        all_reduce(torch.ones(3), pattern="tcp")
+
+    for error in run_ranks(one_has_none, 3, group_timeout=40, collect_failures=True):
+        assert isinstance(error, RankError)
+        assert "all_reduce (tcp): rank 1 has no address its neighbour could connect to." in str(error)
+
+
+def test_the_address_is_that_of_the_interface_gloo_uses_or_of_the_one_that_leads_to_the_master(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address() == "127.0.0.1"
