@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -31,6 +31,7 @@ from comm.wire import CommError, Group, Wire, group_of, names_of
 from lab.interface import own_address
 from lab.ledger import LEDGER
 
+_WAKE_BYTES = 1 << 19
 _STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
@@ -43,7 +44,8 @@ class RingSockets:
         self._names = names_of(group)
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        self._op = op
+        self._op, self._wakes_at = op, 1
+        self._scratch: dict[str, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
         wire = Wire(group, op, "tcp", sequence, counted=False)
         # Whoever connects must show the token: another program may find the port.
         token = secrets.randbits(62)
@@ -55,7 +57,8 @@ class RingSockets:
                     raise CommError(f"{op} (tcp): rank {name} has no address its neighbour could connect to.")
             deadline = time.monotonic() + self._timeout
             try:
-                self._right = _connect(*rows[right], deadline)
+                address, port, theirs = rows[right]
+                self._right = _connect(address, port, theirs, deadline)
                 try:
                     self._left = _accept(listener, token, deadline)
                 except OSError:
@@ -122,15 +125,29 @@ class RingSockets:
                 )
             something = select.poll()
             if position < len(incoming):
+                self._sleep_until(min(_WAKE_BYTES, len(incoming[position]) - filled))
                 something.register(self._left, select.POLLIN)
             if queue:
                 something.register(self._right, select.POLLOUT)
             something.poll(1000)
 
+    def scratch(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory kept from call to call, for the kernel takes its time to hand out fresh pages."""
+        num_bytes = numel * dtype.itemsize
+        if self._scratch[use].numel() < num_bytes:
+            self._scratch[use] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[use][:num_bytes].view(dtype)
+
     def close(self) -> None:
         """Hang up on both neighbours."""
         self._left.close()
         self._right.close()
+
+    def _sleep_until(self, num_bytes: int) -> None:
+        """Let the kernel wake us not for every few packets, but when so much has come from the left."""
+        if num_bytes != self._wakes_at:
+            self._left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at = num_bytes
 
     def _send(self, data: memoryview) -> int:
         try:
@@ -164,7 +181,8 @@ def reduce_scatter(sockets: RingSockets, shard: torch.Tensor, full: torch.Tensor
     """`shard` becomes this rank's part of the reduction of all ranks' `full`; `full` is left alone."""
     n, r = sockets.size, sockets.rank
     chunks = shards_of(full, n)
-    partial = [torch.empty_like(chunks[chunk_sent(r, step + 1, n)]) for step in range(n - 2)]
+    sizes = [chunks[chunk_sent(r, step + 1, n)].numel() for step in range(n - 2)]
+    partial = sockets.scratch("partial", sum(sizes), full.dtype).split(sizes) if sizes else ()
     _ring(sockets, "reduce_scatter", chunks, [*partial, shard], op, gather=False)
 
 
@@ -213,7 +231,7 @@ def _ring(
         for segment in _segments(chunks[source])
     ]
     # One segment arrives at a time and is added at once, so one buffer serves them all.
-    buffer = torch.empty(max((len(mine) for mine, _, _ in adding), default=0), dtype=chunks[0].dtype)
+    buffer = sockets.scratch("segment", max((len(mine) for mine, _, _ in adding), default=0), chunks[0].dtype)
 
     def arrived(position: int) -> None:
         if position < len(adding):
