@@ -29,7 +29,7 @@ from comm import doubling, flat, native, pairwise, ring, tcp, tree
 from comm.header import Header
 from comm.launch import submit
 from comm.operands import In, InOut, Out
-from comm.order import Handle, queue_of
+from comm.order import queue_of
 from comm.reduction import check_reduction
 from comm.shards import shard_sizes
 from comm.wire import CommError, Group
@@ -47,7 +47,7 @@ PATTERNS = {
 }
 
 Patterns = dict[str, Callable[..., None]]
-Work = Handle | native.NativeHandle
+Work = native.Pending
 
 
 def broadcast(
@@ -223,6 +223,15 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
 def default_pattern(op: str, group: Group = None) -> str:
     """What `pattern=None` means in this group."""
     return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
+
+
+def fastest_pattern(op: str, group: Group = None) -> str:
+    """The one to take for large tensors once all ranks call the same: "tcp" for what goes round a ring.
+
+    It notices a rank that calls something else only at the timeout, so it is not the default.
+    """
+    default = default_pattern(op, group)
+    return "tcp" if default == "ring" and "tcp" in PATTERNS[op] else default
 
 
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:

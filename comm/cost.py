@@ -53,8 +53,7 @@ def traffic(
     For torch's own pattern: what the best-known algorithm sends (the ring, or the tree from a root).
     """
     if pattern == "torch":
-        pattern = {"broadcast": "tree", "reduce": "tree", "scatter": "flat", "gather": "flat"}.get(op, "ring")
-        pattern = {"all_to_all": "pairwise", "barrier": "ring"}.get(op, pattern)
+        pattern = model_of(op, pattern)
         segment_bytes = max(1, numel * itemsize)
     elif pattern == "tcp":
         pattern, segment_bytes = "ring", TCP_SEGMENT_BYTES
@@ -145,6 +144,14 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
     return predicted[op, pattern] + headers * a
+
+
+def model_of(op: str, pattern: str) -> str:
+    """The pattern whose formulas stand for `pattern`: the best-known one for torch's own."""
+    if pattern != "torch":
+        return pattern
+    best = {"broadcast": "tree", "reduce": "tree", "scatter": "flat", "gather": "flat"}
+    return (best | {"all_to_all": "pairwise", "barrier": "tree"}).get(op, "ring")
 
 
 def pairwise_traffic(input_sizes: list[int], itemsize: int, rank: int) -> Traffic:

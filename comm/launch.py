@@ -7,12 +7,14 @@ sockets; the tensors are flat and in host memory. It may rely on the ranks' fitt
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from comm import tcp
 from comm.header import Agreement, Header
 from comm.operands import In
 from comm.order import GroupQueue, Handle, queue_of
 from comm.shards import shard_sizes
+from comm.slow_link import Toll
 from comm.wire import CommError, Group, Wire
 from lab.timeline import span
 
@@ -47,20 +49,23 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             event.synchronize()
         num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
         with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+            toll = Toll(header.op, header.pattern, num_bytes, dist.get_world_size(group))
             if header.pattern == "tcp":
-                _over_sockets(header, group, sequence, run)
+                _over_sockets(header, group, sequence, toll, run)
             else:
-                _over_gloo(header, group, queue, sequence, run)
+                _over_gloo(header, group, queue, sequence, toll, run)
+            toll.pay()
 
     return queue.submit(job, async_op)
 
 
 def _over_sockets(
-    header: Header, group: Group, sequence: int, run: Callable[[tcp.RingSockets], None]
+    header: Header, group: Group, sequence: int, toll: Toll, run: Callable[[tcp.RingSockets], None]
 ) -> None:
     try:
         sockets = tcp.sockets_of(group, header.op, sequence)
         sockets.agree(header)
+        toll.begin()
         run(sockets)
     except CommError:
         tcp.forget(group)  # the streams may be out of step: the next use connects anew
@@ -68,7 +73,7 @@ def _over_sockets(
 
 
 def _over_gloo(
-    header: Header, group: Group, queue: GroupQueue, sequence: int, run: Callable[[Wire], None]
+    header: Header, group: Group, queue: GroupQueue, sequence: int, toll: Toll, run: Callable[[Wire], None]
 ) -> None:
     early = (header.op, header.pattern) in EARLY and not queue.has_leftovers
     wire = Wire(group, header.op, header.pattern, sequence, early)
@@ -77,6 +82,7 @@ def _over_gloo(
     def check() -> None:
         try:
             agreement.finish()
+            toll.begin()
         except CommError:
             queue.has_leftovers = True
             queue.leftovers.append(wire.early_transfers)

@@ -9,9 +9,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm import cost
+from comm import cost, slow_link
+from comm.order import Handle, queue_of
 from comm.shards import shards_of
 from comm.wire import CommError, Group, peer_trouble
+from lab import timeline
 from lab.ledger import LEDGER
 
 _REDUCTIONS = {
@@ -37,9 +39,7 @@ class NativeHandle:
         try:
             work.wait()
         except RuntimeError as error:
-            raise CommError(
-                f"{self._op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}."
-            ) from error
+            raise _failed(self._op, error) from error
         if self._finish is not None:
             self._finish()
 
@@ -47,12 +47,24 @@ class NativeHandle:
         """True once `wait()` would not block."""
         return self._work is None or self._work.is_completed()
 
+    def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
+        """Have `callback(error)` called when it has ended: on torch's thread, or at once if it has."""
+        if self._work is None:
+            callback(None)
+        else:
+            self._work.get_future().add_done_callback(lambda future: callback(_error_of(future)))
 
-def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> NativeHandle:
+
+Pending = Handle | NativeHandle
+
+
+def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Pending:
     flat, restore = _flat(tensor)
     _book("broadcast", flat, group, root)
     return _start(
         "broadcast",
+        group,
+        flat.nbytes,
         async_op,
         restore,
         lambda: dist.broadcast(flat, group_src=root, group=group, async_op=True),
@@ -61,12 +73,14 @@ def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> 
 
 def scatter(
     shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
-) -> NativeHandle:
+) -> Pending:
     flat, restore = _flat(shard)
     parts = _equal_parts("scatter", full, flat, group) if full is not None else None
     _book("scatter", flat, group, root, times=dist.get_world_size(group))
     return _start(
         "scatter",
+        group,
+        dist.get_world_size(group) * flat.nbytes,
         async_op,
         restore,
         lambda: dist.scatter(flat, parts, group_src=root, group=group, async_op=True),
@@ -75,65 +89,73 @@ def scatter(
 
 def gather(
     shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
-) -> NativeHandle:
+) -> Pending:
     flat, _ = _flat(shard)
     whole, restore = _flat(full) if full is not None else (None, None)
     parts = _equal_parts("gather", whole, flat, group) if whole is not None else None
     _book("gather", flat, group, root, times=dist.get_world_size(group))
     return _start(
         "gather",
+        group,
+        dist.get_world_size(group) * flat.nbytes,
         async_op,
         restore,
         lambda: dist.gather(flat, parts, group_dst=root, group=group, async_op=True),
     )
 
 
-def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> NativeHandle:
+def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Pending:
     flat, restore = _flat(tensor)
     if dist.get_rank(group) != root:
         flat, restore = flat.clone(), None  # torch leaves partial results in it
     _book("reduce", flat, group, root)
     return _start(
         "reduce",
+        group,
+        flat.nbytes,
         async_op,
         restore,
         lambda: dist.reduce(flat, group_dst=root, op=_REDUCTIONS[op], group=group, async_op=True),
     )
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> NativeHandle:
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Pending:
     flat, _ = _flat(shard)
     whole, restore = _flat(full)
     _equal_parts("all_gather", whole, flat, group)
     _book("all_gather", whole, group)
     return _start(
         "all_gather",
+        group,
+        whole.nbytes,
         async_op,
         restore,
         lambda: dist.all_gather_single(whole, flat, group=group, async_op=True),
     )
 
 
-def reduce_scatter(
-    shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool
-) -> NativeHandle:
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
     flat, restore = _flat(shard)
     whole, _ = _flat(full)
     _equal_parts("reduce_scatter", whole, flat, group)
     _book("reduce_scatter", whole, group)
     return _start(
         "reduce_scatter",
+        group,
+        whole.nbytes,
         async_op,
         restore,
         lambda: dist.reduce_scatter_single(flat, whole, op=_REDUCTIONS[op], group=group, async_op=True),
     )
 
 
-def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> NativeHandle:
+def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
     flat, restore = _flat(tensor)
     _book("all_reduce", flat, group)
     return _start(
         "all_reduce",
+        group,
+        flat.nbytes,
         async_op,
         restore,
         lambda: dist.all_reduce(flat, op=_REDUCTIONS[op], group=group, async_op=True),
@@ -147,7 +169,7 @@ def all_to_all(
     in_sizes: list[int],
     group: Group,
     async_op: bool,
-) -> NativeHandle:
+) -> Pending:
     flat, restore = _flat(output)
     whole, _ = _flat(full)
     LEDGER.book(
@@ -155,28 +177,79 @@ def all_to_all(
     )
     return _start(
         "all_to_all",
+        group,
+        whole.nbytes,
         async_op,
         restore,
         lambda: dist.all_to_all_single(flat, whole, out_sizes, in_sizes, group=group, async_op=True),
     )
 
 
-def barrier(group: Group, async_op: bool) -> NativeHandle:
-    return _start("barrier", async_op, None, lambda: dist.barrier(group=group, async_op=True))
+def barrier(group: Group, async_op: bool) -> Pending:
+    return _start("barrier", group, 0, async_op, None, lambda: dist.barrier(group=group, async_op=True))
 
 
 def _start(
-    op: str, async_op: bool, finish: Callable[[], object] | None, start: Callable[[], dist.Work | None]
-) -> NativeHandle:
+    op: str,
+    group: Group,
+    num_bytes: int,
+    async_op: bool,
+    finish: Callable[[], object] | None,
+    start: Callable[[], dist.Work | None],
+) -> Pending:
+    if slow_link.current() is not None:
+        return _start_slowly(op, group, num_bytes, async_op, finish, start)
+    started = timeline.now()
     try:
         handle = NativeHandle(op, start(), finish)
     except RuntimeError as error:
-        raise CommError(
-            f"{op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}."
-        ) from error
+        raise _failed(op, error) from error
+    if timeline.is_recording():
+        handle.when_done(lambda _: _record(op, num_bytes, started))
     if not async_op:
         handle.wait()
     return handle
+
+
+def _start_slowly(
+    op: str,
+    group: Group,
+    num_bytes: int,
+    async_op: bool,
+    finish: Callable[[], object] | None,
+    start: Callable[[], dist.Work | None],
+) -> Handle:
+    """In its turn on the group's communication thread, as ours: a link carries one thing at a time."""
+
+    def job(sequence: int) -> None:
+        with timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
+            toll = slow_link.Toll(op, "torch", num_bytes, dist.get_world_size(group))
+            try:
+                NativeHandle(op, start(), finish).wait()
+            except RuntimeError as error:
+                raise _failed(op, error) from error
+            toll.pay()
+
+    return queue_of(group).submit(job, async_op)
+
+
+def _record(op: str, num_bytes: int, started: int) -> None:
+    lane = "communication"
+    timeline.record(op, "communication", started, timeline.now(), lane=lane, pattern="torch", bytes=num_bytes)
+
+
+def _failed(op: str, error: RuntimeError) -> CommError:
+    if isinstance(error, CommError):
+        return error
+    return CommError(f"{op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}.")
+
+
+def _error_of(future: torch.futures.Future) -> BaseException | None:
+    try:
+        future.value()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:

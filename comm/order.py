@@ -23,7 +23,9 @@ class Handle:
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
         self._done = threading.Event()
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
         """Block until the operation has ended; raises the operation's own error."""
@@ -35,6 +37,14 @@ class Handle:
         """True once `wait()` would not block."""
         return self._done.is_set()
 
+    def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
+        """Have `callback(error)` called when the operation has ended: on its thread, or at once if it has."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self._error)
+
     def run(self) -> None:
         try:
             self._job()
@@ -42,7 +52,11 @@ class Handle:
             self._error = error
         finally:
             self._job = _nothing  # frees the tensors that the job holds
-            self._done.set()
+            with self._lock:
+                self._done.set()
+                callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback(self._error)
 
 
 class GroupQueue:

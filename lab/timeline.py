@@ -56,6 +56,11 @@ def stop_recording() -> None:
     _recording = False
 
 
+def is_recording() -> bool:
+    """Whether spans are being recorded."""
+    return _recording
+
+
 def recorded() -> list[Event]:
     """This process's events so far, in the order in which they ended, on its own clock."""
     return list(_events)

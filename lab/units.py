@@ -1,0 +1,24 @@
+"""Times and rates as people write them: 0.2ms, 1gbit. The same spelling as tc's, and as LINK's."""
+
+import re
+
+from lab.errors import WorkbookError
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def seconds(text: str) -> float:
+    """Seconds in "20ms", "500us" or "1.5s". WorkbookError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower())
+    if match is None:
+        raise WorkbookError(f"{text!r} is not a time; write one such as 2ms, 500us or 1s")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def bytes_per_second(text: str) -> float:
+    """Bytes per second in "200mbit" or "1gbit". WorkbookError for anything else, and for a rate of zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise WorkbookError(f"{text!r} is not a rate; write one such as 100mbit or 1gbit")
+    return float(match[1]) * _BITS[match[2]] / 8

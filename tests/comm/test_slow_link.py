@@ -1,0 +1,138 @@
+"""The software link: never faster than its formula, as busy as it says, and free of the processor."""
+
+import time
+
+import pytest
+import torch
+
+from comm import cost, slow_link
+from comm.calibrate import measure_all_reduce
+from comm.collectives import all_reduce, barrier, reduce_scatter
+from comm.cost import Link
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+from lab.timeline import recorded, start_recording
+
+MIB = 1 << 20
+
+
+def test_a_link_is_a_rate_and_perhaps_a_latency():
+    assert slow_link.parse("200mbit") == Link(0.0, 1 / 25e6)
+    assert slow_link.parse("1gbit,0.2ms") == Link(2e-4, 1 / 125e6)
+
+
+@pytest.mark.parametrize("text", ["fast", "1gbit,", "1gbit,fast", "0mbit", "0.2ms,1gbit", ""])
+def test_what_is_not_a_link_is_refused_in_a_sentence(text: str):
+    with pytest.raises(WorkbookError, match=r"^--link .* \(a link is a rate, or rate,latency\)\.$"):
+        slow_link.parse(text)
+
+
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "tree", "halving_doubling", "torch"])
+def test_a_collective_takes_at_least_what_the_formula_says_whoever_does_the_work(pattern: str):
+    def slow(cluster) -> None:
+        link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
+        all_reduce(x, pattern=pattern)
+        expected = cost.seconds("all_reduce", cost.model_of("all_reduce", pattern), MIB, 3, link)
+        with slow_link.slowed(link):
+            for async_op in (False, True):
+                barrier(pattern="torch")
+                start = time.perf_counter()
+                all_reduce(x, async_op=async_op, pattern=pattern).wait()
+                assert time.perf_counter() - start >= expected
+        assert (x == 27).all()
+
+    run_ranks(slow, 3)
+
+
+def test_one_link_carries_one_collective_at_a_time():
+    def slow(cluster) -> None:
+        with slow_link.slowed(Link(0.02, 0.0)):
+            start = time.perf_counter()
+            handles = [
+                all_reduce(torch.ones(3), async_op=True, pattern=pattern)
+                for pattern in ("ring", "torch", "tcp")
+            ]
+            for handle in handles:
+                handle.wait()
+            one = min(
+                cost.seconds("all_reduce", pattern, 12, 2, Link(0.02, 0.0)) for pattern in ("ring", "tcp")
+            )
+            assert time.perf_counter() - start >= 2 * one + 0.04
+
+    run_ranks(slow, 2)
+
+
+def test_the_calling_thread_is_free_while_the_link_is_busy():
+    def slow(cluster) -> None:
+        with slow_link.slowed(Link(0.1, 0.0)):
+            handle = reduce_scatter(torch.empty(2), torch.ones(4), async_op=True)
+            assert not handle.is_completed()
+            handle.wait()
+
+    run_ranks(slow, 2)
+
+
+@pytest.mark.parametrize("pattern", ["ring", "torch"])
+def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(pattern: str):
+    def slow(cluster) -> None:
+        start_recording()
+        with slow_link.slowed(Link(0.02, 0.0)):
+            all_reduce(torch.ones(3), async_op=True, pattern=pattern).wait()
+        [event] = recorded()
+        assert (event.name, event.kind, event.lane) == ("all_reduce", "communication", "communication")
+        assert event.duration_ns >= 40_000_000
+        assert event.args["bytes"] == 12
+
+    run_ranks(slow, 2)
+
+
+def test_torchs_own_operations_are_seen_without_a_link_too():
+    def fast(cluster) -> None:
+        start_recording()
+        for async_op in (False, True):
+            all_reduce(torch.ones(3), async_op=async_op, pattern="torch").wait()
+        deadline = time.monotonic() + 10
+        while len(recorded()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # torch's thread may tell of the end a moment after wait()
+        assert [event.lane for event in recorded()] == ["communication"] * 2
+
+    run_ranks(fast, 2)
+
+
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "torch"])
+def test_calibration_finds_the_alpha_and_beta_that_were_set(pattern: str):
+    def slow(cluster) -> Link:
+        with slow_link.slowed(Link(0.01, 1 / 100e6)):
+            return measure_all_reduce(pattern, repeats=3)
+
+    first, *others = run_ranks(slow, 3)
+    assert all(link == first for link in others)
+    assert 0.01 <= first.alpha < 0.02
+    assert 0.8e-8 < first.beta < 1.5e-8
+
+
+def test_a_single_rank_has_no_link():
+    assert run_ranks(lambda cluster: measure_all_reduce("tcp"), 1) == [Link(0.0, 0.0)]
+
+
+def test_a_callback_hears_of_the_end_and_of_the_error():
+    def calls(cluster) -> None:
+        for pattern in ("ring", "torch"):
+            heard: list = []
+            handle = all_reduce(torch.ones(3), async_op=True, pattern=pattern)
+            handle.when_done(heard.append)
+            handle.wait()
+            deadline = time.monotonic() + 10
+            while not heard and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert heard == [None]
+            handle.when_done(heard.append)
+            assert heard == [None, None]
+        wrong: list = []
+        handle = all_reduce(torch.ones(3 + cluster.rank), async_op=True)
+        handle.when_done(wrong.append)
+        with pytest.raises(WorkbookError) as error:
+            handle.wait()
+        assert wrong == [error.value]
+
+    run_ranks(calls, 2)
