@@ -10,10 +10,14 @@ cd "$(dirname "$0")"
 
 lessons() {
     cat <<'TABLE'
-comm                 comm/tour.py                  every collective: who holds what, bytes sent, time predicted and measured
-point_to_point       comm/point_to_point.py        send and receive between two ranks; a link's latency and bandwidth
-train                data_parallel/train_alone.py  every rank trains alone on its shard, and the replicas drift apart
-data_parallel_naive  data_parallel/train_naive.py  one all-reduce per parameter after the backward; replicas stay equal
+comm                                   comm/tour.py                                    every collective: who holds what, bytes sent, time predicted and measured
+point_to_point                         comm/point_to_point.py                          send and receive between two ranks; a link's latency and bandwidth
+train                                  data_parallel/train_alone.py                    every rank trains alone on its shard, and the replicas drift apart
+data_parallel_naive                    data_parallel/train_naive.py                    one all-reduce per parameter after the backward; replicas stay equal
+data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulation.py  several microbatches, one synchronisation a step
+data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce per parameter, hidden behind the backward
+data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large messages, as early as they can
+data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop
 TABLE
 }
 
@@ -56,7 +60,7 @@ script_of() {
     done < <(lessons)
     if [ -n "$1" ]; then say "There is no RUN_MODE '$1'. There are:"; else say "RUN_MODE is not set. Choose one:"; fi
     while read -r mode script what; do
-        say "$(printf '  RUN_MODE=%-20s %s' "$mode" "$what")"
+        say "$(printf '  RUN_MODE=%-37s %s' "$mode" "$what")"
     done < <(lessons)
     return 1
 }

@@ -33,6 +33,12 @@ class NativeHandle:
 
     def wait(self) -> None:
         """Block until the operation has ended; raises CommError when a peer is gone or the time is up."""
+        if self._work is not None:
+            with timeline.span("wait", "wait"):
+                self.end()
+
+    def end(self) -> None:
+        """As `wait()`, on a thread that nobody would miss meanwhile."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -225,7 +231,7 @@ def _start_slowly(
         with timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
             toll = slow_link.Toll(op, "torch", num_bytes, dist.get_world_size(group))
             try:
-                NativeHandle(op, start(), finish).wait()
+                NativeHandle(op, start(), finish).end()
             except RuntimeError as error:
                 raise _failed(op, error) from error
             toll.pay()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from comm.wire import Group, group_of
+from lab.timeline import span
 
 IDLE_SECONDS = 10.0  # after which a communication thread ends; a group that is gone leaves none behind
 
@@ -29,7 +30,9 @@ class Handle:
 
     def wait(self) -> None:
         """Block until the operation has ended; raises the operation's own error."""
-        self._done.wait()
+        if not self._done.is_set():
+            with span("wait", "wait"):
+                self._done.wait()
         if self._error is not None:
             raise self._error
 

@@ -92,7 +92,7 @@ def leave(cluster: Cluster) -> None:
 def joined() -> Iterator[Cluster]:
     """`with joined() as cluster:` joins, and leaves at the end.
 
-    An error whose text says it all is printed as one line, and the process exits with 1.
+    An error whose text says it all is printed as one line, and the process exits with its code.
     """
     try:
         cluster = join()
@@ -100,7 +100,7 @@ def joined() -> Iterator[Cluster]:
     except WorkbookError as error:
         print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
         # Not sys.exit: destructors of a broken group would wait for peers that are gone.
-        os._exit(1)
+        os._exit(error.exit_code)
     except KeyboardInterrupt:
         print(f"rank {os.environ.get('RANK', '0')}: interrupted.", file=sys.stderr, flush=True)
         os._exit(130)

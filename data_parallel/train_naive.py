@@ -17,26 +17,19 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 import contextlib
-import dataclasses
-from typing import Literal
 
 import torch
 import tyro
 from torch import Tensor, nn
 
 from comm import cost
-from comm.collectives import Group, all_reduce, broadcast, default_pattern
+from comm.collectives import Group, all_reduce, broadcast
 from comm.rendezvous import joined
-from lab import timeline
-from lab.check import digest, replicas_equal
+from data_parallel.run import Args, Run
 from lab.cluster import Cluster
 from lab.ledger import Traffic
-from lab.meter import Meter
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import check_same_corpus, global_batch, load_corpus, rank_slice, split
+from lab.model import loss_of
 from lab.timeline import span
-
-TRACED = range(2, 5)  # steps: the first ones warm up, and more make no clearer picture
 
 
 class NaiveDataParallel(nn.Module):
@@ -77,79 +70,32 @@ class NaiveDataParallel(nn.Module):
                 all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)
 
 
-@dataclasses.dataclass
-class Args:
-    """Naive data parallel: train a small GPT on the source of Python's standard library."""
-
-    steps: int = 60
-    batch_size: int = 24
-    """Windows of text in a step, over all ranks: the same batch whatever their number."""
-    size: Literal["tiny", "small", "13m"] = "small"
-    """Of the model (lab.model)."""
-    lr: float = 1e-3
-    seed: int = 0
-    pattern: (
-        Literal["ring", "tcp", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"] | None
-    ) = None
-    """Who reduces (comm.collectives); None is ring on gloo, torch on nccl."""
-    trace: str | None = None
-    """A folder for trace.json (Perfetto) and timeline.png."""
-    json: bool = False
-    """Print the summary as one JSON line at the end."""
-
-
 def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:
-    """What the formula says this rank sends in a step: which are used, every gradient, the loss."""
+    """What the formula says this rank sends for a step's gradients: which are used, then every one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained), (1, 4)]
+    sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained)]
     place = (cluster.world_size, cluster.rank)
     return sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    corpus = load_corpus()
-    check_same_corpus(cluster, corpus)
-    train, _ = split(corpus)
-    config = GPTConfig.named(args.size)
-    # Another seed on each rank, as a careless user might have it: the broadcast makes them equal.
-    model = NaiveDataParallel(
-        GPT(config, seed=args.seed + cluster.rank).to(cluster.device), pattern=args.pattern
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    meter = Meter(
-        cluster, "data_parallel_naive", args.steps, args.batch_size * config.block_size, as_json=args.json
-    )
-
-    for step in range(args.steps):
-        if args.trace and step == TRACED.start:
-            timeline.start_recording()
-        if step == TRACED.stop:
-            timeline.stop_recording()
-        batch = global_batch(train, args.seed, step, args.batch_size, config.block_size)
-        x, y = (rank_slice(part, cluster.rank, cluster.world_size).to(cluster.device) for part in batch)
-        with meter.step() as this:
+    run = Run(cluster, args, "data_parallel_naive")
+    model = NaiveDataParallel(run.model(), pattern=run.pattern)
+    optimizer = run.optimizer(model)
+    for step in run.steps(model, optimizer):
+        x, y = run.batch(step)
+        with run.step() as this:
             with span("forward", "forward"):
                 loss = loss_of(model(x), y)
             optimizer.zero_grad()
             with span("backward", "backward"):
                 loss.backward()
-            with span("sync", "wait"):
-                model.finish_gradient_sync()
+            model.finish_gradient_sync()
             with span("step", "optimizer"):
                 optimizer.step()
-            this.loss = loss.detach()
-            all_reduce(this.loss, op="mean", pattern=args.pattern)
-
-    formula = traffic_per_step(cluster, model, args.pattern or default_pattern("all_reduce"))
-    equal = replicas_equal(cluster, model)
-    meter.finish(
-        bytes_formula=formula.bytes_sent * args.steps,
-        messages_formula=formula.messages_sent * args.steps,
-        replicas_equal=equal,
-        replica_digest=digest(model)[:16],
-    )
-    if args.trace:
-        timeline.save(cluster, args.trace, title=f"Naive data parallel, {cluster.world_size} ranks")
+            this.loss = run.mean_loss(loss)
+        run.sent(traffic_per_step(cluster, model, run.pattern))
+    run.finish(model)
 
 
 if __name__ == "__main__":

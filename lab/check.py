@@ -87,7 +87,7 @@ def _largest(tensor: Tensor) -> float:
 def digest(module: nn.Module) -> str:
     """SHA-256 of all parameters and buffers, bit for bit."""
     sha = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         sha.update(name.encode())
         sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()

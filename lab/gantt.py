@@ -21,11 +21,13 @@ COLORS = {
     "communication": "#D55E00",
     "data": "#E69F00",
     "wait": "#BDBDBD",
+    "launch": "#000000",
 }
 OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100")  # Paul Tol's muted scheme
 
 # Inches: bars keep their height and a label its place whatever the number of ranks.
 MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP = 0.30, 0.16, 0.03, 0.16
+MIN_POINTS = 1.2  # the width of a bar: what took microseconds is a tick in a picture of a second
 FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
 
 
@@ -85,6 +87,7 @@ def draw(
 
     A rank's other lanes are thinner bars below its main one. What overlaps within a lane, such as a call
     inside a call, goes one below the other. `colors`, by kind, adds to `COLORS`. Names stand where they fit.
+    The shortest event is still a visible tick, wider than it was long.
     """
     # Here, because it takes half a second that training need not wait. No pyplot: it keeps figures globally.
     from matplotlib.figure import Figure
@@ -124,6 +127,8 @@ def draw(
     figure.draw_without_rendering()  # settles the layout: from here on a millisecond has a width in points
     points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
     for top, thickness, track in bars:
+        # The short ones last: a tick is wider than its event, and the bar that follows must not cover it.
+        track = sorted(track, key=lambda event: -event.duration_ns)
         spans = [((event.start_ns - zero) / 1e6, event.duration_ns / 1e6) for event in track]
         fills = [palette[event.kind] for event in track]
         # A white rim keeps neighbours apart, but would cover a bar that is hardly wider.
@@ -131,7 +136,12 @@ def draw(
             "white" if length * points_per_ms > 3 else fill
             for (_, length), fill in zip(spans, fills, strict=True)
         ]
-        axes.broken_barh(spans, (top, thickness), facecolors=fills, edgecolors=rims, linewidth=0.5, zorder=2)
+        widths = [max(length, MIN_POINTS / points_per_ms) for _, length in spans]
+        # A tick at the very end grows to the left, or it would lie outside the picture.
+        shown = [
+            (min(start, last_ms - width), width) for (start, _), width in zip(spans, widths, strict=True)
+        ]
+        axes.broken_barh(shown, (top, thickness), facecolors=fills, edgecolors=rims, linewidth=0.5, zorder=2)
         for event, (start, length), fill in zip(track, spans, fills, strict=True):
             if size := _fitting_size(event.name, length * points_per_ms - 4, FONT_POINTS[thickness]):
                 axes.text(

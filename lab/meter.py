@@ -48,6 +48,7 @@ class Step:
 class Meter:
     """Times the steps of one rank. `tokens_per_step` counts the global batch, over all ranks.
 
+    `steps` is the number of the last step; a run that goes on from a checkpoint begins after `first_step`.
     The first `warmup` steps are not timed (fewer if there are few: at least half of them count). With
     `as_json` the last line on stdout is the summary as JSON, and all else goes to stderr.
     """
@@ -60,9 +61,12 @@ class Meter:
         tokens_per_step: int,
         as_json: bool = False,
         warmup: int = 2,
+        first_step: int = 0,
     ) -> None:
         self._cluster, self._run_mode, self._steps = cluster, run_mode, steps
         self._tokens_per_step, self._as_json, self._warmup = tokens_per_step, as_json, warmup
+        self._first_step = first_step
+        self.windows: list[tuple[int, int]] = []  # start and end of each step, nanoseconds of perf_counter_ns
         self._console = Console(stderr=as_json)
         self._line_open, self._printed_at = False, -math.inf
         self._seconds: list[float] = []
@@ -76,13 +80,14 @@ class Meter:
         """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
         if not self._seconds:
             self._traffic_before = LEDGER.total()
-        this, start = Step(), self._now()
+        this, start_ns = Step(), self._now()
         try:
             yield this
         except BaseException:
             self._end_line()
             raise
-        self._seconds.append(self._now() - start)
+        self.windows.append((start_ns, self._now()))
+        self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
         self._traffic = LEDGER.total() - self._traffic_before
         # Detached, or the loss would keep the step's graph alive through the next one.
         self._last_loss = this.loss.detach() if isinstance(this.loss, Tensor) else this.loss
@@ -124,10 +129,10 @@ class Meter:
                 print(json.dumps(summary, allow_nan=False, default=str), flush=True)
         return summary
 
-    def _now(self) -> float:
+    def _now(self) -> int:
         if self._cluster.device.type == "cuda":  # kernels still queued belong to the step that launched them
             torch.cuda.synchronize(self._cluster.device)
-        return time.perf_counter()
+        return time.perf_counter_ns()
 
     def _timed(self) -> list[float]:
         return self._seconds[min(self._warmup, len(self._seconds) // 2) :]
@@ -140,9 +145,13 @@ class Meter:
         return None if self._last_loss is None else float(self._last_loss)
 
     def _show_progress(self) -> None:
-        done, live = len(self._seconds), self._console.is_terminal
+        done, live = self._first_step + len(self._seconds), self._console.is_terminal
         waited = time.perf_counter() - self._printed_at
-        if 1 < done < self._steps and waited < (LIVE_SECONDS if live else PLAIN_SECONDS):
+        if (
+            len(self._seconds) > 1
+            and done < self._steps
+            and waited < (LIVE_SECONDS if live else PLAIN_SECONDS)
+        ):
             return
         loss, rate = self._loss(), self._tokens_per_second()
         words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"

@@ -222,15 +222,17 @@ def _plain(value: Any) -> Any:
     return value if finite or isinstance(value, int | str) else str(value)
 
 
-def save(cluster: Cluster, directory: str | Path, title: str | None = None) -> list[Path]:
+def save(
+    cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
+) -> list[Path]:
     """Align, gather, write `trace.json` and `timeline.png` on rank 0. Returns their paths, [] elsewhere.
 
-    Every rank must call it.
+    Every rank must call it, with its events or, by default, with all that it recorded.
     """
-    events = gather(cluster, align(cluster))
-    if events is None:
+    everyones = gather(cluster, align(cluster), events)
+    if everyones is None:
         return []
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    trace = write_chrome_trace(folder / "trace.json", events)
-    return [trace, draw(events, folder / "timeline.png", title)]
+    trace = write_chrome_trace(folder / "trace.json", everyones)
+    return [trace, draw(everyones, folder / "timeline.png", title)]

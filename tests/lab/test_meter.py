@@ -48,6 +48,7 @@ def clock(monkeypatch) -> Iterator[list[float]]:
     """A clock that stands still until a test moves it."""
     at = [1000.0]
     monkeypatch.setattr(meter_module.time, "perf_counter", lambda: at[0])
+    monkeypatch.setattr(meter_module.time, "perf_counter_ns", lambda: int(at[0] * 1e9))
     yield at
 
 

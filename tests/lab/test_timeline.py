@@ -312,6 +312,30 @@ def test_another_lane_is_a_thinner_bar_below_the_main_one(tmp_path):
     assert main.max() < side.min() and 0.3 * len(main) < len(side) < 0.8 * len(main)
 
 
+@pytest.mark.parametrize("start", [0, 200 * MS, 500 * MS])
+def test_an_event_of_no_length_is_a_tick_in_its_colour_as_high_as_its_lane(start, tmp_path):
+    around = [Event("f", "forward", 0, 200 * MS), Event("b", "backward", 200 * MS, 300 * MS)]
+    tick = Event("launch", "optimizer", start, 0, "launches")
+    picture = draw([*around, tick], tmp_path / "a.png")
+    columns = where(picture, COLORS["optimizer"]).sum(axis=0) > 15  # 0.16 inches are 24; the legend's are 13
+    bars = where(picture, COLORS["forward"]) | where(picture, COLORS["backward"])
+    seen, span_of_all = np.flatnonzero(columns), np.flatnonzero(bars.sum(axis=0) > 15)
+    assert 2 <= len(seen) <= 5
+    at = (seen.mean() - span_of_all.min()) / (span_of_all.max() - span_of_all.min())
+    assert abs(at - start / (500 * MS)) < 0.005
+
+
+def test_a_tick_is_not_covered_by_the_bar_that_follows_it(tmp_path):
+    events = [Event("launch", "optimizer", 0, 30_000), Event("wait", "wait", 30_000, 500 * MS)]
+    picture = draw(events, tmp_path / "a.png")
+    columns = where(picture, COLORS["optimizer"]).sum(axis=0) > 15
+    assert 2 <= columns.sum() <= 5, "30 us of 500 ms alone would be a tenth of a pixel"
+
+
+def test_no_two_kinds_share_a_colour():
+    assert len(set(COLORS.values())) == len(COLORS) and "launch" in COLORS
+
+
 def test_a_picture_of_nothing_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="start_recording"):
         draw([], tmp_path / "a.png")

@@ -1,0 +1,58 @@
+"""Checkpoints of replicas: rank 0 writes one for all, and reads it for all.
+
+Replicas are equal, so one file is enough; and ranks need not share a file system, so on the way back the
+bytes travel over the group (comm.collectives.broadcast).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from comm.collectives import barrier, broadcast
+from lab import checkpoint
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+
+
+def save(cluster: Cluster, directory: str, state: dict[str, Any]) -> None:
+    """Have rank 0 write `state`; returns when it is on disk. WorkbookError on every rank if that failed."""
+    failure = ""
+    if cluster.is_main:
+        try:
+            checkpoint.save(Path(directory), state)
+        except WorkbookError as error:
+            failure = str(error)
+    _tell(cluster, "save", failure)
+
+
+def load(cluster: Cluster, directory: str) -> dict[str, Any]:
+    """What rank 0 finds in `directory`, on every rank. WorkbookError on all if it finds nothing whole."""
+    data, failure = b"", ""
+    if cluster.is_main:
+        try:
+            data = checkpoint.read(Path(directory))
+            checkpoint.unpack(data, directory)
+        except WorkbookError as error:
+            failure = str(error)
+    _tell(cluster, "load", failure)
+    size = torch.tensor([len(data)], device=cluster.device)
+    broadcast(size)
+    message = torch.empty(int(size), dtype=torch.uint8, device=cluster.device)
+    if cluster.is_main:
+        message.copy_(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
+    broadcast(message)
+    return checkpoint.unpack(message.cpu().numpy().tobytes(), directory)
+
+
+def _tell(cluster: Cluster, what: str, failure: str) -> None:
+    """Rank 0 tells all how it went; all raise if it went wrong."""
+    call = cluster.store.add(f"data_parallel.checkpoint/{what}/{cluster.rank}", 1)
+    key = f"data_parallel.checkpoint/{what}/outcome/{call}"
+    if cluster.is_main:
+        cluster.store.set(key, failure)
+    failure = cluster.store.get(key).decode()
+    barrier()  # nobody raises, and ends, before all have read it
+    if failure:
+        raise WorkbookError(failure)

@@ -1,0 +1,255 @@
+"""What the train scripts of this folder share and no lesson is about: arguments, data, report, checkpoints.
+
+run = Run(cluster, args, "data_parallel_overlap")
+model = OverlapDataParallel(run.model(), pattern=run.pattern)
+optimizer = run.optimizer(model)
+for step in run.steps(model, optimizer):       # goes on from a checkpoint; saves one at the end or at Ctrl-C
+    x, y = run.batch(step)                     # this rank's slice of the global batch
+    with run.step() as this:
+        ...                                    # the lesson
+        this.loss = run.mean_loss(loss)
+    run.sent(formula)                          # what it should have sent, beside what is counted
+run.finish(model)
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from comm import cost, slow_link
+from comm.calibrate import measure_all_reduce
+from comm.collectives import all_reduce, fastest_pattern
+from data_parallel import checkpoint
+from data_parallel.predict import median_step_seconds
+from lab import timeline, units
+from lab.check import digest, replicas_equal
+from lab.cluster import Cluster
+from lab.digits import load_digits
+from lab.errors import Stopped, WorkbookError
+from lab.interrupt import StopRequest
+from lab.ledger import Traffic
+from lab.meter import Meter, Step
+from lab.metronome import metronome_of
+from lab.model import GPT, BabyCNN, GPTConfig
+from lab.overlap import Interval, overlap_of, per_step
+from lab.text import check_same_corpus, global_batch, load_corpus, rank_slice, split
+
+WARMUP = 2  # steps that are neither timed nor drawn
+DRAWN = 3  # steps in a picture; more make no clearer one
+
+
+@dataclasses.dataclass
+class Args:
+    """Train a small GPT on the source of Python's standard library."""
+
+    steps: int = 60
+    batch_size: int = 24
+    """Windows of text in a step, over all ranks: the same batch whatever their number."""
+    size: Literal["tiny", "small", "13m"] = "small"
+    """Of the model (lab.model)."""
+    lr: float = 1e-3
+    seed: int = 0
+    pattern: (
+        Literal["ring", "tcp", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"] | None
+    ) = None
+    """Who reduces (comm.collectives); None is tcp on gloo, torch on nccl."""
+    link: str | None = None
+    """Slow all communication down to a link, such as 1gbit or 200mbit,0.2ms; needs no root."""
+    metronome: str | None = None
+    """Replace computing by a clock: so long, such as 20ms, for a layer's forward, twice for its backward."""
+    checkpoint: str | None = None
+    """A folder for the checkpoint, written at the end and at Ctrl-C."""
+    resume: bool = False
+    """Go on from the checkpoint in that folder."""
+    trace: str | None = None
+    """A folder for trace.json (Perfetto) and timeline.png."""
+    json: bool = False
+    """Print the summary as one JSON line at the end."""
+
+
+@dataclasses.dataclass
+class AccumulationArgs(Args):
+    """Train a small GPT on the source of Python's standard library, in microbatches."""
+
+    grad_acc_steps: int = 1
+    """Microbatches of a step; gradients add up over them and are reduced once."""
+
+
+class Run:
+    """One rank's side of a training run. `model` is "gpt" (text) or "baby_cnn" (digits)."""
+
+    def __init__(self, cluster: Cluster, args: Args, run_mode: str, model: str = "gpt") -> None:
+        self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
+        self._check(args)
+        self._config = GPTConfig.named(args.size)
+        if model == "gpt":
+            corpus = load_corpus()
+            check_same_corpus(cluster, corpus)
+            self._corpus, _ = split(corpus)
+        else:
+            self._images, self._labels, *_ = load_digits()
+        self.pattern = args.pattern or fastest_pattern("all_reduce")
+        slow_link.use(slow_link.parse(args.link) if args.link else None)
+        self._link = measure_all_reduce(self.pattern)
+        self._formula = Traffic()
+        self._windows: list[Interval] = []
+        self._stop: StopRequest | None = None
+        self._everybody_stops = False
+
+    def _check(self, args: Args) -> None:
+        if args.steps < 1:
+            raise WorkbookError(f"--steps {args.steps}: there must be at least one.")
+        if args.resume and args.checkpoint is None:
+            raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
+        rank_slice(torch.empty(args.batch_size), 0, self._cluster.world_size)  # says so if it does not divide
+        parts, rest = divmod(
+            args.batch_size // self._cluster.world_size, getattr(args, "grad_acc_steps", 1) or 1
+        )
+        if rest or not parts:
+            raise WorkbookError(
+                f"--grad-acc-steps must divide the {args.batch_size // self._cluster.world_size} examples "
+                "that a rank has in a step."
+            )
+        if args.metronome is not None and self._model != "gpt":
+            raise WorkbookError("--metronome takes the GPT; leave --model out.")
+
+    def model(self) -> nn.Module:
+        """Another seed on each rank, as a careless user might have it: the wrapper must make them equal."""
+        seed = self._args.seed + self._cluster.rank
+        if self._model == "baby_cnn":
+            return BabyCNN(seed=seed).to(self._cluster.device)
+        gpt = GPT(self._config, seed=seed).to(self._cluster.device)
+        return metronome_of(gpt, units.seconds(self._args.metronome)) if self._args.metronome else gpt
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW; under the metronome one that takes no time."""
+        if self._args.metronome:
+            return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+        return torch.optim.AdamW(model.parameters(), lr=self._args.lr)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(x, y) on this rank's device: its slice of the global batch, a pure function of seed and step."""
+        args = self._args
+        if self._model == "gpt":
+            whole = global_batch(self._corpus, args.seed, step, args.batch_size, self._config.block_size)
+        else:
+            chosen = np.random.default_rng((args.seed, step)).integers(
+                len(self._images), size=args.batch_size
+            )
+            whole = self._images[chosen], self._labels[chosen]
+        place = self._cluster.rank, self._cluster.world_size
+        x, y = (rank_slice(part, *place).to(self._cluster.device) for part in whole)
+        return x, y
+
+    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        """The numbers of the steps to take. With --checkpoint, Ctrl-C ends them after a whole step."""
+        args, cluster = self._args, self._cluster
+        first = self._resume(model, optimizer) if args.resume else 0
+        tokens = args.batch_size * (self._config.block_size if self._model == "gpt" else 1)
+        self._meter = Meter(
+            cluster, self._run_mode, args.steps, tokens, args.json, warmup=WARMUP, first_step=first
+        )
+        timeline.start_recording()
+        if args.checkpoint is None:
+            yield from range(args.steps)
+            return
+        with StopRequest() as self._stop:
+            for step in range(first, args.steps):
+                yield step
+                if self._everybody_stops:
+                    self._save(step + 1, model, optimizer)
+                    raise Stopped(
+                        f"stopped after step {step + 1} of {args.steps}; the checkpoint is in "
+                        f"{args.checkpoint}, and --resume goes on from there."
+                    )
+            self._save(args.steps, model, optimizer)
+
+    def step(self) -> AbstractContextManager[Step]:
+        """Time one step."""
+        return self._meter.step()
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """The mean over ranks of each one's loss. A rank that is asked to stop tells the others here."""
+        asked = self._stop is not None and self._stop.requested
+        both = torch.stack([loss.detach().float(), loss.new_tensor(asked).float()])
+        all_reduce(both, op="mean", pattern=self.pattern)
+        if self._stop is not None:
+            self._everybody_stops = bool(both[1] > 0)
+        return both[0]
+
+    def sent(self, formula: Traffic) -> None:
+        """What the formula says a step's gradients have cost this rank; the loss is added here."""
+        place = (self._cluster.world_size, self._cluster.rank)
+        self._formula += formula + cost.per_rank("all_reduce", self.pattern, 2, 4, *place)
+
+    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
+        """Check the replicas, print the report, write the trace; all ranks must call it."""
+        cluster, args = self._cluster, self._args
+        timeline.stop_recording()
+        windows = self._meter.windows
+        by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) :])
+        seen = [overlap_of(events) for events in by_step]
+        shares = [one.hidden_share for one in seen if one.hidden_share is not None]
+        ranks, link = cluster.world_size, self._link
+        pattern = cost.model_of("all_reduce", self.pattern)
+        summary = self._meter.finish(
+            compute_seconds=_median([one.compute_seconds for one in seen]),
+            communication_seconds=_median([one.communication_seconds for one in seen]),
+            hidden_share=_median(shares),
+            predicted_step_seconds=median_step_seconds(
+                by_step, lambda num_bytes: cost.seconds("all_reduce", pattern, num_bytes, ranks, link)
+            ),
+            alpha_seconds=link.alpha,
+            beta_seconds_per_byte=link.beta,
+            bytes_formula=self._formula.bytes_sent,
+            messages_formula=self._formula.messages_sent,
+            replicas_equal=replicas_equal(cluster, model),
+            replica_digest=digest(model)[:16],
+            **extras,
+        )
+        if args.trace:
+            drawn = windows[WARMUP : WARMUP + DRAWN] or windows
+            events = [event for step in per_step(timeline.recorded(), drawn) for event in step]
+            timeline.save(cluster, args.trace, f"{self._run_mode}, {ranks} ranks", events)
+        return summary
+
+    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = {"made_with": self._made_with(), "step": done}
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
+
+    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        state = checkpoint.load(self._cluster, self._args.checkpoint or "")
+        if state["made_with"] != self._made_with():
+            raise WorkbookError(
+                f"The checkpoint was made with {state['made_with']}, and this run has {self._made_with()}; "
+                "give the same arguments, or another folder."
+            )
+        if state["step"] >= self._args.steps:
+            raise WorkbookError(
+                f"The checkpoint has {state['step']} steps already; ask for more with --steps."
+            )
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return state["step"]
+
+    def _made_with(self) -> dict[str, Any]:
+        args = self._args
+        return {
+            "run_mode": self._run_mode,
+            "model": self._model,
+            "size": args.size,
+            "batch_size": args.batch_size,
+            "lr": args.lr,
+            "seed": args.seed,
+        }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,118 @@
+"""PyTorch's own: torch.nn.parallel.DistributedDataParallel in the same loop, for text and for images.
+
+      what ours does                               what DDP does
+      buckets by hooks, last layers first          the same, in C++ (torch/csrc/distributed/c10d/reducer.cpp)
+      1 MiB first, then bucket_mb=4                1 MiB first, then 25; a given bucket_cap_mb is for all
+      order observed on rank 0, then fixed         the same
+      finish_gradient_sync() waits                 a callback at the end of the backward waits
+      gradients live in the buckets                only with gradient_as_bucket_view=True; by default they are
+                                                   copied out, and take their memory twice
+      a parameter no rank used keeps no gradient   find_unused_parameters=True, else an error a step later;
+                                                   it walks the graph each time, ours looks at who came
+      mean in the last hop of the ring             each rank divides its bucket before the all-reduce
+      a ring on plain sockets                      gloo, or nccl on GPUs
+
+Left out by ours: buffers broadcast in every forward (as batch norm's statistics need), uneven inputs
+(`join()`), static graphs, forward passes under `torch.compile`, and a hook for other ways to communicate.
+
+Through that hook DDP's buckets travel by `comm` here, pattern "torch": so they are counted, drawn, and
+slowed down by --link as ours are, and it is still gloo or nccl that reduces them.
+"""
+
+import contextlib
+import dataclasses
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from comm import cost
+from comm.collectives import Group, all_reduce
+from comm.rendezvous import joined
+from data_parallel.run import AccumulationArgs, Run
+from lab import timeline
+from lab.cluster import Cluster
+from lab.gantt import MAIN_LANE
+from lab.ledger import Traffic
+from lab.model import loss_of
+from lab.text import microbatches
+from lab.timeline import span
+
+
+@dataclasses.dataclass
+class Args(AccumulationArgs):
+    """PyTorch's DistributedDataParallel, on text (gpt) or handwritten digits (baby_cnn)."""
+
+    model: Literal["gpt", "baby_cnn"] = "gpt"
+    bucket_mb: float | None = None
+    """Cap of all buckets in MiB; by default the first has 1, the others 25."""
+    pattern: Literal["torch"] = "torch"
+    """DDP leaves the reducing to torch."""
+
+
+def through_comm(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook: the mean over ranks of a bucket, by comm's all-reduce with pattern "torch"."""
+    gradients, bucket_is_last = bucket.buffer(), bucket.is_last()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def finish(error: BaseException | None) -> None:
+        if bucket_is_last:
+            # DDP waits inside the backward, where no span of ours could show it.
+            timeline.record("wait", "wait", launched, timeline.now(), lane=MAIN_LANE)
+        if error is None:
+            done.set_result(gradients)
+        else:
+            done.set_exception(error)
+
+    with span(f"bucket {bucket.index()}", "launch", lane="launches", bytes=gradients.nbytes):
+        handle = all_reduce(gradients, op="mean", group=group, async_op=True, pattern="torch")
+    launched = timeline.now()
+    handle.when_done(finish)
+    return done
+
+
+def traffic_per_step(cluster: Cluster, sizes: list[int]) -> Traffic:
+    """What the best-known algorithm sends for buckets of these numbers of float32."""
+    place = (cluster.world_size, cluster.rank)
+    return sum((cost.per_rank("all_reduce", "torch", size, 4, *place) for size in sizes), Traffic())
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "data_parallel_ddp", args.model)
+    model = DistributedDataParallel(run.model(), bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True)
+    buckets: list[int] = []  # DDP keeps them to itself, so the hook notes them
+
+    def hook(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buckets.append(bucket.buffer().numel())
+        return through_comm(group, bucket)
+
+    model.register_comm_hook(None, hook)
+    optimizer = run.optimizer(model)
+    for step in run.steps(model, optimizer):
+        parts = microbatches(*run.batch(step), args.grad_acc_steps)
+        buckets.clear()
+        with run.step() as this:
+            optimizer.zero_grad()
+            total = torch.zeros((), device=cluster.device)
+            for i, (x, y) in enumerate(parts):
+                is_last = i == len(parts) - 1
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    with span("forward", "forward"):
+                        loss = loss_of(model(x), y) / len(parts)
+                    with span("backward", "backward"):
+                        loss.backward()  # and wait for what is under way
+                total += loss.detach()
+            with span("step", "optimizer"):
+                optimizer.step()
+            this.loss = run.mean_loss(total)
+        run.sent(traffic_per_step(cluster, buckets))
+    run.finish(model, buckets=len(buckets))
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)

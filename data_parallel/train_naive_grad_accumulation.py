@@ -1,0 +1,67 @@
+"""Gradient accumulation: several microbatches, one synchronisation. More computing for the same bytes.
+
+      rank 0   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step        a step, 3 microbatches
+      rank 1   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step
+                  └────────┴─────────┴── gradients add up in param.grad
+
+Activations are those of one microbatch, so a batch fits that would not fit at once; and the all-reduce is
+paid once a step, however many microbatches it has. With N of them:
+
+      step = N (forward + backward) + sum over parameters of 2 (n-1) (alpha + bytes/n beta) + optimizer
+
+autograd adds gradients up, so the *mean* over microbatches needs each loss divided by N, and these must
+be equal in size; the mean over ranks comes from the all-reduce. Two mistakes train almost as well, and
+worse: no division (with SGD the learning rate is N times too large, with Adam nobody notices), and to
+reduce after every microbatch without clearing (earlier ones are averaged again and again: harmless, but N
+times the bytes).
+"""
+
+import dataclasses
+
+import torch
+import tyro
+
+from comm.rendezvous import joined
+from data_parallel.run import AccumulationArgs, Run
+from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
+from lab.cluster import Cluster
+from lab.model import loss_of
+from lab.text import microbatches
+from lab.timeline import span
+
+
+@dataclasses.dataclass
+class Args(AccumulationArgs):
+    """Naive data parallel with gradient accumulation."""
+
+    grad_acc_steps: int = 4
+    """Microbatches of a step; gradients add up over them and are reduced once."""
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "data_parallel_naive_grad_accumulation")
+    model = NaiveDataParallel(run.model(), pattern=run.pattern)
+    optimizer = run.optimizer(model)
+    for step in run.steps(model, optimizer):
+        parts = microbatches(*run.batch(step), args.grad_acc_steps)
+        with run.step() as this:
+            optimizer.zero_grad()
+            total = torch.zeros((), device=cluster.device)
+            for x, y in parts:
+                with span("forward", "forward"):
+                    loss = loss_of(model(x), y) / len(parts)
+                with span("backward", "backward"):
+                    loss.backward()
+                total += loss.detach()
+            model.finish_gradient_sync()
+            with span("step", "optimizer"):
+                optimizer.step()
+            this.loss = run.mean_loss(total)
+        run.sent(traffic_per_step(cluster, model, run.pattern))
+    run.finish(model)
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)
