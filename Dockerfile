@@ -11,7 +11,8 @@ RUN apt-get update \
  && setcap cap_net_admin+ep /usr/local/libexec/link-tc
 
 WORKDIR /workbook
-RUN chown learner:learner .
+# A volume mounted on checkpoints/ takes over its owner.
+RUN install -d -o learner -g learner checkpoints && chown learner:learner .
 
 # Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty switches it off.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu

@@ -39,7 +39,10 @@ ROW_BYTES = 64
 
 @dataclass(frozen=True)
 class Header:
-    """What one rank brings. `shard` and `full` count elements; 0 where a rank brings none."""
+    """What one rank brings. `shard` and `full` count elements; 0 where a rank brings none.
+
+    `ready` is not compared: since when a slow link could carry it (comm.slow_link), in nanoseconds.
+    """
 
     op: str
     pattern: str
@@ -48,6 +51,7 @@ class Header:
     root: int = -1
     shard: int = 0
     full: int = 0
+    ready: int = 0
 
     def pack(self) -> torch.Tensor:
         row = (
@@ -58,14 +62,14 @@ class Header:
             self.root,
             self.shard,
             self.full,
-            0,
+            self.ready,
         )
         return torch.tensor(row, dtype=torch.int64)
 
     @staticmethod
     def unpack(row: list[int]) -> "Header":
-        op, pattern, dtype, reduction, root, shard, full, _ = row
-        return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], root, shard, full)
+        op, pattern, dtype, reduction, *numbers = row
+        return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], *numbers)
 
     def __str__(self) -> str:
         how = f"{self.op}({self.pattern}"
@@ -113,9 +117,16 @@ class Agreement:
     def __init__(self, wire: Wire, mine: Header) -> None:
         self._rows, self._names = RowExchange(wire, mine.pack()), names_of(wire.group)
 
-    def finish(self) -> None:
-        """Raises CommError, on every rank, unless all agree and each shard is its part of the whole."""
-        check_headers([Header.unpack(row) for row in self._rows.finish().tolist()], self._names)
+    def finish(self) -> list[Header]:
+        """All headers. Raises CommError, on every rank, unless they fit together."""
+        return check_rows(self._rows.finish(), self._names)
+
+
+def check_rows(rows: torch.Tensor, names: list[int]) -> list[Header]:
+    """The headers in these rows. Raises CommError, with the ranks' names, unless they fit together."""
+    headers = [Header.unpack(row) for row in rows.tolist()]
+    check_headers(headers, names)
+    return headers
 
 
 def check_headers(headers: list[Header], names: list[int]) -> None:

@@ -4,6 +4,8 @@ A pattern comes as `work(path, *tensors)`: the path is a Wire (gloo's messages) 
 sockets; the tensors are flat and in host memory. It may rely on the ranks' fitting together.
 """
 
+import dataclasses
+import time
 from collections.abc import Callable
 
 import torch
@@ -36,7 +38,7 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             )
     # The communication thread must not read what the GPU has still to compute.
     event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
-    queue = queue_of(group)
+    queue, posted = queue_of(group), time.perf_counter_ns()
 
     def run(path: Wire | tcp.RingSockets) -> None:
         wired = [operand.to_wire() for operand in operands]
@@ -49,11 +51,13 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             event.synchronize()
         num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
         with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-            toll = Toll(header.op, header.pattern, num_bytes, dist.get_world_size(group))
+            ranks = dist.get_world_size(group)
+            toll = Toll(queue, posted, header.op, header.pattern, num_bytes, ranks)
+            mine = dataclasses.replace(header, ready=toll.ready)
             if header.pattern == "tcp":
-                _over_sockets(header, group, sequence, toll, run)
+                _over_sockets(mine, group, sequence, toll, run)
             else:
-                _over_gloo(header, group, queue, sequence, toll, run)
+                _over_gloo(mine, group, queue, sequence, toll, run)
             toll.pay()
 
     return queue.submit(job, async_op)
@@ -64,8 +68,7 @@ def _over_sockets(
 ) -> None:
     try:
         sockets = tcp.sockets_of(group, header.op, sequence)
-        sockets.agree(header)
-        toll.begin()
+        toll.begin(sockets.agree(header))
         run(sockets)
     except CommError:
         tcp.forget(group)  # the streams may be out of step: the next use connects anew
@@ -81,8 +84,7 @@ def _over_gloo(
 
     def check() -> None:
         try:
-            agreement.finish()
-            toll.begin()
+            toll.begin(agreement.finish())
         except CommError:
             queue.has_leftovers = True
             queue.leftovers.append(wire.early_transfers)

@@ -226,17 +226,18 @@ def _start_slowly(
     start: Callable[[], dist.Work | None],
 ) -> Handle:
     """In its turn on the group's communication thread, as ours: a link carries one thing at a time."""
+    queue, posted = queue_of(group), timeline.now()
 
     def job(sequence: int) -> None:
         with timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
-            toll = slow_link.Toll(op, "torch", num_bytes, dist.get_world_size(group))
+            toll = slow_link.Toll(queue, posted, op, "torch", num_bytes, dist.get_world_size(group))
             try:
                 NativeHandle(op, start(), finish).end()
             except RuntimeError as error:
                 raise _failed(op, error) from error
             toll.pay()
 
-    return queue_of(group).submit(job, async_op)
+    return queue.submit(job, async_op)
 
 
 def _record(op: str, num_bytes: int, started: int) -> None:

@@ -71,6 +71,7 @@ class GroupQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.sequence = 0
+        self.link_free_at = 0  # comm.slow_link's, nanoseconds
         # After a mismatch, what was sent early may lie about or still be moving: from then on nothing is
         # sent early, and the memory is kept, for a connection stops for ever when it loses it in mid-message.
         self.has_leftovers = False

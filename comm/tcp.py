@@ -23,7 +23,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from comm.header import ROW_BYTES, Header, RowExchange, check_headers
+from comm.header import ROW_BYTES, Header, RowExchange, check_rows
 from comm.reduction import combine, finish
 from comm.ring import chunk_sent
 from comm.shards import TCP_SEGMENT_BYTES, segments_of, shards_of
@@ -70,8 +70,8 @@ class RingSockets:
             end.setblocking(False)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def agree(self, mine: Header) -> None:
-        """Pass all headers round the ring; raises CommError on every rank unless all fit together."""
+    def agree(self, mine: Header) -> list[Header]:
+        """Pass all headers round the ring; raises CommError on every rank unless they fit together."""
         self._op = mine.op
         rows = torch.empty(self.size, ROW_BYTES // 8, dtype=torch.int64)
         rows[self.rank] = mine.pack()
@@ -88,7 +88,7 @@ class RingSockets:
 
         send(rows[self.rank])
         self.run(queue, [_bytes_of(rows[source]) for source in sources], arrived)
-        check_headers([Header.unpack(row) for row in rows.tolist()], self._names)
+        return check_rows(rows, self._names)
 
     def run(
         self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]

@@ -45,7 +45,6 @@ from lab.text import microbatches
 from lab.timeline import span
 
 MIB = 1 << 20
-FIRST_BUCKET_BYTES = MIB  # at most, as in DDP
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,16 +60,16 @@ class Bucket:
         self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
 
-def fill(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
-    """Which parameters, by position, share a bucket: neighbours of one dtype, up to `bucket_bytes`.
+def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
+    """Which parameters, by position, share a bucket: neighbours of one dtype, up to a cap in bytes.
 
-    The first bucket is at most FIRST_BUCKET_BYTES. A parameter larger than the cap has one for itself.
+    The first bucket has a cap of its own. A parameter larger than the cap has a bucket for itself.
     """
     buckets: list[list[int]] = []
     room = 0
     for i, parameter in enumerate(parameters):
         if not buckets or parameter.nbytes > room or parameter.dtype != parameters[i - 1].dtype:
-            room = bucket_bytes if buckets else min(bucket_bytes, FIRST_BUCKET_BYTES)
+            room = bucket_bytes if buckets else first_bytes
             buckets.append([])
         buckets[-1].append(i)
         room -= parameter.nbytes
@@ -91,11 +90,12 @@ class BucketDataParallel(nn.Module):
         group: Group = None,
         pattern: str | None = None,
         bucket_mb: float = 4.0,
+        first_mb: float = 1.0,
         wire_dtype: str | None = None,
     ) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
-        self._bucket_bytes = int(bucket_mb * MIB)
+        self._caps = int(min(first_mb, bucket_mb) * MIB), int(bucket_mb * MIB)
         self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
@@ -117,7 +117,7 @@ class BucketDataParallel(nn.Module):
         """Make buckets for the parameters in this order, and move what gradients there are."""
         self._order, self.buckets, self._place = order, [], {}
         ordered = [self.trained[i] for i in order]
-        filled = fill(ordered, self._bucket_bytes)
+        filled = fill(ordered, *self._caps)
         for k, positions in enumerate(filled):
             # At the end of the last one, a number for each parameter: has any rank used it?
             num_flags = len(ordered) if k == len(filled) - 1 else 0

@@ -73,7 +73,7 @@ class Meter:
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
         self._traffic_before = self._traffic = Traffic()
-        _reset_peak_memory(cluster.device)
+        reset_peak_memory(cluster.device)
 
     @contextmanager
     def step(self) -> Iterator[Step]:
@@ -112,7 +112,7 @@ class Meter:
             "last_loss": self._loss(),
             "step_seconds": statistics.median(self._timed()) if self._seconds else None,
             "tokens_per_second": self._tokens_per_second(),
-            "peak_memory_bytes": _peak_memory(self._cluster.device),
+            "peak_memory_bytes": peak_memory(self._cluster.device),
             "bytes_sent": self._traffic.bytes_sent,
             "messages_sent": self._traffic.messages_sent,
         }
@@ -189,7 +189,8 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _reset_peak_memory(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` begin anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -197,7 +198,8 @@ def _reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM begins anew at what is resident
 
 
-def _peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
+    """Bytes since the last reset, at most: of the process (CPU) or of its tensors (CUDA)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -46,7 +46,7 @@ def up() -> Iterator[Up]:
         compose("build", timeout=1200)
         yield run_cluster
     finally:
-        compose("down", "--rmi", "all", "--remove-orphans", timeout=120, check=False)
+        compose("down", "--volumes", "--rmi", "all", "--remove-orphans", timeout=120, check=False)
 
 
 def run_cluster(*nodes: str, timeout: float = 120, **env: str) -> dict[str, Node]:

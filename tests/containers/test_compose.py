@@ -55,6 +55,27 @@ def test_naive_data_parallel_trains_on_four_nodes(up):
     assert figures["replicas_equal"] is True
 
 
+def test_bucket_overlap_trains_on_four_nodes_and_hides_communication_on_a_slow_link(up):
+    args = "--json --steps 20 --batch-size 48 --bucket-mb 0.5"
+    nodes = up(RUN_MODE="data_parallel_bucket_overlap", LINK="200mbit", ARGS=args, timeout=240)
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    figures = nodes["node0"].json()
+    assert (figures["run_mode"], figures["world_size"]) == ("data_parallel_bucket_overlap", 4)
+    assert figures["last_loss"] < 0.8 * figures["first_loss"]
+    assert figures["replicas_equal"] is True
+    assert figures["bytes_sent"] == figures["bytes_formula"]
+    assert figures["hidden_share"] > 0.1
+
+
+def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
+    args = "--json --steps 5 --size 13m --batch-size 2 --metronome 20ms"
+    settings = {"RUN_MODE": "data_parallel_bucket_overlap", "WORLD_SIZE": "2"}
+    shaped = up(**settings, LINK="200mbit", ARGS=args)["node0"].json()
+    modelled = up(**settings, ARGS=f"{args} --link 200mbit")["node0"].json()
+    for figure in ("communication_seconds", "step_seconds"):
+        assert modelled[figure] == pytest.approx(shaped[figure], rel=0.15)
+
+
 def test_an_unknown_run_mode_lists_the_modes_on_every_node_and_exits_2(up):
     nodes = up(RUN_MODE="no_such_lesson")
     assert exit_codes(nodes) == dict.fromkeys(NODES, 2), nodes
