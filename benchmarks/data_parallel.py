@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comm import collectives, cost, slow_link
 from data_parallel.predict import step_seconds
 from data_parallel.train_bucket_overlap import MIB, BucketDataParallel, fill
-from data_parallel.train_ddp import through_comm
+from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab import meter, timeline
@@ -83,7 +83,7 @@ def build(name: str, hooked: bool, module: nn.Module, windows: int = WINDOWS) ->
     if kind == "ddp":
         model = DistributedDataParallel(module, bucket_cap_mb=float(cap) if cap else None)
         if hooked:
-            model.register_comm_hook(None, through_comm)
+            model.register_comm_hook(HookState(), through_comm)
     elif kind == "bucket_overlap":
         model = BucketDataParallel(module, pattern="tcp", bucket_mb=float(cap))
     else:

@@ -58,7 +58,7 @@ class NativeHandle:
         if self._work is None:
             callback(None)
         else:
-            self._work.get_future().add_done_callback(lambda future: callback(_error_of(future)))
+            self._work.get_future().add_done_callback(lambda future: callback(_error_of(self._op, future)))
 
 
 Pending = Handle | NativeHandle
@@ -251,11 +251,11 @@ def _failed(op: str, error: RuntimeError) -> CommError:
     return CommError(f"{op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}.")
 
 
-def _error_of(future: torch.futures.Future) -> BaseException | None:
+def _error_of(op: str, future: torch.futures.Future) -> CommError | None:
     try:
         future.value()
     except RuntimeError as error:
-        return error
+        return _failed(op, error)
     return None
 
 

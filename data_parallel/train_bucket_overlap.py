@@ -144,20 +144,23 @@ class BucketDataParallel(nn.Module):
 
     def _on_gradient(self, i: int) -> None:
         """The gradient of parameter i is complete: that of this microbatch and of those before it."""
-        if self._next_order is not None and not self._fired:
-            order, self._next_order = self._next_order, None
-            self._lay_out(order)
-        self._move_in(i)
-        if not self._synchronising:
-            return
         if i in self._fired:
             raise WorkbookError(
-                "A second backward began before finish_gradient_sync(): run all but the last microbatch "
+                "Another backward began before finish_gradient_sync(): run all but the last microbatch "
                 "inside no_sync()."
             )
-        if self._observed is not None:
-            self._observed.append(i)
-        self._complete(i)
+        self._use_agreed_order()
+        self._move_in(i)
+        if self._synchronising:
+            if self._observed is not None:
+                self._observed.append(i)
+            self._complete(i)
+
+    def _use_agreed_order(self) -> None:
+        """Late, for by now the gradients of the step before are gone, and need not be moved."""
+        if self._next_order is not None:
+            order, self._next_order = self._next_order, None
+            self._lay_out(order)
 
     def _move_in(self, i: int) -> None:
         parameter, view = self.trained[i], self._place[i][1]
@@ -191,6 +194,7 @@ class BucketDataParallel(nn.Module):
         A parameter that only some ranks used counts as zero on the others; one that no rank used has no
         gradient afterwards.
         """
+        self._use_agreed_order()  # a rank without a backward has not done so yet
         unused = [i for i in self._order if i not in self._fired]
         for i in unused:
             if self.trained[i].grad is None:

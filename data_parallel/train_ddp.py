@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from comm import cost
-from comm.collectives import Group, all_reduce
+from comm.collectives import CommError, Group, all_reduce
 from comm.rendezvous import joined
 from data_parallel.run import AccumulationArgs, Run
 from lab import timeline
@@ -53,7 +53,21 @@ class Args(AccumulationArgs):
     """DDP leaves the reducing to torch."""
 
 
-def through_comm(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@dataclasses.dataclass
+class HookState:
+    """What the hook is told, and what it has to tell: DDP cannot pass an error of Python's on."""
+
+    group: Group = None
+    error: BaseException | None = None
+    sizes: list[int] = dataclasses.field(default_factory=list)  # DDP keeps its buckets to itself
+
+    def check(self) -> None:
+        """To be called after the backward: raises the error that a bucket met, if any."""
+        if self.error is not None:
+            raise self.error
+
+
+def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook: the mean over ranks of a bucket, by comm's all-reduce with pattern "torch"."""
     gradients, bucket_is_last = bucket.buffer(), bucket.is_last()
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -62,15 +76,19 @@ def through_comm(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[
         if bucket_is_last:
             # DDP waits inside the backward, where no span of ours could show it.
             timeline.record("wait", "wait", launched, timeline.now(), lane=MAIN_LANE)
-        if error is None:
-            done.set_result(gradients)
-        else:
-            done.set_exception(error)
+        state.error = state.error or error
+        done.set_result(gradients)
 
-    with span(f"bucket {bucket.index()}", "launch", lane="launches", bytes=gradients.nbytes):
-        handle = all_reduce(gradients, op="mean", group=group, async_op=True, pattern="torch")
-    launched = timeline.now()
-    handle.when_done(finish)
+    state.sizes.append(gradients.numel())
+    try:
+        with span(f"bucket {bucket.index()}", "launch", lane="launches", bytes=gradients.nbytes):
+            handle = all_reduce(gradients, op="mean", group=state.group, async_op=True, pattern="torch")
+    except CommError as error:
+        launched = timeline.now()
+        finish(error)
+    else:
+        launched = timeline.now()
+        handle.when_done(finish)
     return done
 
 
@@ -83,17 +101,12 @@ def traffic_per_step(cluster: Cluster, sizes: list[int]) -> Traffic:
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "data_parallel_ddp", args.model)
     model = DistributedDataParallel(run.model(), bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True)
-    buckets: list[int] = []  # DDP keeps them to itself, so the hook notes them
-
-    def hook(group: Group, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buckets.append(bucket.buffer().numel())
-        return through_comm(group, bucket)
-
-    model.register_comm_hook(None, hook)
+    hook = HookState()
+    model.register_comm_hook(hook, through_comm)
     optimizer = run.optimizer(model)
     for step in run.steps(model, optimizer):
         parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        buckets.clear()
+        hook.sizes.clear()
         with run.step() as this:
             optimizer.zero_grad()
             total = torch.zeros((), device=cluster.device)
@@ -104,12 +117,13 @@ def main(cluster: Cluster, args: Args) -> None:
                         loss = loss_of(model(x), y) / len(parts)
                     with span("backward", "backward"):
                         loss.backward()  # and wait for what is under way
+                    hook.check()
                 total += loss.detach()
             with span("step", "optimizer"):
                 optimizer.step()
             this.loss = run.mean_loss(total)
-        run.sent(traffic_per_step(cluster, buckets))
-    run.finish(model, buckets=len(buckets))
+        run.sent(traffic_per_step(cluster, hook.sizes))
+    run.finish(model, buckets=len(hook.sizes))
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class NaiveDataParallel(nn.Module):
 
 
 def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:
-    """What the formula says this rank sends for a step's gradients: which are used, then every one."""
+    """What the formula says this rank sent for the last step: which gradients there are, then each."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained)]
+    sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained if p.grad is not None)]
     place = (cluster.world_size, cluster.rank)
     return sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
 

@@ -73,14 +73,13 @@ class OverlapDataParallel(nn.Module):
 
     def _on_gradient(self, i: int) -> None:
         """The gradient of parameter i is complete: that of this microbatch and of those before it."""
-        if not self._synchronising:
-            return
         if self._order.is_ready(i):
             raise WorkbookError(
-                "A second backward began before finish_gradient_sync(): run all but the last microbatch "
+                "Another backward began before finish_gradient_sync(): run all but the last microbatch "
                 "inside no_sync()."
             )
-        self._order.ready(i)
+        if self._synchronising:
+            self._order.ready(i)
 
     def _launch(self, i: int) -> None:
         gradient = self._trained[i].grad

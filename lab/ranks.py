@@ -26,7 +26,11 @@ from lab import replace
 from lab.rank_child import Job, rank_main, stack_file
 
 _context = multiprocessing.get_context("forkserver")
-_preload = ["lab.rank_child", "lab.model"]
+_preload = [
+    "lab.rank_child",
+    "lab.model",
+    "torch._dynamo",
+]  # the first optimizer imports the last, for seconds
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
 _GRACE = 0.5  # seconds in which an earlier failure may still arrive behind a later one
 

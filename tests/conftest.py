@@ -13,6 +13,12 @@ ranks.preload(
     "comm.cost",
     "comm.point_to_point",
     "comm.rendezvous",
+    "data_parallel.train_bucket_overlap",
+    "data_parallel.train_ddp",
+    "data_parallel.train_naive",
+    "data_parallel.train_overlap",
+    "lab.check",
+    "lab.metronome",
 )
 
 settings.register_profile(

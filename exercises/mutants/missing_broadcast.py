@@ -5,7 +5,7 @@ from torch import nn
 from comm.collectives import Group
 
 TARGET = "data_parallel.train_naive.NaiveDataParallel.__init__"
-KILLER = "tests.data_parallel.test_naive.test_ranks_start_from_rank_0s_parameters_and_buffers"
+KILLER = "tests.data_parallel.test_equivalence.test_ranks_start_from_rank_0s_parameters_and_buffers"
 
 
 def mutant(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:

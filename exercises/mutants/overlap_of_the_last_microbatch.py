@@ -1,0 +1,28 @@
+"""A tensor's hook sees the last microbatch alone: earlier ones are never averaged, and the replicas drift."""
+
+from torch import Tensor, nn
+
+from comm.collectives import all_reduce
+from data_parallel.train_overlap import OverlapDataParallel
+
+TARGET = "data_parallel.train_overlap.OverlapDataParallel"
+KILLER = "tests.data_parallel.test_equivalence.test_microbatches_add_up_to_the_whole_batch"
+
+
+class mutant(OverlapDataParallel):
+    def __init__(self, module: nn.Module, *args, **options) -> None:
+        super().__init__(module, *args, **options)
+        for parameter in self._trained:
+            parameter.register_hook(self._reduce)
+
+    def _reduce(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if self._synchronising:
+            all_reduce(gradient, op="mean", group=self.group, pattern=self.pattern)
+        return gradient
+
+    def _on_gradient(self, i: int) -> None:
+        pass
+
+    def finish_gradient_sync(self) -> None:
+        pass

@@ -1,0 +1,12 @@
+"""Training hangs as soon as some ranks use a parameter and others do not: each reduces what it has."""
+
+from comm.collectives import all_reduce
+
+TARGET = "data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync"
+KILLER = "tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_everywhere_or_nowhere"
+
+
+def mutant(self) -> None:
+    for parameter in self.module.parameters():
+        if parameter.grad is not None:
+            all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)

@@ -1,0 +1,14 @@
+"""Weight decay shrinks parameters that nobody uses: they get gradients of zeros, and on one process none."""
+
+from data_parallel.train_bucket_overlap import BucketDataParallel
+
+TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel"
+KILLER = "tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_everywhere_or_nowhere"
+
+
+class mutant(BucketDataParallel):
+    def finish_gradient_sync(self) -> None:
+        super().finish_gradient_sync()
+        for i, parameter in enumerate(self.trained):
+            if parameter.grad is None:
+                parameter.grad = self._place[i][1]

@@ -1,0 +1,192 @@
+"""Data parallel against one process: the wrappers, models that have everything, and the comparison.
+
+A wrapper is made by a function of a module; all have `no_sync()` and `finish_gradient_sync()`, DDP too.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from comm import slow_link
+from comm.collectives import Group
+from comm.cost import Link
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_ddp import HookState, through_comm
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_overlap import OverlapDataParallel
+from lab import timeline
+from lab.check import assert_same, gradients, parameters, reference_gradients, replicas_equal
+from lab.cluster import Cluster
+from lab.gantt import Event
+from lab.metronome import Metronome
+from lab.model import GPT, GPTConfig, loss_of
+from lab.text import rank_slice
+
+BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches what a rank gets
+
+Wrap = Callable[..., nn.Module]  # (module, group=None) to a wrapper
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Ddp(DistributedDataParallel):
+    """torch's own in buckets of one parameter, reduced through comm as in the lesson.
+
+    It warns when it looks for unused parameters in vain, so a module with some says so.
+    """
+
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
+        super().__init__(
+            module,
+            process_group=group,
+            bucket_cap_mb=1e-6,
+            find_unused_parameters=getattr(module, "leaves_unused", False),
+            gradient_as_bucket_view=True,
+        )
+        self.register_comm_hook(HookState(group), through_comm)
+
+    def finish_gradient_sync(self) -> None:
+        """DDP has waited at the end of the backward."""
+
+
+OURS: dict[str, Wrap] = {
+    "naive": lambda module, group=None: NaiveDataParallel(module, group, "tcp"),
+    "overlap": lambda module, group=None: OverlapDataParallel(module, group, "tcp"),
+    "overlap by torch": lambda module, group=None: OverlapDataParallel(module, group, "torch"),
+    "a bucket for each": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=1e-6),
+    "buckets": lambda module, group=None: BucketDataParallel(module, group, "tcp", bucket_mb=0.02),
+    "one bucket": lambda module, group=None: BucketDataParallel(module, group, "torch", bucket_mb=4.0),
+}
+WRAPPERS: dict[str, Wrap] = OURS | {"ddp": Ddp}
+
+
+class Odd(nn.Module):
+    """Shapes that divide by nothing, frozen and unused layers, a buffer, and branches few examples take."""
+
+    leaves_unused = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.frozen, self.last = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.early, self.late, self.never = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((1,), 1.0 + seed))
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.frozen(self.first(x * self.scale)))
+        y = self.last(h)
+        for i, branch in enumerate((self.early, self.late)):
+            takes_branch = x[:, i : i + 1] > 0
+            y = y + branch(h) * takes_branch if takes_branch.any() else y
+        return y
+
+
+def examples(world_size: int) -> tuple[Tensor, Tensor]:
+    """For Odd: of the last rank's slice, the first example takes one branch and the last the other."""
+    random = torch.Generator().manual_seed(1)
+    x, y = torch.randn(BATCH, 7, generator=random).double(), torch.randint(3, (BATCH,), generator=random)
+    x[:, :2] = -1.0
+    x[-BATCH // world_size, 0] = x[-1, 1] = 1.0
+    return x, y
+
+
+def odd_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class EitherWay(nn.Module):
+    """Layers of one shape, side by side; `backwards` says which gradient is ready first, and nothing else."""
+
+    def __init__(self, seed: int, backwards: bool, width: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3)).double()
+        self.backwards = backwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.zeros_like(x)
+        for i, layer in list(enumerate(self.layers))[:: -1 if self.backwards else 1]:
+            outputs = outputs + (i + 1) * torch.tanh(layer(x))
+        return outputs
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def gpt(seed: int, tied: bool = True) -> GPT:
+    config = GPTConfig(
+        vocab_size=61, block_size=8, num_layers=1, num_heads=2, num_kv_heads=1, width=14, tied=tied
+    )
+    return GPT(config, seed=seed).double()
+
+
+def text() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(61, (BATCH, 9), generator=torch.Generator().manual_seed(2))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def text_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return loss_of(model(x), y)
+
+
+def mine(cluster: Cluster, batch: tuple[Tensor, ...]) -> list[Tensor]:
+    return [rank_slice(part, cluster.rank, cluster.world_size) for part in batch]
+
+
+def accumulate(model: nn.Module, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
+    """A step's gradients, as the lessons take them."""
+    parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
+    for i, (x, y) in enumerate(parts):
+        with contextlib.nullcontext() if i == len(parts) - 1 else model.no_sync():
+            (loss(model, x, y) / microbatches).backward()
+    model.finish_gradient_sync()
+
+
+def compare_with_one_process(
+    cluster: Cluster,
+    wrap: Wrap,
+    make: Callable[[int], nn.Module],
+    loss: Loss,
+    batch: tuple[Tensor, Tensor],
+    microbatches: Sequence[int] = (1, 2, 3),
+    what: str = "",
+) -> None:
+    """Every parameter's gradient at each step, of as many microbatches as it says, and parameters after SGD.
+
+    Gradients are set to None before every other step and to zero before the others.
+    """
+    reference, model = make(0), wrap(make(cluster.rank))
+    assert_same(parameters(model.module), parameters(reference), 0, f"initial parameter, {what},")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
+    for step, count in enumerate(microbatches):
+        expected = reference_gradients(reference, lambda m: loss(m, *batch))
+        optimizers[1].zero_grad(set_to_none=step % 2 == 0)
+        accumulate(model, loss, mine(cluster, batch), count)
+        assert_same(gradients(model.module), expected, what=f"gradient, {what}, step {step},")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(parameters(model.module), parameters(reference), what=f"parameter, {what},")
+    assert replicas_equal(cluster, model), what
+
+
+def trace_of_a_step(name: str) -> list[Event]:
+    """The second one: 20 ms of backward for each of 4 layers, 12 ms on the wire for the gradients of each."""
+    layers = nn.ParameterList(torch.zeros(8) for _ in range(4))
+    with slow_link.slowed(Link(0.004, 0.0)):
+        model = WRAPPERS[name](Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2))
+        for _ in range(2):
+            model.zero_grad()
+            timeline.start_recording()
+            with timeline.span("forward", "forward"):
+                loss = model(torch.zeros(1, 1)).sum()
+            with timeline.span("backward", "backward"):
+                loss.backward()
+            model.finish_gradient_sync()
+            timeline.stop_recording()
+    return timeline.recorded()
