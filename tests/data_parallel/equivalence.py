@@ -46,10 +46,12 @@ class Ddp(DistributedDataParallel):
             find_unused_parameters=getattr(module, "leaves_unused", False),
             gradient_as_bucket_view=True,
         )
-        self.register_comm_hook(HookState(group), through_comm)
+        self.hook = HookState(group)
+        self.register_comm_hook(self.hook, through_comm)
 
     def finish_gradient_sync(self) -> None:
         """DDP has waited at the end of the backward."""
+        self.hook.check()
 
 
 OURS: dict[str, Wrap] = {
