@@ -84,6 +84,8 @@ def build(name: str, hooked: bool, module: nn.Module, windows: int = WINDOWS) ->
         model = DistributedDataParallel(module, bucket_cap_mb=float(cap) if cap else None)
         if hooked:
             model.register_comm_hook(HookState(), through_comm)
+    elif kind == "ddpview":
+        model = DistributedDataParallel(module, bucket_cap_mb=float(cap), gradient_as_bucket_view=True)
     elif kind == "bucket_overlap":
         model = BucketDataParallel(module, pattern="tcp", bucket_mb=float(cap))
     else:
@@ -96,7 +98,7 @@ def build(name: str, hooked: bool, module: nn.Module, windows: int = WINDOWS) ->
     def step() -> None:
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
-        if kind != "ddp":
+        if not kind.startswith("ddp"):
             model.finish_gradient_sync()
         optimizer.step()
 
@@ -198,7 +200,7 @@ def peak(cluster: Cluster, kind: str) -> int:
             meter.reset_peak_memory(cluster.device)
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
-        if kind != "ddp":
+        if not kind.startswith("ddp"):
             model.finish_gradient_sync()
         optimizer.step()
     return meter.peak_memory(cluster.device)

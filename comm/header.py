@@ -9,6 +9,7 @@ The rounds cost latency, and on busy cores a wake-up can cost milliseconds. The 
 therefore start their first messages while the headers are under way (comm.wire, "early").
 """
 
+import struct
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -34,7 +35,8 @@ DTYPES = tuple(
     sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str),
 )
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
-ROW_BYTES = 64
+_ROW = struct.Struct("=8q")
+ROW_BYTES = _ROW.size
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Header:
     full: int = 0
     ready: int = 0
 
-    def pack(self) -> torch.Tensor:
-        row = (
+    def pack(self) -> bytes:
+        return _ROW.pack(
             OPS.index(self.op),
             PATTERNS.index(self.pattern),
             DTYPES.index(self.dtype),
@@ -64,11 +66,10 @@ class Header:
             self.full,
             self.ready,
         )
-        return torch.tensor(row, dtype=torch.int64)
 
     @staticmethod
-    def unpack(row: list[int]) -> "Header":
-        op, pattern, dtype, reduction, *numbers = row
+    def unpack(row: bytes) -> "Header":
+        op, pattern, dtype, reduction, *numbers = _ROW.unpack(row)
         return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], *numbers)
 
     def __str__(self) -> str:
@@ -115,18 +116,25 @@ class Agreement:
     """The exchange of headers, under way from the start."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
-        self._rows, self._names = RowExchange(wire, mine.pack()), names_of(wire.group)
+        row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
+        self._rows, self._names = RowExchange(wire, row), names_of(wire.group)
 
-    def finish(self) -> list[Header]:
-        """All headers. Raises CommError, on every rank, unless they fit together."""
-        return check_rows(self._rows.finish(), self._names)
+    def finish(self) -> int:
+        """As `check_rows`."""
+        return check_rows(self._rows.finish().numpy().tobytes(), self._names)
 
 
-def check_rows(rows: torch.Tensor, names: list[int]) -> list[Header]:
-    """The headers in these rows. Raises CommError, with the ranks' names, unless they fit together."""
-    headers = [Header.unpack(row) for row in rows.tolist()]
-    check_headers(headers, names)
-    return headers
+def check_rows(rows: bytes, names: list[int]) -> int:
+    """When the last of the ranks was ready, from all packed headers in rank order.
+
+    Raises CommError, with the ranks' names, unless they fit together.
+    """
+    packed = [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
+    ready = [_ROW.unpack(row)[-1] for row in packed]
+    # What is the same on all ranks fits, but for shards; and this is done for each collective.
+    if len({row[:-8] for row in packed}) > 1 or Header.unpack(packed[0]).op in SHARDED:
+        check_headers([Header.unpack(row) for row in packed], names)
+    return max(ready)
 
 
 def check_headers(headers: list[Header], names: list[int]) -> None:

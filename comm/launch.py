@@ -68,7 +68,7 @@ def _over_sockets(
 ) -> None:
     try:
         sockets = tcp.sockets_of(group, header.op, sequence)
-        toll.begin(sockets.agree(header))
+        sockets.agree(header, toll.begin)
         run(sockets)
     except CommError:
         tcp.forget(group)  # the streams may be out of step: the next use connects anew

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from comm.wire import CommError
+from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 
@@ -55,6 +56,7 @@ def join() -> Cluster:
         raise CommError(
             f"RANK is {rank}, but with WORLD_SIZE {world_size} it must be in 0..{world_size - 1}."
         )
+    keep_freed_memory()
     timeout, op_timeout = _seconds("JOIN_TIMEOUT", 60.0), _seconds("OP_TIMEOUT", 60.0)
     local_rank = _number("LOCAL_RANK") or 0
     device, backend = _device(local_rank)

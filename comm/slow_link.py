@@ -18,7 +18,6 @@ from contextlib import contextmanager
 
 from comm import cost
 from comm.cost import Link
-from comm.header import Header
 from comm.order import GroupQueue
 from lab import units
 from lab.errors import WorkbookError
@@ -72,10 +71,10 @@ class Toll:
             self._cost, self.ready = int(seconds * 1e9), max(posted, queue.link_free_at)
         self._start = self.ready
 
-    def begin(self, headers: list[Header]) -> None:
-        """All ranks are here, and have said since when they were ready."""
+    def begin(self, ready: int) -> None:
+        """All ranks are here, and the last one was ready then."""
         # Not in the future: machines with clocks of their own may call anything by that name.
-        self._start = min(max(header.ready for header in headers), time.perf_counter_ns())
+        self._start = min(ready, time.perf_counter_ns())
 
     def pay(self) -> None:
         """Sleep until the link would be done."""

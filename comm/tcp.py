@@ -32,6 +32,7 @@ from lab.interface import own_address
 from lab.ledger import LEDGER
 
 _WAKE_BYTES = 1 << 19
+_BLOCK = 1 << 17  # elements
 _STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
@@ -45,6 +46,8 @@ class RingSockets:
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._op, self._wakes_at = op, 1
+        self.is_in_step = True
+        self._header: tuple[memoryview, memoryview, Callable[[int], None]] | None = None
         self._scratch: dict[str, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
         wire = Wire(group, op, "tcp", sequence, counted=False)
         # Whoever connects must show the token: another program may find the port.
@@ -70,25 +73,33 @@ class RingSockets:
             end.setblocking(False)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def agree(self, mine: Header) -> list[Header]:
-        """Pass all headers round the ring; raises CommError on every rank unless they fit together."""
-        self._op = mine.op
-        rows = torch.empty(self.size, ROW_BYTES // 8, dtype=torch.int64)
-        rows[self.rank] = mine.pack()
-        sources = [(self.rank - 1 - step) % self.size for step in range(self.size - 1)]
-        queue: deque[memoryview] = deque()
+    def agree(self, mine: Header, agreed: Callable[[int], None]) -> None:
+        """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
 
-        def send(row: torch.Tensor) -> None:
-            LEDGER.count(mine.op, "header", ROW_BYTES)
-            queue.append(_bytes_of(row))
+        Two ranks have seen all when they have seen each other's, so between them the payload follows at
+        once, and the header is checked before what comes behind it is read.
+        """
+        self._op = mine.op
+        n = self.size
+        packed = bytearray(n * ROW_BYTES)
+        rows = [memoryview(packed)[rank * ROW_BYTES : (rank + 1) * ROW_BYTES] for rank in range(n)]
+        rows[self.rank][:] = mine.pack()
+        sources = [(self.rank - 1 - step) % n for step in range(n - 1)]
+        LEDGER.count(mine.op, "header", (n - 1) * ROW_BYTES, n - 1)
+        queue = deque([rows[self.rank]])
 
         def arrived(step: int) -> None:
-            if step < self.size - 2:
-                send(rows[sources[step]])
+            if step < n - 2:
+                queue.append(rows[sources[step]])
+            else:
+                self.is_in_step = False  # unless what follows does not raise
+                agreed(check_rows(bytes(packed), self._names))
+                self.is_in_step = True
 
-        send(rows[self.rank])
-        self.run(queue, [_bytes_of(rows[source]) for source in sources], arrived)
-        return check_rows(rows, self._names)
+        if n == 2:
+            self._header = rows[self.rank], rows[sources[0]], arrived
+        else:
+            self.run(queue, [rows[source] for source in sources], arrived)
 
     def run(
         self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
@@ -97,6 +108,12 @@ class RingSockets:
 
         Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
         """
+        if self._header is not None:
+            (mine, theirs, check), self._header = self._header, None
+            payload_arrived = arrived
+            queue.appendleft(mine)
+            incoming = [theirs, *incoming]
+            arrived = lambda i: payload_arrived(i - 1) if i else check(0)  # noqa: E731
         last_move = time.monotonic()
         position = filled = sent = 0
         while position < len(incoming) or queue:
@@ -236,9 +253,12 @@ def _ring(
     def arrived(position: int) -> None:
         if position < len(adding):
             mine, into, is_last = adding[position]
-            combine(op, buffer[: len(mine)], mine, out=into)
-            if is_last:
-                finish(op, into, n)
+            # In blocks that stay in the cache between the addition and the division of a mean.
+            parts = (buffer[: len(mine)].split(_BLOCK), mine.split(_BLOCK), into.split(_BLOCK))
+            for theirs, own_part, result in zip(*parts, strict=True):
+                combine(op, theirs, own_part, out=result)
+                if is_last:
+                    finish(op, result, n)
             if not is_last or gather:
                 send(into)
         else:
@@ -297,6 +317,9 @@ def _accept(listener: socket.socket, token: int, deadline: float) -> socket.sock
 _sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, RingSockets]" = weakref.WeakKeyDictionary()
 
 
+_forgotten: list[RingSockets] = []
+
+
 def sockets_of(group: Group, op: str, sequence: int) -> RingSockets:
     """The ring of a group, connected at its first use: in that operation, of that number."""
     whole = group_of(group)
@@ -306,7 +329,12 @@ def sockets_of(group: Group, op: str, sequence: int) -> RingSockets:
 
 
 def forget(group: Group) -> None:
-    """Close the ring of a group, if there is one; its next use connects anew."""
+    """Use the ring of a group no more, if there is one; its next use connects anew."""
     sockets = _sockets.pop(group_of(group), None)
-    if sockets is not None:
+    if sockets is None:
+        return
+    if sockets.is_in_step:
         sockets.close()
+    else:
+        # The neighbours may have to read from them what did not fit, and would find them reset.
+        _forgotten.append(sockets)

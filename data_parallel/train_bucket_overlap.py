@@ -61,14 +61,14 @@ class Bucket:
 
 
 def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """Which parameters, by position, share a bucket: neighbours of one dtype, up to a cap in bytes.
+    """Which parameters, by position, share a bucket: neighbours of one dtype, until it has a cap's bytes.
 
-    The first bucket has a cap of its own. A parameter larger than the cap has a bucket for itself.
+    The first bucket has a cap of its own. A bucket is over its cap by part of its last parameter, at most.
     """
     buckets: list[list[int]] = []
     room = 0
     for i, parameter in enumerate(parameters):
-        if not buckets or parameter.nbytes > room or parameter.dtype != parameters[i - 1].dtype:
+        if not buckets or room <= 0 or parameter.dtype != parameters[i - 1].dtype:
             room = bucket_bytes if buckets else first_bytes
             buckets.append([])
         buckets[-1].append(i)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lab import replace
+from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 
 
@@ -62,6 +63,7 @@ def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) ->
 
 def _call(job: Job) -> Any:
     torch.set_num_threads(1)
+    keep_freed_memory()
     fn: Callable[..., Any]
     fn, args, replacements = cloudpickle.loads(job.work)
     device = torch.device(job.device)

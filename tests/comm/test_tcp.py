@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from comm import tcp
-from comm.collectives import all_reduce
+from comm.collectives import CommError, all_reduce
 from lab.interface import own_address
 from lab.ranks import RankError, run_ranks
 
@@ -78,3 +78,15 @@ def test_the_address_is_that_of_the_interface_gloo_uses_or_of_the_one_that_leads
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert own_address() == "127.0.0.1"
+
+
+def test_two_ranks_that_do_not_fit_are_both_told_although_the_payload_was_on_its_way_already():
+    def other_sizes(cluster) -> None:
+        for numel in (10, 2_000_000):
+            with pytest.raises(CommError, match=rf"rank 0: .* of {numel} el.*; rank 1: .* of {2 * numel} el"):
+                all_reduce(torch.ones(numel * (1 + cluster.rank)), pattern="tcp")
+            x = torch.ones(3)
+            all_reduce(x, pattern="tcp")
+            assert x.tolist() == [2.0] * 3
+
+    run_ranks(other_sizes, 2)

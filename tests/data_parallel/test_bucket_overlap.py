@@ -31,13 +31,13 @@ def parameter(num_bytes: int, dtype: torch.dtype = torch.float32) -> nn.Paramete
     return nn.Parameter(torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta"))
 
 
-def test_the_first_bucket_has_a_cap_of_its_own_and_the_others_take_what_fits():
-    parameters = [parameter(40) for _ in range(8)]
-    assert fill(parameters, 100, 130) == [[0, 1], [2, 3, 4], [5, 6, 7]]
+def test_the_first_bucket_has_a_cap_of_its_own_and_each_is_closed_when_it_has_reached_its_cap():
+    parameters = [parameter(40) for _ in range(9)]
+    assert fill(parameters, 80, 130) == [[0, 1], [2, 3, 4, 5], [6, 7, 8]]
 
 
-def test_a_parameter_larger_than_the_cap_has_a_bucket_for_itself():
-    assert fill([parameter(size) for size in (8, 400, 8, 8)], 100, 100) == [[0], [1], [2, 3]]
+def test_a_parameter_larger_than_the_cap_closes_its_bucket():
+    assert fill([parameter(size) for size in (8, 400, 8, 8)], 100, 100) == [[0, 1], [2, 3]]
     assert fill([parameter(size) for size in (400, 8, 8)], 100, 100) == [[0], [1, 2]]
 
 
@@ -46,7 +46,7 @@ def test_a_parameter_larger_than_the_cap_has_a_bucket_for_itself():
     st.integers(1, 60),
     st.integers(1, 60),
 )
-def test_buckets_keep_the_order_the_caps_and_one_dtype_and_are_as_few_as_that_allows(
+def test_buckets_keep_the_order_and_one_dtype_and_are_closed_at_their_caps_and_not_before(
     sizes: list[tuple[int, torch.dtype]], first_bytes: int, bucket_bytes: int
 ):
     parameters = [parameter(8 * size, dtype) for size, dtype in sizes]
@@ -54,11 +54,12 @@ def test_buckets_keep_the_order_the_caps_and_one_dtype_and_are_as_few_as_that_al
     assert [i for bucket in buckets for i in bucket] == list(range(len(parameters)))
     for k, bucket in enumerate(buckets):
         assert len({parameters[i].dtype for i in bucket}) == 1
-        room = (first_bytes if k == 0 else bucket_bytes) - sum(parameters[i].nbytes for i in bucket)
-        assert room >= 0 or len(bucket) == 1
+        cap = first_bytes if k == 0 else bucket_bytes
+        held = [parameters[i].nbytes for i in bucket]
+        assert sum(held[:-1]) < cap
         if k < len(buckets) - 1:
             following = parameters[buckets[k + 1][0]]
-            assert following.nbytes > room or following.dtype != parameters[bucket[0]].dtype
+            assert sum(held) >= cap or following.dtype != parameters[bucket[0]].dtype
 
 
 def test_only_the_first_bucket_is_small():
