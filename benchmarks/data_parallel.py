@@ -242,7 +242,7 @@ def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
     ordered = [parameters[i] for _, i in ready]
     result = {}
     for cap, name in zip(PLOT_CAPS, names, strict=True):
-        filled = fill(ordered, int(min(1.0, cap) * MIB), int(cap * MIB))
+        filled = fill(ordered, int(min(0.25, cap) * MIB), int(cap * MIB))
         messages = [
             (max(ready[at][0] for at in bucket), sum(ordered[at].nbytes for at in bucket))
             for bucket in filled

@@ -89,8 +89,8 @@ class BucketDataParallel(nn.Module):
         module: nn.Module,
         group: Group = None,
         pattern: str | None = None,
-        bucket_mb: float = 4.0,
-        first_mb: float = 1.0,
+        bucket_mb: float = 1.0,
+        first_mb: float = 0.25,
         wire_dtype: str | None = None,
     ) -> None:
         super().__init__()
@@ -245,8 +245,8 @@ class BucketDataParallel(nn.Module):
 class BucketArgs(AccumulationArgs):
     """Bucket overlap: gradients travel in large messages while the backward computes."""
 
-    bucket_mb: float = 4.0
-    """Cap of a bucket in MiB; the first is at most 1."""
+    bucket_mb: float = 1.0
+    """Cap of a bucket in MiB; the first has a quarter of a MiB."""
     wire_dtype: Literal["bf16", "fp16"] | None = None
     """Compress what goes over the wire."""
 

@@ -2,7 +2,7 @@
 
       what ours does                               what DDP does
       buckets by hooks, last layers first          the same, in C++ (torch/csrc/distributed/c10d/reducer.cpp)
-      1 MiB first, then bucket_mb=4                1 MiB first, then 25; a given bucket_cap_mb is for all
+      1/4 MiB first, then bucket_mb=1              1 MiB first, then 25; a given bucket_cap_mb is for all
       order observed on rank 0, then fixed         the same
       finish_gradient_sync() waits                 a callback at the end of the backward waits
       gradients live in the buckets                only with gradient_as_bucket_view=True; by default they are
