@@ -108,14 +108,14 @@ class Run:
         if args.resume and args.checkpoint is None:
             raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
         rank_slice(torch.empty(args.batch_size), 0, self._cluster.world_size)  # says so if it does not divide
-        parts, rest = divmod(
-            args.batch_size // self._cluster.world_size, getattr(args, "grad_acc_steps", 1) or 1
-        )
-        if rest or not parts:
+        mine, parts = args.batch_size // self._cluster.world_size, getattr(args, "grad_acc_steps", 1)
+        if parts < 1 or mine % parts or mine < parts:
             raise WorkbookError(
-                f"--grad-acc-steps must divide the {args.batch_size // self._cluster.world_size} examples "
-                "that a rank has in a step."
+                f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step."
             )
+        bucket_mb = getattr(args, "bucket_mb", None)
+        if bucket_mb is not None and not bucket_mb > 0:
+            raise WorkbookError(f"--bucket-mb {bucket_mb:g}: a bucket needs room for something.")
         if args.metronome is not None and self._model != "gpt":
             raise WorkbookError("--metronome takes the GPT; leave --model out.")
 

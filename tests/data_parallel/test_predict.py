@@ -1,0 +1,122 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_parallel.predict import Message, median_step_seconds, observed_step, step_seconds
+from lab.gantt import Event
+
+SECOND = 1_000_000_000
+
+
+def wire(num_bytes: int) -> float:
+    """A second for a message, and one for every 10 bytes."""
+    return 1.0 + num_bytes / 10
+
+
+def event(kind: str, start: float, end: float, lane: str = "main", num_bytes: int | None = None) -> Event:
+    """From `start` to `end`, in seconds."""
+    args = {} if num_bytes is None else {"bytes": num_bytes}
+    return Event(kind, kind, int(start * SECOND), int((end - start) * SECOND), lane, args)
+
+
+def launch(at: float) -> Event:
+    return event("launch", at, at + 0.01, "launches")
+
+
+def sent(start: float, end: float, num_bytes: int, lane: str = "communication") -> Event:
+    return event("communication", start, end, lane, num_bytes)
+
+
+def test_what_is_ready_only_at_the_end_is_added_to_the_computing():
+    assert step_seconds(6.0, 1.0, [(6.0, 10), (6.0, 20)], wire) == 6 + 2 + 3 + 1
+
+
+def test_what_ends_before_the_computing_does_costs_nothing():
+    assert step_seconds(6.0, 1.0, [(1.0, 10), (3.0, 10)], wire) == 6 + 1
+
+
+def test_the_tail_that_outlasts_the_computing_is_waited_for():
+    assert step_seconds(6.0, 1.0, [(1.0, 10), (5.0, 20)], wire) == (5 + 3) + 1
+
+
+def test_a_message_waits_until_the_one_before_it_is_through():
+    assert step_seconds(6.0, 1.0, [(1.0, 40), (2.0, 10), (6.0, 0)], wire) == (1 + 5 + 2 + 1) + 1
+
+
+def test_the_link_idles_until_a_message_is_ready():
+    assert step_seconds(8.0, 0.5, [(1.0, 0), (7.0, 10)], wire) == (7 + 2) + 0.5
+
+
+def test_without_messages_a_step_is_its_computing():
+    assert step_seconds(6.0, 1.0, [], wire) == 7.0
+
+
+times = st.floats(0, 100)
+
+
+@given(times, times, st.lists(st.tuples(times, st.integers(0, 1000))))
+def test_a_step_lies_between_its_longest_part_and_all_parts_one_after_the_other(compute, optimizer, messages):
+    seconds = step_seconds(compute, optimizer, messages, wire)
+    on_the_wire = sum(wire(num_bytes) for _, num_bytes in messages)
+    assert seconds >= compute + optimizer
+    if messages:
+        first, last = messages[0][0], max(ready for ready, _ in messages)
+        assert seconds >= (first + on_the_wire + optimizer) * (1 - 1e-9)
+        assert seconds <= (max(compute, last) + on_the_wire + optimizer) * (1 + 1e-9)
+
+
+OVERLAPPED = [
+    event("forward", 10, 11),
+    event("backward", 11, 14),
+    launch(12),
+    launch(13.5),
+    sent(12.1, 13, 40),
+    sent(13.5, 15.5, 80),
+    event("wait", 14, 15.5),
+    event("optimizer", 15.5, 16.5),
+    sent(17, 17.5, 8, "main"),  # the loss
+]
+
+
+def test_a_launched_message_is_ready_at_its_launch_and_the_loss_is_left_out():
+    assert observed_step(OVERLAPPED) == (4.0, 1.0, [(2.0, 40), (3.5, 80)])
+
+
+def test_the_order_of_the_events_does_not_matter():
+    assert observed_step(OVERLAPPED[::-1]) == observed_step(OVERLAPPED)
+
+
+def test_what_is_sent_without_a_launch_is_ready_when_all_is_computed():
+    flags = sent(15.4, 15.5, 3)
+    assert observed_step([*OVERLAPPED, flags])[2] == [(2.0, 40), (3.5, 80), (4.0, 3)]
+
+
+def test_naive_sends_on_the_main_lane_after_all_computing():
+    events = [event("forward", 0, 1), event("backward", 1, 4), sent(4, 5, 10, "main")]
+    events += [sent(5, 6, 20, "main"), event("optimizer", 6, 7)]
+    assert observed_step(events) == (4.0, 1.0, [(4.0, 10), (4.0, 20)])
+
+
+def test_sending_and_waiting_inside_the_backward_is_no_computing():
+    events = [event("forward", 0, 1), event("backward", 1, 6), event("optimizer", 6, 7)]
+    assert observed_step([*events, sent(2, 3, 10, "main")]) == (5.0, 1.0, [(5.0, 10)])
+    assert observed_step([*events, launch(3), sent(3, 6, 10), event("wait", 4, 6)]) == (4.0, 1.0, [(3.0, 10)])
+
+
+def test_gaps_between_microbatches_do_not_make_a_message_later():
+    events = [event("forward", 0, 1), event("backward", 1, 2), event("forward", 5, 6)]
+    events += [event("backward", 6, 8), event("optimizer", 8, 9)]
+    assert observed_step([*events, launch(7), sent(7, 8, 10)])[2] == [(4.0, 10)]
+
+
+def test_a_step_without_an_optimizer_or_without_anything_is_observed_too():
+    assert observed_step([event("backward", 0, 2), sent(1, 2, 10)]) == (2.0, 0.0, [(2.0, 10)])
+    nothing: list[Message] = []
+    assert observed_step([]) == (0.0, 0.0, nothing)
+
+
+def test_the_prediction_of_a_run_is_the_median_of_its_steps():
+    steps = [[event("backward", 0, seconds)] for seconds in (1, 9, 2)]
+    assert median_step_seconds(steps, wire) == pytest.approx(2.0)
+    assert median_step_seconds([OVERLAPPED], wire) == pytest.approx(2 + 5 + 9 + 1)
+    assert median_step_seconds([], wire) is None

@@ -1,0 +1,234 @@
+"""Arguments that make no sense, checkpoints, Ctrl-C: what data_parallel.run does for all train scripts."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from data_parallel.run import Args, Run
+from lab import checkpoint
+from lab.cluster import Cluster
+from lab.errors import Stopped, WorkbookError
+from lab.ranks import run_ranks
+from tests.data_parallel.test_scripts import STEPS, everyones_summaries, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
+    """Why a script refuses these arguments; "" if it does not, or with a traceback."""
+    try:
+        train(cluster, name, **({"steps": 1} | changes))
+    except WorkbookError as error:
+        return str(error)
+    except (ArithmeticError, RuntimeError, ValueError):
+        return ""
+    return ""
+
+
+def the_one_sentence(texts: Iterable[str]) -> str:
+    """What every rank says."""
+    [text] = set(texts)
+    assert text and "\n" not in text
+    return text
+
+
+# Script, arguments, and what the sentence must name.
+NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("naive", {"steps": 0}, ["--steps 0"]),
+    ("naive", {"steps": -3}, ["--steps -3"]),
+    ("naive", {"batch_size": 13}, ["13", "such as 14"]),
+    ("accumulation", {"grad_acc_steps": 5}, ["--grad-acc-steps", "6 examples"]),
+    ("bucket", {"grad_acc_steps": 12}, ["--grad-acc-steps", "6 examples"]),
+    ("naive", {"link": "fast"}, ["--link fast", "1gbit"]),
+    ("naive", {"link": "1gbit,5"}, ["--link 1gbit,5", "2ms"]),
+    ("naive", {"metronome": "5"}, ["'5'", "2ms"]),
+    ("cnn", {"metronome": "5ms"}, ["--metronome"]),
+    ("naive", {"resume": True}, ["--checkpoint"]),
+    ("accumulation", {"grad_acc_steps": 0}, ["--grad-acc-steps"]),
+    ("overlap", {"grad_acc_steps": -1}, ["--grad-acc-steps"]),
+    ("bucket", {"bucket_mb": 0.0}, ["--bucket-mb"]),
+    ("bucket", {"bucket_mb": -1.0}, ["--bucket-mb"]),
+    ("ddp", {"bucket_mb": -1.0}, ["--bucket-mb"]),
+]
+
+
+@functools.cache
+def refusals() -> list[tuple[str, ...]]:
+    """What each of two ranks says to every case, one case after the other in the same group."""
+
+    def work(cluster: Cluster) -> list[str]:
+        return [refusal(cluster, name, **changes) for name, changes, _ in NONSENSE]
+
+    return list(zip(*run_ranks(work, 2, timeout=30), strict=True))
+
+
+@pytest.mark.parametrize("case", range(len(NONSENSE)))
+def test_arguments_that_make_no_sense_are_refused_in_a_sentence(case):
+    sentence = the_one_sentence(refusals()[case])
+    assert all(word in sentence for word in NONSENSE[case][2])
+
+
+@pytest.mark.parametrize("model", ["gpt", "baby_cnn"])
+def test_the_slices_of_all_ranks_are_the_batch_of_one(model):
+    def work(cluster: Cluster) -> tuple[torch.Tensor, torch.Tensor]:
+        return Run(cluster, Args(size="tiny", batch_size=12), "batches", model).batch(3)
+
+    [whole] = run_ranks(work, 1)
+    slices = run_ranks(work, 3)
+    for i in range(2):
+        assert torch.equal(torch.cat([parts[i] for parts in slices]), whole[i])
+
+
+CASES = [("naive", 2), ("overlap", 2), ("bucket", 2), ("bucket", 3), ("ddp", 2)]
+
+
+@pytest.mark.parametrize(("name", "world_size"), CASES)
+def test_a_run_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path, name, world_size):
+    def work(cluster: Cluster) -> tuple[str, str]:
+        half = train(cluster, name, steps=STEPS // 2, checkpoint=str(tmp_path))
+        resumed = train(cluster, name, checkpoint=str(tmp_path), resume=True)
+        assert half["steps"] + resumed["steps"] == STEPS
+        assert resumed["bytes_sent"] == resumed["bytes_formula"]
+        return half["replica_digest"], resumed["replica_digest"]
+
+    [(half, resumed)] = set(run_ranks(work, world_size))
+    at_once = everyones_summaries(world_size)[name][0]["replica_digest"]
+    assert resumed == at_once != half
+    assert os.listdir(tmp_path) == [checkpoint.NAME]
+    assert checkpoint.unpack(checkpoint.read(tmp_path), "")["step"] == STEPS
+
+
+def test_another_number_of_ranks_can_go_on(tmp_path):
+    def work(cluster: Cluster, steps: int, resume: bool) -> float:
+        return train(cluster, "bucket", steps=steps, checkpoint=str(tmp_path), resume=resume)["last_loss"]
+
+    for world_size, steps in [(1, 2), (3, 4), (2, STEPS)]:
+        last = run_ranks(work, world_size, steps, steps > 2)[0]
+    assert last == pytest.approx(everyones_summaries(1)["bucket"][0]["last_loss"], rel=1e-4)
+
+
+def test_a_checkpoint_of_other_arguments_or_another_lesson_is_refused_by_all_ranks(tmp_path):
+    here = {"checkpoint": str(tmp_path), "steps": 2}
+    others = [("naive", {"seed": 1}), ("naive", {"batch_size": 24}), ("naive", {"lr": 1e-2})]
+    others += [("naive", {"size": "small"}), ("overlap", {}), ("cnn", {})]
+
+    def work(cluster: Cluster) -> list[str]:
+        train(cluster, "naive", **here)
+        return [refusal(cluster, name, **here | change | {"resume": True}) for name, change in others]
+
+    for (name, change), *texts in zip(others, *run_ranks(work, 2), strict=True):
+        sentence = the_one_sentence(texts)
+        assert all(f"{key!r}: {value!r}" in sentence for key, value in change.items())
+        assert name == "naive" or "data_parallel_naive" in sentence
+    assert os.listdir(tmp_path) == [checkpoint.NAME]
+
+
+def test_a_checkpoint_that_is_missing_damaged_or_complete_is_refused_by_all_ranks(tmp_path):
+    def attempt(cluster: Cluster) -> str:
+        return refusal(cluster, "naive", steps=2, checkpoint=str(tmp_path), resume=True)
+
+    assert "no checkpoint" in the_one_sentence(run_ranks(attempt, 2, timeout=30))
+    run_ranks(lambda cluster: train(cluster, "naive", steps=2, checkpoint=str(tmp_path)), 2)
+    assert "2 steps already" in the_one_sentence(run_ranks(attempt, 2, timeout=30))
+    whole = (tmp_path / checkpoint.NAME).read_bytes()
+    for left in (0, len(whole) // 2, len(whole) - 1):
+        (tmp_path / checkpoint.NAME).write_bytes(whole[:left])
+        assert "damaged" in the_one_sentence(run_ranks(attempt, 2, timeout=30))
+    assert os.listdir(tmp_path) == [checkpoint.NAME]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    texts = run_ranks(lambda cluster: refusal(cluster, "naive", checkpoint=str(tmp_path / "file")), 3)
+    assert "cannot save" in the_one_sentence(texts)
+
+
+def interrupted(cluster: Cluster, name: str, where: str, at: int, rank: int, **changes: Any) -> str:
+    """Train, with a Ctrl-C for one rank when it calls this method of Run for the `at`-th time."""
+    original, calls = getattr(Run, where), 0
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and cluster.rank == rank:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(Run, where, method), pytest.raises(Stopped) as error:
+        train(cluster, name, **changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "where", "at", "last_step"),
+    [
+        ("naive", 2, "batch", 3, 3),
+        ("overlap", 2, "step", 2, 2),
+        ("bucket", 3, "batch", 1, 1),
+        ("bucket", 3, "sent", 3, 4),  # too late to tell the others in this step
+        ("ddp", 2, "batch", 2, 2),
+    ],
+)
+def test_after_ctrl_c_on_one_rank_all_stop_after_the_same_step_and_can_go_on(
+    tmp_path, name, world_size, where, at, last_step
+):
+    def work(cluster: Cluster) -> tuple[str, str]:
+        said = interrupted(cluster, name, where, at, world_size - 1, checkpoint=str(tmp_path))
+        if cluster.is_main:
+            assert os.listdir(tmp_path) == [checkpoint.NAME]
+        return said, train(cluster, name, checkpoint=str(tmp_path), resume=True)["replica_digest"]
+
+    [(said, resumed)] = set(run_ranks(work, world_size))
+    assert said.startswith(f"stopped after step {last_step} of {STEPS};")
+    assert str(tmp_path) in said and "\n" not in said
+    assert resumed == everyones_summaries(world_size)[name][0]["replica_digest"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ctrl_c_at_the_launcher_saves_and_leaves_no_process(tmp_path):
+    folder, errors = tmp_path / "run", tmp_path / "errors"
+    command = [sys.executable, "-m", "lab.torchrun", "--standalone", "--local-addr=localhost"]
+    command += ["--nproc-per-node=2", "data_parallel/train_naive.py", "--size", "tiny", "--steps", "100000"]
+    command += ["--checkpoint", str(folder)]
+
+    def pids() -> list[int]:
+        return [int(pid) for pid in re.findall(r"here as process (\d+)", errors.read_text())]
+
+    with (
+        errors.open("w") as err,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, text=True) as torchrun,
+    ):
+        try:
+            assert torchrun.stdout is not None
+            assert any("step 1/100000" in line for line in torchrun.stdout)
+            assert len(pids()) == 2
+            torchrun.send_signal(signal.SIGINT)
+            torchrun.communicate(timeout=30)
+            assert not any(alive(pid) for pid in pids())
+        finally:
+            torchrun.kill()
+            for pid in filter(alive, pids()):
+                os.kill(pid, signal.SIGKILL)
+    assert torchrun.returncode > 0
+    said = errors.read_text()
+    assert "Traceback" not in said
+    [step] = set(re.findall(r"^rank [01]: stopped after step (\d+) of 100000;", said, re.MULTILINE))
+    assert os.listdir(folder) == [checkpoint.NAME]
+    assert checkpoint.unpack(checkpoint.read(folder), "")["step"] == int(step)

@@ -1,0 +1,240 @@
+"""What all train scripts of data parallelism have in common: their summaries, their losses, their traces."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from comm.cost import Link
+from data_parallel import (
+    train_bucket_overlap,
+    train_ddp,
+    train_naive,
+    train_naive_grad_accumulation,
+    train_overlap,
+)
+from data_parallel.run import AccumulationArgs, Run
+from lab import ranks
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+
+# An optimizer imports torch._dynamo: a second or more in every rank that is new.
+ranks.preload("torch._dynamo", "matplotlib.backends.backend_agg", "matplotlib.font_manager")
+
+SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "naive": (train_naive, train_naive.Args, {}),
+    "accumulation": (
+        train_naive_grad_accumulation,
+        train_naive_grad_accumulation.Args,
+        {"grad_acc_steps": 2},
+    ),
+    "overlap": (train_overlap, AccumulationArgs, {}),
+    "bucket": (train_bucket_overlap, train_bucket_overlap.BucketArgs, {"bucket_mb": 0.01}),
+    "ddp": (train_ddp, train_ddp.Args, {"bucket_mb": 0.1}),
+    "cnn": (train_ddp, train_ddp.Args, {"model": "baby_cnn", "batch_size": 240, "lr": 1e-2}),
+}
+GPTS = [name for name in SCRIPTS if name != "cnn"]
+STEPS = 6
+FIELDS = [
+    "run_mode",
+    "world_size",
+    "steps",
+    "first_loss",
+    "last_loss",
+    "step_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "bytes_sent",
+    "messages_sent",
+]
+ASYNCHRONOUS = ["overlap", "bucket", "ddp"]
+
+
+def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
+    """Run a script's `main` with a tiny model, alpha and beta not measured; returns this rank's summary."""
+    script, args, own = SCRIPTS[name]
+    settings = args(**{"size": "tiny", "batch_size": 12, "steps": STEPS, "lr": 3e-3} | own | changes)
+    summaries = []
+    finish = Run.finish
+
+    def noting(*args: Any, **extras: Any) -> None:
+        summaries.append(finish(*args, **extras))
+
+    with (
+        mock.patch.object(Run, "finish", noting),
+        mock.patch("data_parallel.run.measure_all_reduce", lambda pattern: Link(1e-4, 1e-9)),
+    ):
+        script.main(cluster, settings)
+    return summaries[0]
+
+
+@functools.cache
+def everyones_summaries(world_size: int) -> dict[str, list[dict[str, Any]]]:
+    """Of every script, in rank order."""
+
+    def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
+        return {name: train(cluster, name) for name in SCRIPTS}
+
+    by_rank = run_ranks(work, world_size)
+    return {name: [summaries[name] for summaries in by_rank] for name in SCRIPTS}
+
+
+def test_the_last_line_is_the_summary_as_json(capfd):
+    def work(cluster: Cluster) -> None:
+        train_naive.main(cluster, train_naive.Args(size="tiny", steps=3, json=True))
+
+    run_ranks(work, 2)
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix("[rank 0] "))
+    assert summary["run_mode"] == "data_parallel_naive"
+    assert summary["steps"] == 3
+    assert summary["alpha_seconds"] > 0 and summary["beta_seconds_per_byte"] >= 0
+    assert summary["predicted_step_seconds"] > summary["compute_seconds"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_summary_holds_what_was_measured_and_what_was_predicted(name, world_size):
+    for summary in everyones_summaries(world_size)[name]:
+        assert list(summary)[:10] == FIELDS
+        assert summary["world_size"] == world_size
+        assert summary["steps"] == STEPS
+        assert summary["peak_memory_bytes"] > 1 << 20
+        assert summary["tokens_per_second"] > 0
+        assert 0 < summary["compute_seconds"] <= summary["step_seconds"]
+        assert summary["predicted_step_seconds"] >= summary["compute_seconds"] * (1 - 1e-9)
+        assert 0 <= summary["hidden_share"] <= 1
+        assert summary["communication_seconds"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_rank_sends_exactly_what_the_formula_says(name, world_size):
+    for summary in everyones_summaries(world_size)[name]:
+        assert summary["bytes_sent"] == summary["bytes_formula"]
+        assert summary["messages_sent"] == summary["messages_formula"]
+        assert (summary["bytes_sent"] > 0) == (world_size > 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_replicas_stay_equal(name, world_size):
+    summaries = everyones_summaries(world_size)[name]
+    assert all(summary["replicas_equal"] is True for summary in summaries)
+    assert len({summary["replica_digest"] for summary in summaries}) == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_loss_falls_and_does_not_depend_on_the_number_of_ranks(name):
+    alone, *others = (everyones_summaries(world_size)[name][0] for world_size in (1, 2, 3))
+    assert alone["last_loss"] < 0.97 * alone["first_loss"]
+    for other in others:
+        assert other["first_loss"] == pytest.approx(alone["first_loss"], rel=1e-5)
+        assert other["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-4)
+
+
+def test_all_scripts_for_text_train_alike():
+    losses = [everyones_summaries(2)[name][0]["last_loss"] for name in GPTS]
+    assert losses == pytest.approx([losses[0]] * len(GPTS), rel=1e-4)
+
+
+def test_the_losses_do_not_depend_on_the_number_of_microbatches():
+    def work(cluster: Cluster) -> list[tuple[str, list[dict[str, Any]]]]:
+        names = ["accumulation", *ASYNCHRONOUS, "cnn"]
+        return [
+            (name, [train(cluster, name, steps=2, grad_acc_steps=n) for n in (1, 2, 3)]) for name in names
+        ]
+
+    for _, (whole, *in_parts) in run_ranks(work, 2)[0]:
+        for summary in in_parts:
+            assert summary["first_loss"] == pytest.approx(whole["first_loss"], rel=1e-5)
+            assert summary["last_loss"] == pytest.approx(whole["last_loss"], rel=1e-4)
+            assert summary["bytes_sent"] == summary["bytes_formula"] == whole["bytes_sent"]
+
+
+def test_two_ranks_end_with_the_same_bits_whichever_way_their_gradients_travel():
+    # a + b is b + a, and both are halved exactly.
+    def work(cluster: Cluster) -> list[set[str]]:
+        whole = [train(cluster, name, steps=3, grad_acc_steps=1) for name in ("accumulation", *ASYNCHRONOUS)]
+        in_parts = [
+            train(cluster, name, steps=3, grad_acc_steps=2) for name in ("accumulation", *ASYNCHRONOUS)
+        ]
+        whole.append(train(cluster, "naive", steps=3))
+        return [{summary["replica_digest"] for summary in runs} for runs in (whole, in_parts)]
+
+    whole, in_parts = run_ranks(work, 2)[0]
+    assert len(whole) == len(in_parts) == 1
+    assert whole != in_parts
+
+
+def test_any_pattern_reduces_and_is_counted():
+    def work(cluster: Cluster) -> None:
+        for pattern in ("ring", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"):
+            summary = train(cluster, "bucket", steps=2, pattern=pattern)
+            assert summary["bytes_sent"] == summary["bytes_formula"], pattern
+            assert summary["messages_sent"] == summary["messages_formula"], pattern
+            assert summary["replicas_equal"], pattern
+
+    run_ranks(work, 3)
+
+
+def test_compressed_buckets_send_half_the_bytes_and_train_nearly_alike():
+    def work(cluster: Cluster) -> list[dict[str, Any]]:
+        return [train(cluster, "bucket", steps=3, wire_dtype=dtype) for dtype in (None, "bf16", "fp16")]
+
+    for whole, *compressed in run_ranks(work, 2):
+        for half in compressed:
+            assert 0.5 < half["bytes_sent"] / whole["bytes_sent"] < 0.53
+            assert half["bytes_sent"] == half["bytes_formula"]
+            assert half["messages_sent"] == half["messages_formula"]
+            assert half["last_loss"] == pytest.approx(whole["last_loss"], rel=0.01)
+            assert half["last_loss"] != whole["last_loss"]
+
+
+def test_under_the_metronome_a_link_is_hidden_by_all_but_naive():
+    def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
+        slow = {"metronome": "5ms", "link": "200mbit,0.1ms", "steps": 3, "bucket_mb": 0.02}
+        naive = {key: value for key, value in slow.items() if key != "bucket_mb"}
+        return {
+            name: train(cluster, name, **(slow if name in ("bucket", "ddp") else naive))
+            for name in ["naive", *ASYNCHRONOUS]
+        }
+
+    for summaries in run_ranks(work, 2):
+        assert summaries["naive"]["hidden_share"] == 0
+        for name, summary in summaries.items():
+            assert name == "naive" or summary["hidden_share"] > 0
+            assert summary["step_seconds"] >= 2 * 3 * 0.005  # two layers, forward and backward
+            assert summary["communication_seconds"] >= summary["bytes_sent"] / 3 / 25e6 * 0.99
+            assert summary["bytes_sent"] == summary["bytes_formula"]
+            assert summary["first_loss"] == summary["last_loss"]  # nothing is computed
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Of the trace, after a look at the picture beside it."""
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("name", ["naive", *ASYNCHRONOUS])
+def test_a_trace_shows_what_every_rank_did(tmp_path, name):
+    run_ranks(lambda cluster: train(cluster, name, steps=3, link="100mbit", trace=str(tmp_path)), 2)
+    rows = rows_of(tmp_path)
+    processes = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert sorted(processes.values()) == ["rank 0", "rank 1"]
+    for pid in processes:
+        kinds = {row["cat"] for row in rows if row["ph"] == "X" and row["pid"] == pid}
+        expected = {"forward", "backward", "communication", "optimizer"}
+        assert kinds == expected | ({"launch", "wait"} if name != "naive" else set())
+
+
+def test_a_trace_shows_three_steps_after_the_warm_up_if_there_are_so_many(tmp_path):
+    def work(cluster: Cluster) -> None:
+        for steps in (1, 3, 6):
+            train(cluster, "naive", steps=steps, trace=str(tmp_path / str(steps)))
+
+    run_ranks(work, 1)
+    for steps, drawn in [(1, 1), (3, 1), (6, 3)]:
+        assert [row["name"] for row in rows_of(tmp_path / str(steps))].count("forward") == drawn
