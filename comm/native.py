@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from comm import cost, slow_link
+from comm.header import RowExchange
 from comm.order import Handle, queue_of
 from comm.shards import shards_of
-from comm.wire import CommError, Group, peer_trouble
+from comm.wire import CommError, Group, Wire, peer_trouble
 from lab import timeline
 from lab.ledger import LEDGER
 
@@ -231,6 +232,10 @@ def _start_slowly(
     def job(sequence: int) -> None:
         with timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
             toll = slow_link.Toll(queue, posted, op, "torch", num_bytes, dist.get_world_size(group))
+            if dist.get_backend(group) == "gloo":
+                # Not torch's message but the link's: on a real one nothing moves before all are ready.
+                wire = Wire(group, op, "torch", sequence, counted=False)
+                toll.begin(int(RowExchange(wire, torch.tensor([toll.ready])).finish().max()))
             try:
                 NativeHandle(op, start(), finish).end()
             except RuntimeError as error:

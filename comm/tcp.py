@@ -31,8 +31,7 @@ from comm.wire import CommError, Group, Wire, group_of, names_of
 from lab.interface import own_address
 from lab.ledger import LEDGER
 
-_WAKE_BYTES = 1 << 19
-_BLOCK = 1 << 17  # elements
+_PIECE_BYTES = 1 << 20
 _STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
@@ -142,7 +141,7 @@ class RingSockets:
                 )
             something = select.poll()
             if position < len(incoming):
-                self._sleep_until(min(_WAKE_BYTES, len(incoming[position]) - filled))
+                self._sleep_until(min(_PIECE_BYTES, len(incoming[position]) - filled))
                 something.register(self._left, select.POLLIN)
             if queue:
                 something.register(self._right, select.POLLOUT)
@@ -235,32 +234,33 @@ def _ring(
         LEDGER.count(name, "tcp", segment.nbytes)
         queue.append(_bytes_of(segment))
 
-    own = [_segments(chunks[chunk_sent(r, step + 1, n)]) for step in range(len(sums))]
-    adding = [
-        (mine, into, step == n - 2)
-        for step, total in enumerate(sums)
-        for mine, into in zip(own[step], _segments(total), strict=True)
-    ]
+    # What arrives is added in pieces that stay in the cache; a whole segment of sums goes on.
+    adding: list[tuple[torch.Tensor, torch.Tensor, bool, torch.Tensor | None]] = []
+    for step, total in enumerate(sums):
+        is_last = step == n - 2
+        for mine, into in zip(_segments(chunks[chunk_sent(r, step + 1, n)]), _segments(total), strict=True):
+            pieces = list(zip(segments_of(mine, _PIECE_BYTES), segments_of(into, _PIECE_BYTES), strict=True))
+            for i, (own, result) in enumerate(pieces, start=1):
+                goes_on = into if i == len(pieces) and (gather or not is_last) else None
+                adding.append((own, result, is_last, goes_on))
     sources = [(r - 1 - step) % n for step in range(n - 1)] if gather else []
     copying = [
         (segment, step == n - 2)
         for step, source in enumerate(sources)
         for segment in _segments(chunks[source])
     ]
-    # One segment arrives at a time and is added at once, so one buffer serves them all.
-    buffer = sockets.scratch("segment", max((len(mine) for mine, _, _ in adding), default=0), chunks[0].dtype)
+    # One piece arrives at a time and is added at once, so one buffer serves them all.
+    longest = max((len(own) for own, *_ in adding), default=0)
+    buffer = sockets.scratch("piece", longest, chunks[0].dtype)
 
     def arrived(position: int) -> None:
         if position < len(adding):
-            mine, into, is_last = adding[position]
-            # In blocks that stay in the cache between the addition and the division of a mean.
-            parts = (buffer[: len(mine)].split(_BLOCK), mine.split(_BLOCK), into.split(_BLOCK))
-            for theirs, own_part, result in zip(*parts, strict=True):
-                combine(op, theirs, own_part, out=result)
-                if is_last:
-                    finish(op, result, n)
-            if not is_last or gather:
-                send(into)
+            own, result, is_last, goes_on = adding[position]
+            combine(op, buffer[: len(own)], own, out=result)
+            if is_last:
+                finish(op, result, n)
+            if goes_on is not None:
+                send(goes_on)
         else:
             segment, is_last = copying[position - len(adding)]
             if not is_last:
@@ -268,7 +268,7 @@ def _ring(
 
     for segment in _segments(chunks[chunk_sent(r, 0, n) if sums else r]):
         send(segment)
-    incoming = [_bytes_of(buffer[: len(mine)]) for mine, _, _ in adding]
+    incoming = [_bytes_of(buffer[: len(own)]) for own, *_ in adding]
     sockets.run(queue, incoming + [_bytes_of(segment) for segment, _ in copying], arrived)
 
 
