@@ -96,7 +96,7 @@ class Run:
             self._images, self._labels, *_ = load_digits()
         self.pattern = args.pattern or fastest_pattern("all_reduce")
         slow_link.use(slow_link.parse(args.link) if args.link else None)
-        self._link = measure_all_reduce(self.pattern)
+        self._link = measure_all_reduce(self.pattern, device=cluster.device)
         self._formula = Traffic()
         self._windows: list[Interval] = []
         self._stop: StopRequest | None = None
