@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm import tcp
+from comm import sockets
 from comm.header import Agreement, Header
 from comm.operands import In
 from comm.order import GroupQueue, Handle, queue_of
 from comm.shards import shard_sizes
 from comm.slow_link import Toll
+from comm.sockets import RingSockets
 from comm.wire import CommError, Group, Wire
 from lab.timeline import span
 
@@ -40,7 +41,7 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
     event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
     queue, posted = queue_of(group), time.perf_counter_ns()
 
-    def run(path: Wire | tcp.RingSockets) -> None:
+    def run(path: Wire | RingSockets) -> None:
         wired = [operand.to_wire() for operand in operands]
         work(path, *wired)
         for operand, tensor in zip(operands, wired, strict=True):
@@ -64,14 +65,14 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
 
 
 def _over_sockets(
-    header: Header, group: Group, sequence: int, toll: Toll, run: Callable[[tcp.RingSockets], None]
+    header: Header, group: Group, sequence: int, toll: Toll, run: Callable[[RingSockets], None]
 ) -> None:
     try:
-        sockets = tcp.sockets_of(group, header.op, sequence)
-        sockets.agree(header, toll.begin)
-        run(sockets)
+        ring = sockets.sockets_of(group, header.op, sequence)
+        ring.agree(header, toll.begin)
+        run(ring)
     except CommError:
-        tcp.forget(group)  # the streams may be out of step: the next use connects anew
+        sockets.forget(group)  # the streams may be out of step: the next use connects anew
         raise
 
 

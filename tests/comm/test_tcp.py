@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from comm import tcp
+from comm import sockets
 from comm.collectives import CommError, all_reduce
 from lab.interface import own_address
 from lab.ranks import RankError, run_ranks
@@ -25,7 +25,7 @@ def knock(port: int, data: bytes) -> socket.socket:
 
 
 def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(monkeypatch):
-    monkeypatch.setattr(tcp, "_STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(sockets, "_STRANGER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         silent, wrong, short = knock(port, b""), knock(port, struct.pack("!q", 1)), knock(port, b"abc")
@@ -33,14 +33,14 @@ def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(mo
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         gone.close()  # with a reset
         neighbour = knock(port, struct.pack("!q", TOKEN))
-        with tcp._accept(listener, TOKEN, time.monotonic() + 20) as accepted:
+        with sockets._accept(listener, TOKEN, time.monotonic() + 20) as accepted:
             assert accepted.getpeername() == neighbour.getsockname()
         for end in (silent, wrong, short, neighbour):
             end.close()
 
 
 def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(monkeypatch):
-    monkeypatch.setattr(tcp, "_STRANGER_SECONDS", 0.05)
+    monkeypatch.setattr(sockets, "_STRANGER_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop, strangers = threading.Event(), []
 
@@ -52,7 +52,7 @@ def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(mo
         thread.start()
         try:
             with pytest.raises(TimeoutError):
-                tcp._accept(listener, TOKEN, time.monotonic() + 0.5)
+                sockets._accept(listener, TOKEN, time.monotonic() + 0.5)
         finally:
             stop.set()
             thread.join()

@@ -65,7 +65,7 @@ def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("data_parallel.run.measure_all_reduce", lambda pattern: Link(1e-4, 1e-9)),
+        mock.patch("data_parallel.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
     ):
         script.main(cluster, settings)
     return summaries[0]

@@ -1,0 +1,245 @@
+"""The sockets of the "tcp" pattern: one from the left neighbour, one to the right, one loop that polls.
+
+      left ──► [receive, do something with it, queue it] ──► right        each rank, all the time
+
+The bytes of a ring come in a fixed order, so they need no tags: the headers first, then the payload.
+"""
+
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from comm.header import ROW_BYTES, Header, RowExchange, check_rows
+from comm.wire import CommError, Group, Wire, group_of, names_of
+from lab.interface import own_address
+from lab.ledger import LEDGER
+
+PIECE_BYTES = 1 << 20  # what is waited for, and added, at a time: it stays in the cache
+_STRANGER_SECONDS = 2.0  # for whoever connects to show the token
+
+
+class RingSockets:
+    """A connection to the right neighbour and one from the left, in a group of at least two ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, op: str, sequence: int) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        self._names = names_of(group)
+        self._left_name, self._right_name = self._names[left], self._names[right]
+        self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self._op, self._wakes_at = op, 1
+        self.is_in_step = True
+        self._header: tuple[memoryview, memoryview, Callable[[int], None]] | None = None
+        self._scratch: dict[str, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
+        wire = Wire(group, op, "tcp", sequence, counted=False)
+        # Whoever connects must show the token: another program may find the port.
+        token = secrets.randbits(62)
+        with _listener() as listener:
+            mine = torch.tensor([*_packed_address(listener), token])
+            rows = RowExchange(wire, mine).finish().tolist()
+            for name, (_, port, _) in zip(self._names, rows, strict=True):
+                if port == 0:
+                    raise CommError(f"{op} (tcp): rank {name} has no address its neighbour could connect to.")
+            deadline = time.monotonic() + self._timeout
+            try:
+                address, port, theirs = rows[right]
+                self._right = _connect(address, port, theirs, deadline)
+                try:
+                    self._left = _accept(listener, token, deadline)
+                except OSError:
+                    self._right.close()
+                    raise
+            except OSError as error:
+                raise self._lost(f"its neighbours on the ring ({error})") from error
+        for end in (self._left, self._right):
+            end.setblocking(False)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def agree(self, mine: Header, agreed: Callable[[int], None]) -> None:
+        """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
+
+        Two ranks have seen all when they have seen each other's, so between them the payload follows at
+        once, and the header is checked before what comes behind it is read.
+        """
+        self._op = mine.op
+        n = self.size
+        packed = bytearray(n * ROW_BYTES)
+        rows = [memoryview(packed)[rank * ROW_BYTES : (rank + 1) * ROW_BYTES] for rank in range(n)]
+        rows[self.rank][:] = mine.pack()
+        sources = [(self.rank - 1 - step) % n for step in range(n - 1)]
+        LEDGER.count(mine.op, "header", (n - 1) * ROW_BYTES, n - 1)
+        queue = deque([rows[self.rank]])
+
+        def arrived(step: int) -> None:
+            if step < n - 2:
+                queue.append(rows[sources[step]])
+            else:
+                self.is_in_step = False  # unless what follows does not raise
+                agreed(check_rows(bytes(packed), self._names))
+                self.is_in_step = True
+
+        if n == 2:
+            self._header = rows[self.rank], rows[sources[0]], arrived
+        else:
+            self.run(queue, [rows[source] for source in sources], arrived)
+
+    def run(
+        self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
+    ) -> None:
+        """Send what is in `queue` and fill `incoming`, in order; `arrived(i)` may put more into the queue.
+
+        Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
+        """
+        if self._header is not None:
+            (mine, theirs, check), self._header = self._header, None
+            payload_arrived = arrived
+            queue.appendleft(mine)
+            incoming = [theirs, *incoming]
+            arrived = lambda i: payload_arrived(i - 1) if i else check(0)  # noqa: E731
+        last_move = time.monotonic()
+        position = filled = sent = 0
+        while position < len(incoming) or queue:
+            moved = 0
+            if queue:
+                moved += (step := self._send(queue[0][sent:]))
+                sent += step
+                if sent == len(queue[0]):
+                    queue.popleft()
+                    sent = 0
+            if position < len(incoming):
+                moved += (step := self._receive(incoming[position][filled:]))
+                filled += step
+                if filled == len(incoming[position]):
+                    arrived(position)
+                    position, filled = position + 1, 0
+            if moved:
+                last_move = time.monotonic()
+                continue
+            if time.monotonic() - last_move > self._timeout:
+                peer = self._left_name if position < len(incoming) else self._right_name
+                raise self._lost(
+                    f"rank {peer}: nothing moved until the timeout; it, or a rank beyond it on the ring, "
+                    "has not come here, is stuck or is paused",
+                    gone=False,
+                )
+            something = select.poll()
+            if position < len(incoming):
+                self._sleep_until(min(PIECE_BYTES, len(incoming[position]) - filled))
+                something.register(self._left, select.POLLIN)
+            if queue:
+                something.register(self._right, select.POLLOUT)
+            something.poll(1000)
+
+    def scratch(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory kept from call to call, for the kernel takes its time to hand out fresh pages."""
+        num_bytes = numel * dtype.itemsize
+        if self._scratch[use].numel() < num_bytes:
+            self._scratch[use] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[use][:num_bytes].view(dtype)
+
+    def close(self) -> None:
+        """Hang up on both neighbours."""
+        self._left.close()
+        self._right.close()
+
+    def _sleep_until(self, num_bytes: int) -> None:
+        """Let the kernel wake us not for every few packets, but when so much has come from the left."""
+        if num_bytes != self._wakes_at:
+            self._left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at = num_bytes
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            return self._right.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(f"rank {self._right_name}") from error
+
+    def _receive(self, into: memoryview) -> int:
+        try:
+            received = self._left.recv_into(into)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(f"rank {self._left_name}") from error
+        if received == 0:
+            raise self._lost(f"rank {self._left_name}")
+        return received
+
+    def _lost(self, peer: str, gone: bool = True) -> CommError:
+        why = (
+            ": the connection is lost, it has died or left, so look for the first error in its log"
+            if gone
+            else ""
+        )
+        return CommError(f"{self._op} (tcp): rank {dist.get_rank()} could not go on with {peer}{why}.")
+
+
+def _listener() -> socket.socket:
+    """A listening socket on the interface that leads to the others; an unbound one if there is none."""
+    try:
+        return socket.create_server((own_address(), 0))
+    except OSError:
+        return socket.socket()
+
+
+def _packed_address(listener: socket.socket) -> tuple[int, int]:
+    """IPv4 address and port as two numbers; port 0 when it does not listen."""
+    host, port = listener.getsockname()
+    return struct.unpack("!I", socket.inet_aton(host))[0], port
+
+
+def _connect(address: int, port: int, token: int, deadline: float) -> socket.socket:
+    host = socket.inet_ntoa(struct.pack("!I", address))
+    connection = socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic()))
+    connection.sendall(struct.pack("!q", token))
+    return connection
+
+
+def _accept(listener: socket.socket, token: int, deadline: float) -> socket.socket:
+    """The connection that shows the token; strangers, silent ones too, are sent away."""
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        connection, _ = listener.accept()
+        connection.settimeout(min(left, _STRANGER_SECONDS))
+        with suppress(OSError):
+            if connection.recv(8, socket.MSG_WAITALL) == struct.pack("!q", token):
+                return connection
+        connection.close()
+    raise TimeoutError("timed out")
+
+
+_sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, RingSockets]" = weakref.WeakKeyDictionary()
+
+
+_forgotten: list[RingSockets] = []
+
+
+def sockets_of(group: Group, op: str, sequence: int) -> RingSockets:
+    """The ring of a group, connected at its first use: in that operation, of that number."""
+    whole = group_of(group)
+    if whole not in _sockets:
+        _sockets[whole] = RingSockets(whole, op, sequence)
+    return _sockets[whole]
+
+
+def forget(group: Group) -> None:
+    """Use the ring of a group no more, if there is one; its next use connects anew."""
+    sockets = _sockets.pop(group_of(group), None)
+    if sockets is None:
+        return
+    if sockets.is_in_step:
+        sockets.close()
+    else:
+        # The neighbours may have to read from them what did not fit, and would find them reset.
+        _forgotten.append(sockets)
