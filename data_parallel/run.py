@@ -105,6 +105,8 @@ class Run:
     def _check(self, args: Args) -> None:
         if args.steps < 1:
             raise WorkbookError(f"--steps {args.steps}: there must be at least one.")
+        if args.batch_size < 1:
+            raise WorkbookError(f"--batch-size {args.batch_size}: there must be at least one example.")
         if args.resume and args.checkpoint is None:
             raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
         rank_slice(torch.empty(args.batch_size), 0, self._cluster.world_size)  # says so if it does not divide
@@ -226,9 +228,10 @@ class Run:
 
     def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         state = checkpoint.load(self._cluster, self._args.checkpoint or "")
-        if state["made_with"] != self._made_with():
+        made_with = state.get("made_with", "another program")
+        if made_with != self._made_with():
             raise WorkbookError(
-                f"The checkpoint was made with {state['made_with']}, and this run has {self._made_with()}; "
+                f"The checkpoint was made with {made_with}, and this run has {self._made_with()}; "
                 "give the same arguments, or another folder."
             )
         if state["step"] >= self._args.steps:
@@ -248,6 +251,7 @@ class Run:
             "batch_size": args.batch_size,
             "lr": args.lr,
             "seed": args.seed,
+            "metronome": args.metronome,
         }
 
 
