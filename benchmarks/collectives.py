@@ -9,23 +9,19 @@ long as its slowest rank; the ratio is that of the medians, below 1 where ours i
 """
 
 import dataclasses
-import json
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import tyro
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.side_by_side import KIB, MIB, medians, row, show, timed
 from comm import collectives as c
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
-KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 QUICK = {"reduce_scatter": [16 * MIB, 64 * MIB], "all_reduce": [4 * MIB, 16 * MIB, 64 * MIB]}
 
@@ -75,34 +71,21 @@ def measure(cluster: Cluster, args: Args) -> dict[tuple[str, int], dict[str, lis
             runs = max(5, min(args.runs, 200 * MIB // size))
             for run in range(2 + runs):
                 for pattern in patterns:
-                    c.barrier(pattern="torch")
-                    start = time.perf_counter()
-                    call(pattern)
+                    took = timed(functools.partial(call, pattern))
                     if run >= 2:
-                        times[pattern].append(time.perf_counter() - start)
+                        times[pattern].append(took)
     return seconds
 
 
 def rows(world_size: int, by_rank: list[dict]) -> list[dict]:
     """One row for each operation, size and pattern of ours, against torch's."""
     table = []
-    for (op, size), patterns in by_rank[0].items():
-        median = {
-            pattern: statistics.median(
-                map(max, zip(*(rank[op, size][pattern] for rank in by_rank), strict=True))
-            )
-            for pattern in patterns
-        }
+    for op, size in by_rank[0]:
+        median = medians([rank[op, size] for rank in by_rank])
         for pattern in c.PATTERNS[op]:
-            ours, theirs = median[pattern], median["torch"]
-            row = {
-                "what": f"{op} {pattern}",
-                "against": "torch",
-                "link": "loopback",
-                "world_size": world_size,
-            }
-            row |= {"bytes": size, "ours": ours, "theirs": theirs, "unit": "s", "ratio": ours / theirs}
-            table.append(row)
+            place = f"{op} {pattern}", "torch", "loopback"
+            sides = median[pattern], median["torch"]
+            table.append(row(*place, *sides, world_size=world_size, num_bytes=size))
     return table
 
 
@@ -136,17 +119,8 @@ def main(args: Args) -> None:
     result = rows(args.world_size, run_ranks(measure, args.world_size, args, timeout=900))
     if args.plot is not None:
         plot(result, args.plot)
-    if args.json:
-        print(json.dumps({"benchmark": "collectives", "rows": result}))
-        return
-    table = Table("what", title=f"ours against torch.distributed on gloo, {args.world_size} ranks, loopback")
-    for column in ("size", "ours", "torch's", "ratio"):
-        table.add_column(column, justify="right")
-    for row in result:
-        size = f"{row['bytes'] // MIB} MiB" if row["bytes"] >= MIB else f"{row['bytes'] // KIB} KiB"
-        ms = (f"{row[side] * 1e3:.3f} ms" for side in ("ours", "theirs"))
-        table.add_row(row["what"], size, *ms, f"{row['ratio']:.2f}")
-    Console().print(table)
+    title = f"ours against torch.distributed on gloo, {args.world_size} ranks, loopback"
+    show("collectives", result, args.json, title)
 
 
 if __name__ == "__main__":

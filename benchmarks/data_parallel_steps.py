@@ -1,0 +1,165 @@
+"""What the ranks of benchmarks/data_parallel.py do: training steps of every variant, timed and watched."""
+
+import ctypes
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import side_by_side
+from benchmarks.side_by_side import MIB
+from comm import collectives, slow_link
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_ddp import HookState, through_comm
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_overlap import OverlapDataParallel
+from lab import meter, timeline
+from lab.cluster import Cluster
+from lab.metronome import metronome_of
+from lab.model import GPT, GPTConfig, loss_of
+from lab.overlap import overlap_of
+
+CONFIG = GPTConfig.named("13m")
+CAP_MB = 4.0
+WINDOWS = 2  # of text, for each rank and step
+Step = Callable[[], None]
+
+
+def text(windows: int = WINDOWS) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(256, (windows, CONFIG.block_size + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def build(name: str, hooked: bool) -> Step:
+    """One training step of the variant: "naive", "flat", "overlap", "bucket_overlap 4", "ddp", "ddp 4"."""
+    kind, _, cap = name.partition(" ")
+    module = GPT(CONFIG)
+    model: nn.Module
+    if kind == "ddp":
+        model = DistributedDataParallel(module, bucket_cap_mb=float(cap) if cap else None)
+        if hooked:
+            model.register_comm_hook(HookState(), through_comm)
+    elif kind == "bucket_overlap":
+        model = BucketDataParallel(module, pattern="tcp", bucket_mb=float(cap))
+    else:
+        wrappers = {"naive": NaiveDataParallel, "overlap": OverlapDataParallel}
+        flat = functools.partial(BucketDataParallel, bucket_mb=sys.maxsize / MIB, first_mb=sys.maxsize / MIB)
+        model = wrappers.get(kind, flat)(module, pattern="tcp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = text()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        if kind != "ddp":
+            model.finish_gradient_sync()
+        optimizer.step()
+
+    return step
+
+
+def alternate(cluster: Cluster, link: str, names: list[str], runs: int) -> dict[str, list[float]]:
+    """Seconds of each step of each variant on this rank."""
+    slow = None if link == "loopback" else slow_link.parse(link)
+    return side_by_side.alternate({name: build(name, slow is not None) for name in names}, runs, slow)
+
+
+def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list[float], float]:
+    """Seconds of each step with compute replaced by a clock, and the ideal."""
+    module = metronome_of(GPT(CONFIG), tick)
+    model = BucketDataParallel(module, pattern="tcp", bucket_mb=1.0)
+    x, y = text(1)
+    on_wire = sum(p.nbytes for p in model.trained)
+    slow = slow_link.parse(link)
+    wire = 2 * (cluster.world_size - 1) / cluster.world_size * on_wire * slow.beta
+
+    def step() -> None:
+        for parameter in model.trained:
+            parameter.grad = None
+        loss_of(model(x), y).backward()
+        model.finish_gradient_sync()
+
+    [seconds] = side_by_side.alternate({"metronome": step}, runs, slow).values()
+    return seconds, module.forward_seconds + module.last_layer_backward_seconds + wire
+
+
+def hidden(cluster: Cluster, link: str, windows: int, runs: int) -> tuple[float, float, float]:
+    """Compute, communication and hidden seconds of a step, medians, where compute is the longer one."""
+    module = GPT(CONFIG)
+    model = BucketDataParallel(module, pattern="tcp", bucket_mb=CAP_MB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = text(windows)
+    seen = []
+    for run in range(2 + runs):
+        with slow_link.slowed(slow_link.parse(link) if run >= 2 else None):
+            collectives.barrier()
+            timeline.start_recording()
+            optimizer.zero_grad()
+            with timeline.span("forward", "forward"):
+                loss = loss_of(model(x), y)
+            with timeline.span("backward", "backward"):
+                loss.backward()
+            model.finish_gradient_sync()
+            with timeline.span("step", "optimizer"):
+                optimizer.step()
+            timeline.stop_recording()
+        seen.append(overlap_of(timeline.recorded()))
+    columns = ("compute_seconds", "communication_seconds", "hidden_seconds")
+    compute, communication, both = (
+        statistics.median(getattr(one, column) for one in seen[2:]) for column in columns
+    )
+    return compute, communication, both
+
+
+def peak(cluster: Cluster, kind: str) -> int:
+    """Peak memory of this process in a few steps of "bucket_overlap" or of "ddp" with gradients as views."""
+    # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    module = GPT(CONFIG)
+    model: nn.Module
+    if kind == "ddp":
+        model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    else:
+        model = BucketDataParallel(module, pattern="tcp", bucket_mb=CAP_MB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = text(1)
+    for step in range(4):
+        if step == 2:
+            meter.reset_peak_memory(cluster.device)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        if kind != "ddp":
+            model.finish_gradient_sync()
+        optimizer.step()
+    return meter.peak_memory(cluster.device)
+
+
+def ready_times(cluster: Cluster, runs: int = 3) -> tuple[float, float, list[tuple[float, int]]]:
+    """A step of this rank without communication: seconds of forward and backward, of the optimizer, and
+    when each parameter's gradient is ready (seconds since the start, the parameter's position)."""
+    module = GPT(CONFIG)
+    parameters = list(module.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    x, y = text()
+    moments: list[tuple[int, float]] = []
+    for i, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, i=i: moments.append((i, time.perf_counter())))
+    seen = []
+    for _ in range(2 + runs):
+        collectives.barrier()
+        moments.clear()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(module(x), y).backward()
+        computed = time.perf_counter()
+        optimizer.step()
+        ready = [(moment - start, i) for i, moment in moments]
+        seen.append((computed - start, time.perf_counter() - computed, ready))
+    _, _, ready = sorted(seen[2:])[runs // 2]
+    compute, update = (statistics.median(column) for column in list(zip(*seen[2:], strict=True))[:2])
+    return compute, update, ready
