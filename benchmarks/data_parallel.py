@@ -96,13 +96,19 @@ row = functools.partial(side_by_side.row, world_size=RANKS)
 
 def measure(quick: bool) -> list[dict]:
     rows: list[dict] = []
-    caps = ["4"] if quick else ["1", "4", "25"]
-    for link, runs in (("loopback", 7), ("1gbit", 7), ("200mbit", 3)):
-        names = ["ddp", *(f"bucket_overlap {cap}" for cap in caps), *(f"ddp {cap}" for cap in caps)]
-        names += ["naive"] if quick else ["naive", "flat", "overlap"]
-        if quick and link == "200mbit":
-            names, runs = ["bucket_overlap 4", "ddp 4"], 2
-        seconds = medians(run_ranks(alternate, RANKS, link, names, runs // (1 + quick), timeout=900))
+    caps = ["1", "4", "25"]
+    everything = ["ddp", *(f"{kind} {cap}" for kind in ("bucket_overlap", "ddp") for cap in caps)]
+    everything += ["naive", "flat", "overlap"]
+    same_cap = ["bucket_overlap 4", "ddp 4"]
+    plan = [("loopback", everything, 7), ("1gbit", everything, 7), ("200mbit", everything, 3)]
+    if quick:
+        plan = [
+            ("loopback", same_cap, 4),
+            ("1gbit", ["ddp", *same_cap, "naive"], 3),
+            ("200mbit", same_cap, 1),
+        ]
+    for link, names, runs in plan:
+        seconds = medians(run_ranks(alternate, RANKS, link, names, runs, timeout=900))
         for name in names:
             kind, _, cap = name.partition(" ")
             if kind == "ddp":
