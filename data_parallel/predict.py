@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from lab.gantt import MAIN_LANE, Event
-from lab.overlap import busy, difference, intersection, total
+from lab.overlap import BLOCKED, busy, difference, intersection, total
 
 Message = tuple[float, int]  # seconds of computing before it is ready, and its bytes
 
@@ -40,7 +40,7 @@ def observed_step(events: Sequence[Event]) -> tuple[float, float, list[Message]]
     sent after the optimizer has begun (the loss) is left out.
     """
     main = [event for event in events if event.lane == MAIN_LANE]
-    blocked = busy(main, ("wait", "communication", "launch"))
+    blocked = busy(main, BLOCKED)
     computing = difference(busy(main, ("compute", "forward", "backward")), blocked)
     updating = busy(main, ("optimizer",))
     update_start = updating[0][0] if updating else max((e.end_ns for e in events), default=0)

@@ -37,7 +37,7 @@ from lab.ledger import Traffic
 from lab.meter import Meter, Step
 from lab.metronome import metronome_of
 from lab.model import GPT, BabyCNN, GPTConfig
-from lab.overlap import Interval, overlap_of, per_step
+from lab.overlap import overlap_of, per_step
 from lab.text import check_same_corpus, global_batch, load_corpus, rank_slice, split
 
 WARMUP = 2  # steps that are neither timed nor drawn
@@ -98,7 +98,6 @@ class Run:
         slow_link.use(slow_link.parse(args.link) if args.link else None)
         self._link = measure_all_reduce(self.pattern, device=cluster.device)
         self._formula = Traffic()
-        self._windows: list[Interval] = []
         self._stop: StopRequest | None = None
         self._everybody_stops = False
 
