@@ -16,19 +16,7 @@ from lab import meter as meter_module
 from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.meter import Meter
-
-FIELDS = [
-    "run_mode",
-    "world_size",
-    "steps",
-    "first_loss",
-    "last_loss",
-    "step_seconds",
-    "tokens_per_second",
-    "peak_memory_bytes",
-    "bytes_sent",
-    "messages_sent",
-]
+from tests.summary import FIELDS
 
 
 def rank(number: int = 0, world_size: int = 1) -> Cluster:
