@@ -5,9 +5,9 @@
   scatter           root: [x0 x1 x2]            rank r: xr               flat
   gather            rank r: xr                  root: [x0 x1 x2]         flat
   reduce            rank r: x(r)                root: x(0)+x(1)+x(2)     tree  flat
-  all_gather        rank r: xr                  all: [x0 x1 x2]          ring  tcp
-  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    ring  tcp
-  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      ring  tcp  tree  flat
+  all_gather        rank r: xr                  all: [x0 x1 x2]          ring  tcp  cma
+  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    ring  tcp  cma
+  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      ring  tcp  cma  tree  flat
                                                           recursive_doubling  halving_doubling
   all_to_all        rank r: [xr0 xr1 xr2]       rank r: [x0r x1r x2r]    pairwise
   barrier                                       nobody leaves before all have come
@@ -39,9 +39,9 @@ PATTERNS = {
     "scatter": ("flat",),
     "gather": ("flat",),
     "reduce": ("tree", "flat"),
-    "all_gather": ("ring", "tcp"),
-    "reduce_scatter": ("ring", "tcp"),
-    "all_reduce": ("ring", "tcp", "tree", "flat", "recursive_doubling", "halving_doubling"),
+    "all_gather": ("ring", "tcp", "cma"),
+    "reduce_scatter": ("ring", "tcp", "cma"),
+    "all_reduce": ("ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling"),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
 }
@@ -133,7 +133,7 @@ def all_gather(
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
-    patterns: Patterns = {"ring": ring.all_gather, "tcp": tcp.all_gather}
+    patterns: Patterns = {"ring": ring.all_gather, "tcp": tcp.all_gather, "cma": tcp.all_gather}
     work = patterns[pattern]
     return submit(header, group, async_op, work, Out(full), In(shard))
 
@@ -152,7 +152,7 @@ def reduce_scatter(
     if pattern == "torch":
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
-    patterns: Patterns = {"ring": ring.reduce_scatter, "tcp": tcp.reduce_scatter}
+    patterns: Patterns = {"ring": ring.reduce_scatter, "tcp": tcp.reduce_scatter, "cma": tcp.reduce_scatter}
     work = patterns[pattern]
     return submit(header, group, async_op, lambda wire, s, f: work(wire, s, f, op), Out(shard), In(full))
 
@@ -172,6 +172,7 @@ def all_reduce(
     patterns: Patterns = {
         "ring": ring.all_reduce,
         "tcp": tcp.all_reduce,
+        "cma": tcp.all_reduce,
         "tree": tree.all_reduce,
         "flat": flat.all_reduce,
         "recursive_doubling": doubling.recursive_doubling,
@@ -226,12 +227,12 @@ def default_pattern(op: str, group: Group = None) -> str:
 
 
 def fastest_pattern(op: str, group: Group = None) -> str:
-    """The one to take for large tensors once all ranks call the same: "tcp" for what goes round a ring.
+    """The one to take for large tensors once all ranks call the same: "cma" for what goes round a ring.
 
     It notices a rank that calls something else only at the timeout, so it is not the default.
     """
     default = default_pattern(op, group)
-    return "tcp" if default == "ring" and "tcp" in PATTERNS[op] else default
+    return "cma" if default == "ring" and "cma" in PATTERNS[op] else default
 
 
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
@@ -240,7 +241,7 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
         raise CommError(f"{op}: root {root} is not a rank of this group of {dist.get_world_size(group)}.")
     if pattern is None:
         return default_pattern(op, group)
-    if pattern == "tcp" and pattern in PATTERNS[op] and dist.get_world_size(group) == 1:
+    if pattern in ("tcp", "cma") and pattern in PATTERNS[op] and dist.get_world_size(group) == 1:
         return "ring"  # nobody to connect to
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")

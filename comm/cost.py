@@ -11,11 +11,11 @@ With n ranks and a tensor of B bytes, the whole of it counted on every rank (L =
     scatter, gather flat  alpha + (n-1)/n B beta
     all_gather      ring  (n-1) (alpha + B/n beta)            reduce_scatter the same
     all_reduce      flat  2 (alpha + (n-1) B beta)            tree  2 L (alpha + B beta)
-                    ring  2 (n-1) (alpha + B/n beta)      tcp the same as ring
+                    ring  2 (n-1) (alpha + B/n beta)      tcp, cma the same as ring
                     recursive doubling  L (alpha + B beta)
                     halving-doubling    2 L alpha + 2 (n-1)/n B beta
     all_to_all      pairwise  (n-1) alpha + (n-1)/n B beta
-    header of each  L alpha                               tcp  (n-1) alpha
+    header of each  L alpha                               tcp, cma  (n-1) alpha
 
 The two doublings stand for powers of two; for other n, the largest one below n and two more B.
 """
@@ -37,7 +37,7 @@ class Link:
 
 def header_traffic(op: str, ranks: int, pattern: str = "") -> Traffic:
     """What the header of one of our collectives sends per rank, whatever the tensor's size."""
-    if pattern == "tcp":  # round the ring, for there are no other connections
+    if pattern in ("tcp", "cma"):  # round the ring, for there are no other connections
         return Traffic((ranks - 1) * ROW_BYTES, ranks - 1)
     traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
     if op == "all_to_all":  # a second exchange: how much each sends to each
@@ -55,7 +55,7 @@ def traffic(
     if pattern == "torch":
         pattern = model_of(op, pattern)
         segment_bytes = max(1, numel * itemsize)
-    elif pattern == "tcp":
+    elif pattern in ("tcp", "cma"):
         pattern, segment_bytes = "ring", TCP_SEGMENT_BYTES
     else:
         segment_bytes = SEGMENT_BYTES
@@ -120,8 +120,8 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
-    headers = n - 1 if pattern == "tcp" else (2 if op == "all_to_all" else 1) * log
-    pattern = "ring" if pattern == "tcp" else pattern
+    headers = n - 1 if pattern in ("tcp", "cma") else (2 if op == "all_to_all" else 1) * log
+    pattern = "ring" if pattern in ("tcp", "cma") else pattern
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
     predicted = {

@@ -1,7 +1,7 @@
 """What all collectives of ours go through: the queue of their group, the exchange of headers, the staging.
 
-A pattern comes as `work(path, *tensors)`: the path is a Wire (gloo's messages) or, for "tcp", the group's own
-sockets; the tensors are flat and in host memory. It may rely on the ranks' fitting together.
+A pattern comes as `work(path, *tensors)`: the path is a Wire (gloo's messages) or, for "tcp" and "cma", the
+group's own ring; the tensors are flat and in host memory. It may rely on the ranks' fitting together.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ from comm.slow_link import Toll
 from comm.sockets import RingSockets
 from comm.wire import CommError, Group, Wire
 from lab.timeline import span
+
+RINGS = ("tcp", "cma")  # of our own connections
 
 # Those whose first messages are segments, and may leave while the headers are under way.
 EARLY = {
@@ -55,7 +57,7 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             ranks = dist.get_world_size(group)
             toll = Toll(queue, posted, header.op, header.pattern, num_bytes, ranks)
             mine = dataclasses.replace(header, ready=toll.ready)
-            if header.pattern == "tcp":
+            if header.pattern in RINGS:
                 _over_sockets(mine, group, sequence, toll, run)
             else:
                 _over_gloo(mine, group, queue, sequence, toll, run)
@@ -68,11 +70,11 @@ def _over_sockets(
     header: Header, group: Group, sequence: int, toll: Toll, run: Callable[[RingSockets], None]
 ) -> None:
     try:
-        ring = sockets.sockets_of(group, header.op, sequence)
+        ring = sockets.sockets_of(group, header.pattern, header.op, sequence)
         ring.agree(header, toll.begin)
         run(ring)
     except CommError:
-        sockets.forget(group)  # the streams may be out of step: the next use connects anew
+        sockets.forget(group, header.pattern)  # the streams may be out of step: the next use connects anew
         raise
 
 

@@ -1,4 +1,4 @@
-"""The sockets of the "tcp" pattern: one from the left neighbour, one to the right, one loop that polls.
+"""The connections of the "tcp" and "cma" patterns: one from the left neighbour, one to the right, one loop.
 
       left ──► [receive, do something with it, queue it] ──► right        each rank, all the time
 
@@ -13,11 +13,13 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.distributed as dist
 
+from comm.cma import CmaIn, CmaOut, answer, offer, try_offer
+from comm.edges import StreamIn, StreamOut
 from comm.header import ROW_BYTES, Header, RowExchange, check_rows
 from comm.wire import CommError, Group, Wire, group_of, names_of
 from lab.interface import own_address
@@ -28,19 +30,22 @@ _STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
 class RingSockets:
-    """A connection to the right neighbour and one from the left, in a group of at least two ranks."""
+    """A connection to the right neighbour and one from the left, in a group of at least two ranks.
 
-    def __init__(self, group: dist.ProcessGroup, op: str, sequence: int) -> None:
+    In the pattern "cma" neighbours on one machine read each other's memory, others have a TCP stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, pattern: str, op: str, sequence: int) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._names = names_of(group)
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        self._op, self._wakes_at = op, 1
+        self.pattern, self._op = pattern, op
         self.is_in_step = True
         self._header: tuple[memoryview, memoryview, Callable[[int], None]] | None = None
         self._scratch: dict[str, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
-        wire = Wire(group, op, "tcp", sequence, counted=False)
+        wire = Wire(group, op, pattern, sequence, counted=False)
         # Whoever connects must show the token: another program may find the port.
         token = secrets.randbits(62)
         with _listener() as listener:
@@ -48,21 +53,32 @@ class RingSockets:
             rows = RowExchange(wire, mine).finish().tolist()
             for name, (_, port, _) in zip(self._names, rows, strict=True):
                 if port == 0:
-                    raise CommError(f"{op} (tcp): rank {name} has no address its neighbour could connect to.")
+                    who = f"{op} ({pattern}): rank {name}"
+                    raise CommError(f"{who} has no address its neighbour could connect to.")
             deadline = time.monotonic() + self._timeout
             try:
-                address, port, theirs = rows[right]
-                self._right = _connect(address, port, theirs, deadline)
-                try:
-                    self._left = _accept(listener, token, deadline)
-                except OSError:
-                    self._right.close()
-                    raise
+                self._right, self._left = self._meet(listener, token, rows[right], deadline)
             except OSError as error:
                 raise self._lost(f"its neighbours on the ring ({error})") from error
-        for end in (self._left, self._right):
-            end.setblocking(False)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _meet(
+        self, listener: socket.socket, token: int, row: tuple[int, int, int], deadline: float
+    ) -> tuple[StreamOut | CmaOut, StreamIn | CmaIn]:
+        """Connect to the right neighbour, which listens at `row`, and be found by the left one."""
+        wants_cma = self.pattern == "cma"
+        with ExitStack() as opened:
+            right = opened.enter_context(_connect(*row, deadline))
+            proof = offer(right, wants_cma)
+            left = opened.enter_context(_accept(listener, token, deadline))
+            left.settimeout(max(0.01, deadline - time.monotonic()))
+            pid = try_offer(left, wants_cma)
+            is_read = answer(right)
+            del proof
+            for end in (left, right):
+                end.setblocking(False)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened.pop_all()
+        return CmaOut(right) if is_read else StreamOut(right), CmaIn(left, pid) if pid else StreamIn(left)
 
     def agree(self, mine: Header, agreed: Callable[[int], None]) -> None:
         """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
@@ -106,15 +122,9 @@ class RingSockets:
             incoming = [theirs, *incoming]
             arrived = lambda i: payload_arrived(i - 1) if i else check(0)  # noqa: E731
         last_move = time.monotonic()
-        position = filled = sent = 0
-        while position < len(incoming) or queue:
-            moved = 0
-            if queue:
-                moved += (step := self._send(queue[0][sent:]))
-                sent += step
-                if sent == len(queue[0]):
-                    queue.popleft()
-                    sent = 0
+        position = filled = 0
+        while position < len(incoming) or queue or self._right.is_busy:
+            moved = self._push(queue)
             if position < len(incoming):
                 moved += (step := self._receive(incoming[position][filled:]))
                 filled += step
@@ -133,10 +143,10 @@ class RingSockets:
                 )
             something = select.poll()
             if position < len(incoming):
-                self._sleep_until(min(PIECE_BYTES, len(incoming[position]) - filled))
-                something.register(self._left, select.POLLIN)
-            if queue:
-                something.register(self._right, select.POLLOUT)
+                expected = min(PIECE_BYTES, len(incoming[position]) - filled)
+                something.register(self._left.socket, self._left.waits_for(expected))
+            if queue or self._right.is_busy:
+                something.register(self._right.socket, self._right.waits_for())
             something.poll(1000)
 
     def scratch(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -148,33 +158,20 @@ class RingSockets:
 
     def close(self) -> None:
         """Hang up on both neighbours."""
-        self._left.close()
-        self._right.close()
+        self._left.socket.close()
+        self._right.socket.close()
 
-    def _sleep_until(self, num_bytes: int) -> None:
-        """Let the kernel wake us not for every few packets, but when so much has come from the left."""
-        if num_bytes != self._wakes_at:
-            self._left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-            self._wakes_at = num_bytes
-
-    def _send(self, data: memoryview) -> int:
+    def _push(self, queue: deque[memoryview]) -> int:
         try:
-            return self._right.send(data)
-        except BlockingIOError:
-            return 0
+            return self._right.push(queue)
         except OSError as error:
             raise self._lost(f"rank {self._right_name}") from error
 
     def _receive(self, into: memoryview) -> int:
         try:
-            received = self._left.recv_into(into)
-        except BlockingIOError:
-            return 0
+            return self._left.receive(into)
         except OSError as error:
             raise self._lost(f"rank {self._left_name}") from error
-        if received == 0:
-            raise self._lost(f"rank {self._left_name}")
-        return received
 
     def _lost(self, peer: str, gone: bool = True) -> CommError:
         why = (
@@ -182,7 +179,8 @@ class RingSockets:
             if gone
             else ""
         )
-        return CommError(f"{self._op} (tcp): rank {dist.get_rank()} could not go on with {peer}{why}.")
+        who = f"{self._op} ({self.pattern}): rank {dist.get_rank()}"
+        return CommError(f"{who} could not go on with {peer}{why}.")
 
 
 def _listener() -> socket.socket:
@@ -219,23 +217,22 @@ def _accept(listener: socket.socket, token: int, deadline: float) -> socket.sock
     raise TimeoutError("timed out")
 
 
-_sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, RingSockets]" = weakref.WeakKeyDictionary()
-
-
+_sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = weakref.WeakKeyDictionary()
 _forgotten: list[RingSockets] = []
 
 
-def sockets_of(group: Group, op: str, sequence: int) -> RingSockets:
-    """The ring of a group, connected at its first use: in that operation, of that number."""
+def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSockets:
+    """The ring of a group and pattern, connected at its first use: in that operation, of that number."""
     whole = group_of(group)
-    if whole not in _sockets:
-        _sockets[whole] = RingSockets(whole, op, sequence)
-    return _sockets[whole]
+    rings = _sockets.setdefault(whole, {})
+    if pattern not in rings:
+        rings[pattern] = RingSockets(whole, pattern, op, sequence)
+    return rings[pattern]
 
 
-def forget(group: Group) -> None:
-    """Use the ring of a group no more, if there is one; its next use connects anew."""
-    sockets = _sockets.pop(group_of(group), None)
+def forget(group: Group, pattern: str) -> None:
+    """Use that ring of a group no more, if there is one; its next use connects anew."""
+    sockets = _sockets.get(group_of(group), {}).pop(pattern, None)
     if sockets is None:
         return
     if sockets.is_in_step:

@@ -6,6 +6,8 @@ gloo hands every message to a thread of its own: the caller posts, sleeps, and i
 come. On a few busy cores the wake-ups cost more than the copies. Here the rank itself reads from its
 left neighbour and writes to its right one whenever the kernel lets it (comm.sockets).
 
+The pattern "cma" is the same ring, with other edges where two neighbours share a machine (comm.cma).
+
 A rank that asks for another pattern is not here and does not see the headers: that mistake ends in a timeout.
 """
 
@@ -58,7 +60,7 @@ def _ring(
     queue: deque[memoryview] = deque()
 
     def send(segment: torch.Tensor) -> None:
-        LEDGER.count(name, "tcp", segment.nbytes)
+        LEDGER.count(name, sockets.pattern, segment.nbytes)
         queue.append(_bytes_of(segment))
 
     # What arrives is added in pieces that stay in the cache; a whole segment of sums goes on.

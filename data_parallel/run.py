@@ -41,6 +41,7 @@ from lab.overlap import overlap_of, per_step
 from lab.text import check_same_corpus, global_batch, load_corpus, rank_slice, split
 
 WARMUP = 2  # steps that are neither timed nor drawn
+WATCHED = 200  # steps whose spans are recorded; a long run must not fill the memory with them
 DRAWN = 3  # steps in a picture; more make no clearer one
 
 
@@ -56,9 +57,10 @@ class Args:
     lr: float = 1e-3
     seed: int = 0
     pattern: (
-        Literal["ring", "tcp", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"] | None
+        Literal["ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"]
+        | None
     ) = None
-    """Who reduces (comm.collectives); None is tcp on gloo, torch on nccl."""
+    """Who reduces (comm.collectives); None is cma on gloo, torch on nccl."""
     link: str | None = None
     """Slow all communication down to a link, such as 1gbit or 200mbit,0.2ms; needs no root."""
     metronome: str | None = None
@@ -158,10 +160,10 @@ class Run:
         )
         timeline.start_recording()
         if args.checkpoint is None:
-            yield from range(args.steps)
+            yield from self._watched(range(args.steps))
             return
         with StopRequest() as self._stop:
-            for step in range(first, args.steps):
+            for step in self._watched(range(first, args.steps)):
                 yield step
                 if self._everybody_stops:
                     self._save(step + 1, model, optimizer)
@@ -170,6 +172,12 @@ class Run:
                         f"{args.checkpoint}, and --resume goes on from there."
                     )
             self._save(args.steps, model, optimizer)
+
+    def _watched(self, steps: range) -> Iterator[int]:
+        for step in steps:
+            if step == steps.start + WATCHED:
+                timeline.stop_recording()
+            yield step
 
     def step(self) -> AbstractContextManager[Step]:
         """Time one step."""
@@ -190,16 +198,21 @@ class Run:
         self._formula += formula + cost.per_rank("all_reduce", self.pattern, 2, 4, *place)
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        """Check the replicas, print the report, write the trace; all ranks must call it."""
+        """Check the replicas, print the report, write the trace; all ranks must call it.
+
+        What is read off the spans (compute, communication, what is hidden, the prediction) are medians over the
+        first steps, after the warm-up: `observed_steps` of them.
+        """
         cluster, args = self._cluster, self._args
         timeline.stop_recording()
         windows = self._meter.windows
-        by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) :])
+        by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
         seen = [overlap_of(events) for events in by_step]
         shares = [one.hidden_share for one in seen if one.hidden_share is not None]
         ranks, link = cluster.world_size, self._link
         pattern = cost.model_of("all_reduce", self.pattern)
         summary = self._meter.finish(
+            observed_steps=len(by_step),
             compute_seconds=_median([one.compute_seconds for one in seen]),
             communication_seconds=_median([one.communication_seconds for one in seen]),
             hidden_share=_median(shares),

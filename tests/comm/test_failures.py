@@ -30,7 +30,7 @@ def sentence(text: str) -> str:
     return text.rsplit("comm.wire.CommError: ", 1)[-1]
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "tree", "halving_doubling", "torch"])
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
 def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str):
     def one_dies(cluster) -> None:
         collectives.barrier()
@@ -47,7 +47,7 @@ def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pat
         assert any("rank 2" in texts[rank] for rank in (0, 1, 3))
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp"])
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma"])
 def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(pattern: str):
     def one_dies(cluster) -> None:
         collectives.barrier()

@@ -241,8 +241,8 @@ def test_a_mismatch_in_one_group_leaves_the_others_alone():
 
 def test_wrong_arguments_are_told_before_anything_is_sent():
     wrong = {
-        "all_reduce has no pattern 'zigzag'; choose one of torch, ring, tcp": lambda: collectives.all_reduce(
-            torch.ones(2), pattern="zigzag"
+        "all_reduce has no pattern 'zigzag'; choose one of torch, ring, tcp, cma": lambda: (
+            collectives.all_reduce(torch.ones(2), pattern="zigzag")
         ),
         "broadcast: root 2 is not a rank of this group of 2": lambda: collectives.broadcast(
             torch.ones(2), root=2

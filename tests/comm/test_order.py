@@ -87,7 +87,7 @@ def test_groups_do_not_wait_for_each_other():
     run_ranks(interleaved, 4)
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "tree"])
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree"])
 def test_torchs_own_may_be_called_while_ours_is_in_flight(pattern: str):
     def beside(cluster) -> None:
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_torchs_own_may_be_called_while_ours_is_in_flight(pattern: str):
             handle.wait()
             assert (ours == 3).all() and (torchs == 3).all()
 
-    run_ranks(beside, 3, timeout=3 if pattern == "tcp" else 20)
+    run_ranks(beside, 3, timeout=3 if pattern in ("tcp", "cma") else 20)
 
 
 def test_an_error_comes_out_of_wait_and_the_next_operation_works():

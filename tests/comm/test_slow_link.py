@@ -27,7 +27,7 @@ def test_what_is_not_a_link_is_refused_in_a_sentence(text: str):
         slow_link.parse(text)
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "tree", "halving_doubling", "torch"])
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
 def test_a_collective_takes_at_least_what_the_formula_says_whoever_does_the_work(pattern: str):
     def slow(cluster) -> None:
         link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
@@ -50,7 +50,7 @@ def test_one_link_carries_one_collective_at_a_time():
             start = time.perf_counter()
             handles = [
                 all_reduce(torch.ones(3), async_op=True, pattern=pattern)
-                for pattern in ("ring", "torch", "tcp")
+                for pattern in ("ring", "torch", "tcp", "cma")
             ]
             for handle in handles:
                 handle.wait()
@@ -102,7 +102,7 @@ def test_torchs_own_operations_are_seen_without_a_link_too():
     run_ranks(fast, 2)
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "torch"])
+@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "torch"])
 def test_calibration_finds_the_alpha_and_beta_that_were_set(pattern: str):
     def slow(cluster) -> Link:
         with slow_link.slowed(Link(0.01, 1 / 100e6)):

@@ -1,0 +1,182 @@
+"""An edge of the ring between ranks of one machine: the right neighbour reads the left one's memory itself.
+
+      left: "64 KiB and more lie at this address" ──► right: reads them, says "read"
+
+Through a socket a payload is copied twice, into the kernel and out of it. Cross-memory attach (CMA, Linux's
+process_vm_readv) copies it once, from one process's memory into the other's, as the shared-memory transports
+of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). What is small
+goes through the socket as before, behind its length. Until it is read, the sender leaves its memory alone.
+
+The kernel asks who may read whose memory. Ranks of one user may, unless it is told to be strict (Yama); then
+a rank may declare who may, and declares its parent's children: its siblings. Where the kernel still says
+no (other containers, other machines, other systems), the edge is a stream (comm.edges).
+"""
+
+import ctypes
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+from collections import deque
+from typing import Any
+
+_INLINE_BYTES = 1 << 16  # up to here the socket's two copies cost less than being told, and telling
+_MOST_UNREAD = 64
+_FRAME = struct.Struct("=qq")  # address, or 0 for what follows at once; length
+_OFFER = struct.Struct("=qq16s")  # pid, or 0 for none; address of the proof; proof
+_PR_SET_PTRACER = 0x59616D61
+_READ = b"\1"
+
+
+class CmaOut:
+    """What leaves for the right neighbour."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._frames, self._unread = bytearray(), 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the neighbour has still to come for something."""
+        return bool(self._frames or self._unread)
+
+    def push(self, queue: deque[memoryview]) -> int:
+        """Announce what is in `queue`, send what is small, hear what was read. Returns 0 if nothing moved."""
+        while queue and self._unread < _MOST_UNREAD:
+            data = queue.popleft()
+            if len(data) <= _INLINE_BYTES:
+                self._frames += _FRAME.pack(0, len(data)) + data
+            else:
+                self._frames += _FRAME.pack(_address(data), len(data))
+                self._unread += 1
+        moved = 0
+        try:
+            if self._frames:
+                moved += (sent := self.socket.send(self._frames))
+                del self._frames[:sent]
+            if self._unread:
+                moved += (read := len(_received(self.socket, _MOST_UNREAD)))
+                self._unread -= read
+        except BlockingIOError:
+            pass
+        return moved
+
+    def waits_for(self) -> int:
+        """What select.poll is to look for."""
+        return (select.POLLOUT if self._frames else 0) | (select.POLLIN if self._unread else 0)
+
+
+class CmaIn:
+    """What comes from the left neighbour, of that process id."""
+
+    def __init__(self, end: socket.socket, pid: int) -> None:
+        self.socket, self._pid = end, pid
+        self._head, self._address, self._left = b"", 0, 0
+        self._hangup = select.poll()
+        self._hangup.register(end, select.POLLRDHUP)
+
+    def receive(self, into: memoryview) -> int:
+        """Fill the beginning of `into`; returns how many bytes, 0 when nothing is there yet."""
+        try:
+            if not self._left:
+                self._head += _received(self.socket, _FRAME.size - len(self._head))
+                if len(self._head) < _FRAME.size:
+                    return 0
+                self._address, self._left = _FRAME.unpack(self._head)
+                self._head = b""
+            wanted = into[: self._left]
+            num_bytes = self._read(wanted) if self._address else self.socket.recv_into(wanted)
+        except BlockingIOError:
+            return 0
+        if not num_bytes:
+            raise ConnectionError("hung up")
+        self._left -= num_bytes
+        if self._address:
+            self._address += num_bytes
+            if not self._left:
+                self.socket.send(_READ)
+        return num_bytes
+
+    def waits_for(self, num_bytes: int) -> int:
+        """What select.poll is to look for; `num_bytes` are expected."""
+        return select.POLLIN
+
+    def _read(self, into: memoryview) -> int:
+        num_bytes = _read_memory(self._pid, self._address, into)
+        # A neighbour that gives up hangs up before its memory is used for something else.
+        if self._hangup.poll(0):
+            raise ConnectionError("hung up")
+        return num_bytes
+
+
+def offer(end: socket.socket, is_wanted: bool) -> ctypes.Array:
+    """Tell the right neighbour where it can prove that it reads; keep what is returned until `answer`."""
+    proof = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+    pid = os.getpid() if is_wanted and _vm_readv is not None else 0
+    if pid:
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    end.sendall(_OFFER.pack(pid, ctypes.addressof(proof), proof.raw))
+    return proof
+
+
+def try_offer(end: socket.socket, is_wanted: bool) -> int:
+    """The process id of the left neighbour if its memory can be read, else 0; it is told which."""
+    offered = end.recv(_OFFER.size, socket.MSG_WAITALL)
+    if len(offered) < _OFFER.size:
+        raise ConnectionError("hung up")
+    pid, address, proof = _OFFER.unpack(offered)
+    if pid and is_wanted and _vm_readv is not None:
+        seen = bytearray(len(proof))
+        try:
+            _read_memory(pid, address, memoryview(seen))
+        except OSError:
+            pid = 0
+        pid = pid if seen == proof else 0
+    else:
+        pid = 0
+    end.sendall(b"\1" if pid else b"\0")
+    return pid
+
+
+def answer(end: socket.socket) -> bool:
+    """Whether the right neighbour can read this rank's memory."""
+    return _received(end, 1) == b"\1"
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_vm_readv: Any = getattr(_libc, "process_vm_readv", None) if sys.platform == "linux" else None
+if _vm_readv is not None:
+    _vm_readv.restype = ctypes.c_ssize_t
+    _vm_readv.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+
+
+def _read_memory(pid: int, address: int, into: memoryview) -> int:
+    here, there = _Range(_address(into), len(into)), _Range(address, len(into))
+    num_bytes = _vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    if num_bytes < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return num_bytes
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _received(end: socket.socket, num_bytes: int) -> bytes:
+    data = end.recv(num_bytes)
+    if not data:
+        raise ConnectionError("hung up")
+    return data
