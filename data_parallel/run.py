@@ -200,8 +200,8 @@ class Run:
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Check the replicas, print the report, write the trace; all ranks must call it.
 
-        What is read off the spans (compute, communication, what is hidden, the prediction) are medians over the
-        first steps, after the warm-up: `observed_steps` of them.
+        What is read off the spans (compute, communication, what is hidden, the prediction) are medians over
+        `observed_steps` steps: the first ones after the warm-up. All else speaks of the whole run.
         """
         cluster, args = self._cluster, self._args
         timeline.stop_recording()

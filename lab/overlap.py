@@ -17,6 +17,7 @@ that leaves no span does: whoever blocks on another thread's work must record it
 Intervals are (start_ns, end_ns) on the events' clock; a list of them is sorted, apart and without empty ones.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -101,14 +102,16 @@ def total(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals) / 1e9
 
 
-def between(events: Iterable[Event], start_ns: int, end_ns: int) -> list[Event]:
-    """The events that start within [start_ns, end_ns), in the order given."""
-    return [event for event in events if start_ns <= event.start_ns < end_ns]
+def per_step(events: Iterable[Event], steps: Sequence[Interval]) -> list[list[Event]]:
+    """The events that start in each step, in the order given; those outside all steps are left out.
 
-
-def per_step(events: Sequence[Event], steps: Sequence[Interval]) -> list[list[Event]]:
-    """The events that start in each step, given as (start_ns, end_ns); those outside all steps are left out.
-
-    An event belongs whole to the step it starts in, even where it reaches into the next.
+    Steps are (start_ns, end_ns), one after the other. An event belongs whole to the step it starts in, even
+    where it reaches into the next.
     """
-    return [between(events, start_ns, end_ns) for start_ns, end_ns in steps]
+    starts = [start_ns for start_ns, _ in steps]
+    inside: list[list[Event]] = [[] for _ in steps]
+    for event in events:
+        i = bisect_right(starts, event.start_ns) - 1
+        if i >= 0 and event.start_ns < steps[i][1]:
+            inside[i].append(event)
+    return inside

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from data_parallel.run import Args, Run
-from lab import checkpoint
+from lab import checkpoint, timeline
 from lab.cluster import Cluster
 from lab.errors import Stopped, WorkbookError
 from lab.ranks import run_ranks
@@ -87,6 +87,19 @@ def test_the_slices_of_all_ranks_are_the_batch_of_one(model):
     slices = run_ranks(work, 3)
     for i in range(2):
         assert torch.equal(torch.cat([parts[i] for parts in slices]), whole[i])
+
+
+def test_a_long_run_records_its_first_steps_only_and_counts_them_all():
+    def work(cluster: Cluster) -> tuple[dict[str, Any], int]:
+        with mock.patch("data_parallel.run.WATCHED", 4):
+            summary = train(cluster, "bucket", steps=9)
+        return summary, [event.name for event in timeline.recorded()].count("forward")
+
+    for summary, num_recorded in run_ranks(work, 2):
+        assert (summary["steps"], summary["observed_steps"]) == (9, 2)  # two more are warm-up
+        assert summary["bytes_sent"] == summary["bytes_formula"]
+        assert summary["messages_sent"] == summary["messages_formula"]
+        assert num_recorded == 4
 
 
 CASES = [("naive", 2), ("overlap", 2), ("bucket", 2), ("bucket", 3), ("ddp", 2)]

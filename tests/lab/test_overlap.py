@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,6 @@ from lab.overlap import (
     COMMUNICATION,
     COMPUTE,
     Overlap,
-    between,
     busy,
     difference,
     intersection,
@@ -130,9 +131,17 @@ def test_busy_looks_at_the_given_kinds_on_all_lanes():
 def test_an_event_belongs_to_the_step_it_starts_in():
     early, first, late, second, after = (event("compute", at, at + 3) for at in (0, 1, 4, 5, 9))
     events = [second, early, first, late, after]
-    assert between(events, 1 * SECOND, 5 * SECOND) == [first, late]
     steps = [(1 * SECOND, 5 * SECOND), (5 * SECOND, 9 * SECOND), (20 * SECOND, 30 * SECOND)]
     assert per_step(events, steps) == [[first, late], [second], []]
+
+
+def test_thousands_of_steps_are_told_apart_at_once():
+    events = [event("compute", at, at + 0.5) for at in range(40_000)]
+    steps = [(at * SECOND, (at + 10) * SECOND) for at in range(0, 40_000, 10)]
+    started = time.perf_counter()
+    by_step = per_step(events, steps)
+    assert time.perf_counter() - started < 1
+    assert by_step == [events[at : at + 10] for at in range(0, 40_000, 10)]
 
 
 EVENTS = st.lists(
