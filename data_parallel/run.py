@@ -15,7 +15,7 @@ run.finish(model)
 import dataclasses
 import statistics
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import numpy as np
@@ -102,6 +102,7 @@ class Run:
         self._formula = Traffic()
         self._stop: StopRequest | None = None
         self._everybody_stops = False
+        self._until_reported = ExitStack()
 
     def _check(self, args: Args) -> None:
         if args.steps < 1:
@@ -162,16 +163,19 @@ class Run:
         if args.checkpoint is None:
             yield from self._watched(range(args.steps))
             return
-        with StopRequest() as self._stop:
+        with ExitStack() as handlers:
+            self._stop = handlers.enter_context(StopRequest())
             for step in self._watched(range(first, args.steps)):
                 yield step
-                if self._everybody_stops:
+                if self._everybody_stops and step + 1 < args.steps:
                     self._save(step + 1, model, optimizer)
                     raise Stopped(
                         f"stopped after step {step + 1} of {args.steps}; the checkpoint is in "
                         f"{args.checkpoint}, and --resume goes on from there."
                     )
             self._save(args.steps, model, optimizer)
+            # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
+            self._until_reported = handlers.pop_all()
 
     def _watched(self, steps: range) -> Iterator[int]:
         for step in steps:
@@ -203,6 +207,10 @@ class Run:
         What is read off the spans (compute, communication, what is hidden, the prediction) are medians over
         `observed_steps` steps: the first ones after the warm-up. All else speaks of the whole run.
         """
+        with self._until_reported:
+            return self._report(model, extras)
+
+    def _report(self, model: nn.Module, extras: dict[str, Any]) -> dict[str, Any]:
         cluster, args = self._cluster, self._args
         timeline.stop_recording()
         windows = self._meter.windows
