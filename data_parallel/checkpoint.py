@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from comm.collectives import barrier, broadcast
+from comm.collectives import broadcast
+from data_parallel.refuse import tell
 from lab import checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -24,7 +25,7 @@ def save(cluster: Cluster, directory: str, state: dict[str, Any]) -> None:
             checkpoint.save(Path(directory), state)
         except WorkbookError as error:
             failure = str(error)
-    _tell(cluster, "save", failure)
+    tell(cluster, "save", failure)
 
 
 def load(cluster: Cluster, directory: str) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def load(cluster: Cluster, directory: str) -> dict[str, Any]:
             checkpoint.unpack(data, directory)
         except WorkbookError as error:
             failure = str(error)
-    _tell(cluster, "load", failure)
+    tell(cluster, "load", failure)
     size = torch.tensor([len(data)], device=cluster.device)
     broadcast(size)
     message = torch.empty(int(size), dtype=torch.uint8, device=cluster.device)
@@ -44,15 +45,3 @@ def load(cluster: Cluster, directory: str) -> dict[str, Any]:
         message.copy_(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
     broadcast(message)
     return checkpoint.unpack(message.cpu().numpy().tobytes(), directory)
-
-
-def _tell(cluster: Cluster, what: str, failure: str) -> None:
-    """Rank 0 tells all how it went; all raise if it went wrong."""
-    call = cluster.store.add(f"data_parallel.checkpoint/{what}/{cluster.rank}", 1)
-    key = f"data_parallel.checkpoint/{what}/outcome/{call}"
-    if cluster.is_main:
-        cluster.store.set(key, failure)
-    failure = cluster.store.get(key).decode()
-    barrier()  # nobody raises, and ends, before all have read it
-    if failure:
-        raise WorkbookError(failure)

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from comm import cost, slow_link
 from comm.calibrate import measure_all_reduce
 from comm.collectives import all_reduce, fastest_pattern
-from data_parallel import checkpoint
+from data_parallel import checkpoint, refuse
 from data_parallel.predict import median_step_seconds
-from lab import timeline, units
+from lab import timeline
 from lab.check import digest, replicas_equal
 from lab.cluster import Cluster
 from lab.digits import load_digits
@@ -89,6 +89,7 @@ class Run:
     def __init__(self, cluster: Cluster, args: Args, run_mode: str, model: str = "gpt") -> None:
         self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
         self._check(args)
+        self._tick = None if args.metronome is None else refuse.tick(args.metronome)
         self._config = GPTConfig.named(args.size)
         if model == "gpt":
             corpus = load_corpus()
@@ -97,7 +98,7 @@ class Run:
         else:
             self._images, self._labels, *_ = load_digits()
         self.pattern = args.pattern or fastest_pattern("all_reduce")
-        slow_link.use(slow_link.parse(args.link) if args.link else None)
+        slow_link.use(None if args.link is None else slow_link.parse(args.link))
         self._link = measure_all_reduce(self.pattern, device=cluster.device)
         self._formula = Traffic()
         self._stop: StopRequest | None = None
@@ -105,10 +106,9 @@ class Run:
         self._until_reported = ExitStack()
 
     def _check(self, args: Args) -> None:
-        if args.steps < 1:
-            raise WorkbookError(f"--steps {args.steps}: there must be at least one.")
-        if args.batch_size < 1:
-            raise WorkbookError(f"--batch-size {args.batch_size}: there must be at least one example.")
+        refuse.numbers(args.steps, args.batch_size, args.lr, args.seed)
+        refuse.no_folder("--checkpoint", args.checkpoint)
+        refuse.no_folder("--trace", args.trace)
         if args.resume and args.checkpoint is None:
             raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
         rank_slice(torch.empty(args.batch_size), 0, self._cluster.world_size)  # says so if it does not divide
@@ -118,10 +118,12 @@ class Run:
                 f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step."
             )
         bucket_mb = getattr(args, "bucket_mb", None)
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise WorkbookError(f"--bucket-mb {bucket_mb:g}: a bucket needs room for something.")
+        if bucket_mb is not None:
+            refuse.bucket(bucket_mb)
         if args.metronome is not None and self._model != "gpt":
             raise WorkbookError("--metronome takes the GPT; leave --model out.")
+        if args.trace is not None:
+            refuse.unwritable(self._cluster, "--trace", args.trace)
 
     def model(self) -> nn.Module:
         """Another seed on each rank, as a careless user might have it: the wrapper must make them equal."""
@@ -129,11 +131,11 @@ class Run:
         if self._model == "baby_cnn":
             return BabyCNN(seed=seed).to(self._cluster.device)
         gpt = GPT(self._config, seed=seed).to(self._cluster.device)
-        return metronome_of(gpt, units.seconds(self._args.metronome)) if self._args.metronome else gpt
+        return gpt if self._tick is None else metronome_of(gpt, self._tick)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW; under the metronome one that takes no time."""
-        if self._args.metronome:
+        if self._tick is not None:
             return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
         return torch.optim.AdamW(model.parameters(), lr=self._args.lr)
 
@@ -235,7 +237,7 @@ class Run:
             replica_digest=digest(model)[:16],
             **extras,
         )
-        if args.trace:
+        if args.trace is not None:
             drawn = windows[WARMUP : WARMUP + DRAWN] or windows
             events = [event for step in per_step(timeline.recorded(), drawn) for event in step]
             timeline.save(cluster, args.trace, f"{self._run_mode}, {ranks} ranks", events)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from comm.collectives import all_gather, all_reduce
 from comm.rendezvous import joined
+from data_parallel import refuse
 from data_parallel.sampler import DistributedSampler
 from lab.check import replicas_equal
 from lab.cluster import Cluster
@@ -72,6 +73,9 @@ def everyones(cluster: Cluster, value: float) -> list[float]:
 
 def main(cluster: Cluster, args: Args) -> None:
     images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in load_digits())
+    refuse.numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
+    if args.epochs < 1:
+        raise WorkbookError(f"--epochs {args.epochs}: there must be at least one.")
     if args.batch_size % cluster.world_size:
         raise WorkbookError(
             f"{cluster.world_size} ranks cannot share a batch of {args.batch_size} equally: take a multiple."

@@ -1,8 +1,10 @@
 import json
 
+import pytest
+
 from data_parallel import train_alone
 from lab.cluster import Cluster
-from lab.ranks import run_ranks
+from lab.ranks import RankError, run_ranks
 
 
 def test_replicas_that_train_alone_drift_apart(capfd):
@@ -25,3 +27,10 @@ def test_one_rank_alone_does_not_drift(capfd):
     summary = json.loads(capfd.readouterr().out.strip().splitlines()[-1].removeprefix("[rank 0] "))
     assert summary["drift"] == [0.0]
     assert summary["replicas_equal"] is True
+
+
+@pytest.mark.parametrize("name", ["steps", "epochs", "batch_size", "lr", "seed"])
+def test_numbers_that_make_no_sense_are_refused_in_a_sentence(name):
+    option = f"--{name.replace('_', '-')} -1"
+    with pytest.raises(RankError, match=rf"WorkbookError: {option}: .*\."):
+        run_ranks(lambda cluster: train_alone.main(cluster, train_alone.Args(**{name: -1})), 1)

@@ -1,6 +1,7 @@
 """Arguments that make no sense, checkpoints, Ctrl-C: what data_parallel.run does for all train scripts."""
 
 import functools
+import math
 import os
 import re
 import signal
@@ -51,7 +52,7 @@ NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("bucket", {"grad_acc_steps": 12}, ["--grad-acc-steps", "6 examples"]),
     ("naive", {"link": "fast"}, ["--link fast", "1gbit"]),
     ("naive", {"link": "1gbit,5"}, ["--link 1gbit,5", "2ms"]),
-    ("naive", {"metronome": "5"}, ["'5'", "2ms"]),
+    ("naive", {"metronome": "5"}, ["--metronome 5", "2ms"]),
     ("cnn", {"metronome": "5ms"}, ["--metronome"]),
     ("naive", {"resume": True}, ["--checkpoint"]),
     ("accumulation", {"grad_acc_steps": 0}, ["--grad-acc-steps"]),
@@ -59,6 +60,19 @@ NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("bucket", {"bucket_mb": 0.0}, ["--bucket-mb"]),
     ("bucket", {"bucket_mb": -1.0}, ["--bucket-mb"]),
     ("ddp", {"bucket_mb": -1.0}, ["--bucket-mb"]),
+    ("bucket", {"bucket_mb": math.inf}, ["--bucket-mb inf"]),
+    ("ddp", {"bucket_mb": math.nan}, ["--bucket-mb nan"]),
+    ("naive", {"lr": 0.0}, ["--lr 0"]),
+    ("naive", {"lr": -0.1}, ["--lr -0.1"]),
+    ("naive", {"lr": math.nan}, ["--lr nan"]),
+    ("cnn", {"lr": math.inf}, ["--lr inf"]),
+    ("naive", {"seed": -1}, ["--seed -1"]),
+    ("naive", {"seed": 1 << 70}, ["--seed", "to 4294967295"]),
+    ("naive", {"link": ""}, ["--link", "1gbit"]),
+    ("naive", {"metronome": ""}, ["--metronome", "2ms"]),
+    ("naive", {"checkpoint": ""}, ["--checkpoint", "folder"]),
+    ("naive", {"trace": ""}, ["--trace", "folder"]),
+    ("naive", {"trace": "/dev/null/traces"}, ["--trace /dev/null/traces", "another folder"]),
 ]
 
 
@@ -76,6 +90,16 @@ def refusals() -> list[tuple[str, ...]]:
 def test_arguments_that_make_no_sense_are_refused_in_a_sentence(case):
     sentence = the_one_sentence(refusals()[case])
     assert all(word in sentence for word in NONSENSE[case][2])
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_a_step_is_taken(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+
+    def work(cluster: Cluster) -> str:
+        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
+            return refusal(cluster, "naive", trace=str(tmp_path / "file"))
+
+    assert "--trace" in the_one_sentence(run_ranks(work, 3))
 
 
 @pytest.mark.parametrize("model", ["gpt", "baby_cnn"])
