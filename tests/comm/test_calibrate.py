@@ -1,0 +1,43 @@
+"""Measuring alpha and beta of an all-reduce: as exact as time allows, and no longer than that."""
+
+import time
+
+import pytest
+
+from comm import calibrate, slow_link
+from comm.calibrate import measure_all_reduce
+from comm.cost import Link
+from lab.ranks import run_ranks
+
+
+@pytest.mark.parametrize("link", [Link(1e-4, 8e-6), Link(1e-3, 1 / 1.25e6), Link(0.05, 1 / 12.5e6)])
+def test_a_slow_link_is_measured_in_seconds_and_alike_on_all_ranks(link: Link):
+    def measured(cluster) -> tuple[float, Link]:
+        start = time.perf_counter()
+        with slow_link.slowed(link):
+            found = measure_all_reduce("tcp")
+        return time.perf_counter() - start, found
+
+    (seconds, found), *others = run_ranks(measured, 2)
+    assert all(other == found for _, other in others)
+    assert seconds < 4
+    assert link.alpha <= found.alpha < 3 * link.alpha + 1e-3
+    assert found.beta == pytest.approx(link.beta, rel=0.1)
+
+
+def test_a_rank_that_is_slow_alone_makes_all_decide_alike(monkeypatch):
+    asked: list[tuple[int, int]] = []
+    seconds = calibrate._seconds
+
+    def noting(num_bytes, pattern, group, runs, device):
+        asked.append((num_bytes, runs))
+        return seconds(num_bytes, pattern, group, runs, device)
+
+    def measured(cluster) -> list[tuple[int, int]]:
+        monkeypatch.setattr(calibrate, "_seconds", noting)
+        with slow_link.slowed(Link(0.0, 1e-7) if cluster.rank else None):
+            measure_all_reduce("ring")
+        return asked
+
+    first, *others = run_ranks(measured, 3)
+    assert others == [first, first]
