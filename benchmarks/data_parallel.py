@@ -55,9 +55,10 @@ class Args:
 def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
     """Measured and predicted seconds of a step for every cap in PLOT_CAPS."""
     names = [f"bucket_overlap {cap}" for cap in PLOT_CAPS]
-    measured = medians(run_ranks(alternate, RANKS, args.plot_link, names, 5, timeout=900))
-    by_rank = run_ranks(ready_times, RANKS, timeout=300)
-    compute, update, ready = max(by_rank, key=lambda rank: rank[0])
+    by_rank = run_ranks(alternate, RANKS, [(args.plot_link, names, 5)], timeout=900)
+    measured = medians([seconds for [seconds] in by_rank])
+    computing = run_ranks(ready_times, RANKS, timeout=300)
+    compute, update, ready = max(computing, key=lambda rank: rank[0])
     link, parameters = slow_link.parse(args.plot_link), list(GPT(CONFIG).parameters())
     ordered = [parameters[i] for _, i in ready]
     result = {}
@@ -107,8 +108,13 @@ def measure(quick: bool) -> list[dict]:
             ("1gbit", ["ddp", *same_cap, "naive"], 3),
             ("200mbit", same_cap, 1),
         ]
-    for link, names, runs in plan:
-        seconds = medians(run_ranks(alternate, RANKS, link, names, runs, timeout=900))
+    # Those behind a slow link are built and warmed up once for all such links.
+    by_rank = run_ranks(alternate, RANKS, plan[:1], timeout=900)
+    by_rank = [
+        a + b for a, b in zip(by_rank, run_ranks(alternate, RANKS, plan[1:], timeout=900), strict=True)
+    ]
+    for (link, names, _), *ranks in zip(plan, *by_rank, strict=True):
+        seconds = medians(ranks)
         for name in names:
             kind, _, cap = name.partition(" ")
             if kind == "ddp":
@@ -120,9 +126,9 @@ def measure(quick: bool) -> list[dict]:
                 rows.append(row(what, "ddp_same_cap", link, seconds[name], seconds[f"ddp {cap}"]))
                 if "naive" in seconds:
                     rows.append(row(what, "naive", link, seconds[name], seconds["naive"]))
-    by_rank = run_ranks(metronome, RANKS, "1gbit", 0.02, 3 if quick else 7, timeout=300)
-    times = median_of_slowest([seconds for seconds, _ in by_rank])
-    rows.append(row("bucket_overlap metronome 20ms", "ideal", "1gbit", times, by_rank[0][1]))
+    ticking = run_ranks(metronome, RANKS, "1gbit", 0.02, 3 if quick else 7, timeout=300)
+    times, (_, ideal) = median_of_slowest([seconds for seconds, _ in ticking]), ticking[0]
+    rows.append(row("bucket_overlap metronome 20ms", "ideal", "1gbit", times, ideal))
     shares = run_ranks(hidden, RANKS, "1gbit", 4, 2 if quick else 5, timeout=300)
     compute, communication, both = (statistics.mean(column) for column in zip(*shares, strict=True))
     rows.append(row("bucket_overlap hidden", "communication", "1gbit", both, communication))

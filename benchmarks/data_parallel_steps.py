@@ -28,6 +28,7 @@ CONFIG = GPTConfig.named("13m")
 CAP_MB = 4.0
 WINDOWS = 2  # of text, for each rank and step
 Step = Callable[[], None]
+Turns = tuple[str, list[str], int]  # the link, the variants, and how often each
 
 
 def text(windows: int = WINDOWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,10 +64,18 @@ def build(name: str, hooked: bool) -> Step:
     return step
 
 
-def alternate(cluster: Cluster, link: str, names: list[str], runs: int) -> dict[str, list[float]]:
-    """Seconds of each step of each variant on this rank."""
-    slow = None if link == "loopback" else slow_link.parse(link)
-    return side_by_side.alternate({name: build(name, slow is not None) for name in names}, runs, slow)
+def alternate(cluster: Cluster, plan: list[Turns]) -> list[dict[str, list[float]]]:
+    """Seconds of each step of each variant on this rank, for one link of the plan after the other."""
+    steps: dict[tuple[str, bool], Step] = {}
+    seconds = []
+    for link, names, runs in plan:
+        slow = None if link == "loopback" else slow_link.parse(link)
+        keys = [(name, slow is not None) for name in names]
+        new = {key: build(*key) for key in keys if key not in steps}
+        steps |= new
+        variants = {key[0]: steps[key] for key in keys}
+        seconds.append(side_by_side.alternate(variants, runs, slow, warmup=2 if new else 0))
+    return seconds
 
 
 def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list[float], float]:
