@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
@@ -25,7 +25,8 @@ from comm.wire import CommError, Group, Wire, group_of, names_of
 from lab.interface import own_address
 from lab.ledger import LEDGER
 
-PIECE_BYTES = 1 << 20  # what is waited for, and added, at a time: it stays in the cache
+# What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
+PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
 _STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
@@ -42,9 +43,9 @@ class RingSockets:
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self.pattern, self._op = pattern, op
+        self.piece_bytes = PIECE_BYTES[pattern]
         self.is_in_step = True
         self._header: tuple[memoryview, memoryview, Callable[[int], None]] | None = None
-        self._scratch: dict[str, torch.Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
         wire = Wire(group, op, pattern, sequence, counted=False)
         # Whoever connects must show the token: another program may find the port.
         token = secrets.randbits(62)
@@ -143,18 +144,11 @@ class RingSockets:
                 )
             something = select.poll()
             if position < len(incoming):
-                expected = min(PIECE_BYTES, len(incoming[position]) - filled)
+                expected = min(self.piece_bytes, len(incoming[position]) - filled)
                 something.register(self._left.socket, self._left.waits_for(expected))
             if queue or self._right.is_busy:
                 something.register(self._right.socket, self._right.waits_for())
             something.poll(1000)
-
-    def scratch(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory kept from call to call, for the kernel takes its time to hand out fresh pages."""
-        num_bytes = numel * dtype.itemsize
-        if self._scratch[use].numel() < num_bytes:
-            self._scratch[use] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._scratch[use][:num_bytes].view(dtype)
 
     def close(self) -> None:
         """Hang up on both neighbours."""

@@ -18,7 +18,7 @@ import torch
 from comm.reduction import combine, finish
 from comm.ring import chunk_sent
 from comm.shards import TCP_SEGMENT_BYTES, segments_of, shards_of
-from comm.sockets import PIECE_BYTES, RingSockets
+from comm.sockets import RingSockets
 from lab.ledger import LEDGER
 
 
@@ -27,7 +27,7 @@ def reduce_scatter(sockets: RingSockets, shard: torch.Tensor, full: torch.Tensor
     n, r = sockets.size, sockets.rank
     chunks = shards_of(full, n)
     sizes = [chunks[chunk_sent(r, step + 1, n)].numel() for step in range(n - 2)]
-    partial = sockets.scratch("partial", sum(sizes), full.dtype).split(sizes) if sizes else ()
+    partial = torch.empty(sum(sizes), dtype=full.dtype).split(sizes) if sizes else ()
     _ring(sockets, "reduce_scatter", chunks, [*partial, shard], op, gather=False)
 
 
@@ -68,7 +68,13 @@ def _ring(
     for step, total in enumerate(sums):
         is_last = step == n - 2
         for mine, into in zip(_segments(chunks[chunk_sent(r, step + 1, n)]), _segments(total), strict=True):
-            pieces = list(zip(segments_of(mine, PIECE_BYTES), segments_of(into, PIECE_BYTES), strict=True))
+            pieces = list(
+                zip(
+                    segments_of(mine, sockets.piece_bytes),
+                    segments_of(into, sockets.piece_bytes),
+                    strict=True,
+                )
+            )
             for i, (own, result) in enumerate(pieces, start=1):
                 goes_on = into if i == len(pieces) and (gather or not is_last) else None
                 adding.append((own, result, is_last, goes_on))
@@ -80,7 +86,7 @@ def _ring(
     ]
     # One piece arrives at a time and is added at once, so one buffer serves them all.
     longest = max((len(own) for own, *_ in adding), default=0)
-    buffer = sockets.scratch("piece", longest, chunks[0].dtype)
+    buffer = torch.empty(longest, dtype=chunks[0].dtype)
 
     def arrived(position: int) -> None:
         if position < len(adding):
