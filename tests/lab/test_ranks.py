@@ -258,6 +258,19 @@ run_ranks(sleep, 3)
 """
 
 
+def what_they_do(pids: list[int]) -> str:
+    """The command line and, of each thread, the state and where in the kernel it waits."""
+    lines = []
+    for pid in pids:
+        with suppress(OSError):
+            folder = Path("/proc", str(pid))
+            lines.append(f"{pid}: {(folder / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+            for task in (folder / "task").iterdir():
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                lines.append(f"  thread {task.name}: {state} in {(task / 'wchan').read_text()}")
+    return "\n".join(lines)
+
+
 def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_path):
     script = tmp_path / "sleepers.py"
     script.write_text(SLEEPERS)
@@ -268,6 +281,7 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
         environment = os.environ | {
             "PIDS": str(tmp_path / name / "pids"),
             "TMPDIR": str(tmp_path / name / "tmp"),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),  # importing torch makes one
         }
         runs[name] = subprocess.Popen(
             [sys.executable, str(script)],
@@ -276,6 +290,8 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Whoever runs the tests in the background of a script has Ctrl-C ignored, and so would this.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         for name, process in runs.items():
@@ -288,7 +304,12 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all in the foreground
             else:
                 process.kill()
-            output, error = process.communicate(timeout=20)
+            try:
+                output, error = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                pytest.fail(
+                    f"after {name} somebody still holds the output: {what_they_do(session(process.pid))}"
+                )
             # Nobody has run the script again to find its classes, though its main is not guarded.
             assert output.splitlines() == ["the script runs", "[10, 11, 12]"]
             orphans = lambda: [pid for pid in {*pids, *session(process.pid)} if is_alive(pid)]  # noqa: E731
