@@ -11,6 +11,7 @@ The pattern "cma" is the same ring, with other edges where two neighbours share 
 A rank that asks for another pattern is not here and does not see the headers: that mistake ends in a timeout.
 """
 
+import ctypes
 from collections import deque
 
 import torch
@@ -112,4 +113,5 @@ def _segments(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data
+    """The tensor's own memory, for as long as the tensor lives. `numpy()` would forbid to free its storage."""
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

@@ -90,3 +90,14 @@ def test_two_ranks_that_do_not_fit_are_both_told_although_the_payload_was_on_its
             assert x.tolist() == [2.0] * 3
 
     run_ranks(other_sizes, 2)
+
+
+@pytest.mark.parametrize("pattern", ["tcp", "cma"])
+def test_a_tensor_that_has_been_on_the_wire_can_still_give_its_memory_back(pattern: str):
+    def send_and_free(cluster) -> int:
+        x = torch.ones(100_000)
+        all_reduce(x, pattern=pattern)
+        x.untyped_storage().resize_(0)
+        return x.untyped_storage().nbytes()
+
+    assert run_ranks(send_and_free, 2) == [0, 0]
