@@ -18,6 +18,10 @@ data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulati
 data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce per parameter, hidden behind the backward
 data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large messages, as early as they can
 data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop
+zero1                                  data_parallel/train_zero1.py                    ZeRO 1: each rank keeps the optimizer's state of its shard
+zero2                                  data_parallel/train_zero2.py                    ZeRO 2: and the gradients of its shard
+zero3                                  data_parallel/train_zero3.py                    ZeRO 3: and its shard of the parameters, gathered by the block
+fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard in the same loop
 TABLE
 }
 

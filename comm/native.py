@@ -31,6 +31,7 @@ class NativeHandle:
 
     def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
         self._op, self._work, self._finish = op, work, finish
+        self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
         """Block until the operation has ended; raises CommError when a peer is gone or the time is up."""
@@ -46,20 +47,36 @@ class NativeHandle:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _failed(self._op, error) from error
+            failure = _failed(self._op, error)
+            self._call_back(failure)
+            raise failure from error
         if self._finish is not None:
             self._finish()
+        self._call_back(None)
 
     def is_completed(self) -> bool:
         """True once `wait()` would not block."""
         return self._work is None or self._work.is_completed()
 
     def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Have `callback(error)` called when it has ended: on torch's thread, or at once if it has."""
+        """Have `callback(error)` called when it has ended: on torch's thread, or at once if it has.
+
+        Where torch cannot tell (gloo's reduce-scatter), it is called by `wait()`.
+        """
         if self._work is None:
             callback(None)
+            return
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # gloo's reduce-scatter has none: its last part, a slice, is done in wait()
+            self._callbacks.append(callback)
         else:
-            self._work.get_future().add_done_callback(lambda future: callback(_error_of(self._op, future)))
+            future.add_done_callback(lambda future: callback(_error_of(self._op, future)))
+
+    def _call_back(self, error: BaseException | None) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(error)
 
 
 Pending = Handle | NativeHandle
@@ -231,8 +248,11 @@ def _start_slowly(
 
     def job(sequence: int) -> None:
         with timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
-            toll = slow_link.Toll(queue, posted, op, "torch", num_bytes, dist.get_world_size(group))
-            if dist.get_backend(group) == "gloo":
+            over_gloo = dist.get_backend(group) == "gloo"
+            # gloo's reduce-scatter is an all-reduce and a slice (comm.tour shows it), so that is its price.
+            charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
+            toll = slow_link.Toll(queue, posted, charged, "torch", num_bytes, dist.get_world_size(group))
+            if over_gloo:
                 # Not torch's message but the link's: on a real one nothing moves before all are ready.
                 wire = Wire(group, op, "torch", sequence, counted=False)
                 toll.begin(int(RowExchange(wire, torch.tensor([toll.ready])).finish().max()))

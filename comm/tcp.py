@@ -113,5 +113,5 @@ def _segments(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """The tensor's own memory, for as long as the tensor lives. `numpy()` would forbid to free its storage."""
+    """The tensor's memory, while the tensor lives. `numpy()` would keep its storage from being freed."""
     return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

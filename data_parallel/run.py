@@ -32,6 +32,7 @@ from lab.check import digest, replicas_equal
 from lab.cluster import Cluster
 from lab.digits import load_digits
 from lab.errors import Stopped, WorkbookError
+from lab.gantt import Event
 from lab.interrupt import StopRequest
 from lab.ledger import Traffic
 from lab.meter import Meter, Step
@@ -219,16 +220,13 @@ class Run:
         by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
         seen = [overlap_of(events) for events in by_step]
         shares = [one.hidden_share for one in seen if one.hidden_share is not None]
-        ranks, link = cluster.world_size, self._link
-        pattern = cost.model_of("all_reduce", self.pattern)
+        link = self._link
         summary = self._meter.finish(
             observed_steps=len(by_step),
             compute_seconds=_median([one.compute_seconds for one in seen]),
             communication_seconds=_median([one.communication_seconds for one in seen]),
             hidden_share=_median(shares),
-            predicted_step_seconds=median_step_seconds(
-                by_step, lambda num_bytes: cost.seconds("all_reduce", pattern, num_bytes, ranks, link)
-            ),
+            predicted_step_seconds=self._predicted_seconds(by_step),
             alpha_seconds=link.alpha,
             beta_seconds_per_byte=link.beta,
             bytes_formula=self._formula.bytes_sent,
@@ -240,8 +238,14 @@ class Run:
         if args.trace is not None:
             drawn = windows[WARMUP : WARMUP + DRAWN] or windows
             events = [event for step in per_step(timeline.recorded(), drawn) for event in step]
-            timeline.save(cluster, args.trace, f"{self._run_mode}, {ranks} ranks", events)
+            timeline.save(cluster, args.trace, f"{self._run_mode}, {cluster.world_size} ranks", events)
         return summary
+
+    def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
+        pattern, ranks = cost.model_of("all_reduce", self.pattern), self._cluster.world_size
+        return median_step_seconds(
+            by_step, lambda num_bytes: cost.seconds("all_reduce", pattern, num_bytes, ranks, self._link)
+        )
 
     def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state = {"made_with": self._made_with(), "step": done}
@@ -250,6 +254,12 @@ class Run:
 
     def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         state = checkpoint.load(self._cluster, self._args.checkpoint or "")
+        self._check_resumed(state)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return state["step"]
+
+    def _check_resumed(self, state: dict[str, Any]) -> None:
         made_with = state.get("made_with", "another program")
         if made_with != self._made_with():
             raise WorkbookError(
@@ -260,9 +270,6 @@ class Run:
             raise WorkbookError(
                 f"The checkpoint has {state['step']} steps already; ask for more with --steps."
             )
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        return state["step"]
 
     def _made_with(self) -> dict[str, Any]:
         args = self._args

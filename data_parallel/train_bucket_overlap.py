@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from comm import cost
 from comm.collectives import Group, Work, all_reduce, broadcast, default_pattern
 from comm.rendezvous import joined
+from data_parallel.flat import fill
 from data_parallel.in_order import InOrder
 from data_parallel.run import AccumulationArgs, Run
 from lab.cluster import Cluster
@@ -58,22 +59,6 @@ class Bucket:
         )
         *parts, self.extra = self.flat.split([*sizes, num_extra])
         self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
-
-
-def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """Which parameters, by position, share a bucket: neighbours of one dtype, until it has a cap's bytes.
-
-    The first bucket has a cap of its own. A bucket is over its cap by part of its last parameter, at most.
-    """
-    buckets: list[list[int]] = []
-    room = 0
-    for i, parameter in enumerate(parameters):
-        if not buckets or room <= 0 or parameter.dtype != parameters[i - 1].dtype:
-            room = bucket_bytes if buckets else first_bytes
-            buckets.append([])
-        buckets[-1].append(i)
-        room -= parameter.nbytes
-    return buckets
 
 
 class BucketDataParallel(nn.Module):

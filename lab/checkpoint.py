@@ -40,9 +40,8 @@ def save(directory: Path, state: dict[str, Any]) -> Path:
         _check_loads(partial)
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:
-        # torch.save closes its archive before it lets an error pass; on a full disk that fails as well.
-        reason = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(reason, OSError):
+        reason = disk_error(error)
+        if reason is None:
             raise
         raise WorkbookError(f"cannot save the checkpoint {path}: {reason.strerror or reason}") from error
     finally:
@@ -57,10 +56,7 @@ def read(directory: Path) -> bytes:
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise WorkbookError(
-            f"There is no checkpoint in {directory} to resume from; name the directory of an earlier run, "
-            "or start anew."
-        ) from None
+        raise nothing_in(directory) from None
     except OSError as error:
         raise WorkbookError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
 
@@ -77,6 +73,23 @@ def unpack(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise WorkbookError(f"{name} holds a {type(state).__name__} instead of a training state")
     return state
+
+
+def nothing_in(directory: Path) -> WorkbookError:
+    """The error of one who looks for a checkpoint in `directory`."""
+    return WorkbookError(
+        f"There is no checkpoint in {directory} to resume from; name the directory of an earlier run, "
+        "or start anew."
+    )
+
+
+def disk_error(error: OSError | RuntimeError) -> OSError | None:
+    """The disk's own error behind what torch.save has raised; None if it was another matter.
+
+    torch.save closes its archive before it lets an error pass; on a full disk that fails as well.
+    """
+    reason = error if isinstance(error, OSError) else error.__context__
+    return reason if isinstance(reason, OSError) else None
 
 
 def _check_loads(path: Path) -> None:

@@ -73,6 +73,7 @@ class Meter:
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
         self._traffic_before = self._traffic = Traffic()
+        self._peak: int | None = None
         reset_peak_memory(cluster.device)
 
     @contextmanager
@@ -89,6 +90,8 @@ class Meter:
         self.windows.append((start_ns, self._now()))
         self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
         self._traffic = LEDGER.total() - self._traffic_before
+        if self._first_step + len(self._seconds) == self._steps:
+            self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
         # Detached, or the loss would keep the step's graph alive through the next one.
         self._last_loss = this.loss.detach() if isinstance(this.loss, Tensor) else this.loss
         if len(self._seconds) == 1:
@@ -101,8 +104,8 @@ class Meter:
 
         `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
         `bytes_sent` and `messages_sent` are this rank's from the start of the first step to the end of the
-        last, warm-up included: a step's times `steps`. `peak_memory_bytes`, since the meter was made, is the
-        process's (CPU) or its tensors' (CUDA). `extras` follow these fields.
+        last, warm-up included: a step's times `steps`. `peak_memory_bytes`, from when the meter was made to
+        the last step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields.
         """
         summary = {
             "run_mode": self._run_mode,
@@ -112,7 +115,7 @@ class Meter:
             "last_loss": self._loss(),
             "step_seconds": statistics.median(self._timed()) if self._seconds else None,
             "tokens_per_second": self._tokens_per_second(),
-            "peak_memory_bytes": peak_memory(self._cluster.device),
+            "peak_memory_bytes": peak_memory(self._cluster.device) if self._peak is None else self._peak,
             "bytes_sent": self._traffic.bytes_sent,
             "messages_sent": self._traffic.messages_sent,
         }

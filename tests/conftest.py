@@ -14,9 +14,12 @@ ranks.preload(
     "comm.point_to_point",
     "comm.rendezvous",
     "data_parallel.train_bucket_overlap",
+    "data_parallel.sharded_checkpoint",
     "data_parallel.train_ddp",
+    "data_parallel.train_fsdp",
     "data_parallel.train_naive",
     "data_parallel.train_overlap",
+    "data_parallel.train_zero3",
     "lab.check",
     "lab.metronome",
 )

@@ -1,0 +1,271 @@
+"""A module that is whole only by the block: the hooks of ZeRO's stage 3. The idea is in train_zero3.py.
+
+      forward      before block k   wait for its parameters, start to gather those of block k+1
+                   after it         free them
+      backward     before block k   the same, with block k-1 next
+                   after it         free them, start to reduce its gradients
+
+What comes before and after the blocks (embeddings, the last norm, what blocks share) is gathered for the
+whole step. Which blocks there are, and their order, shows in the first forward.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from comm import cost
+from comm.collectives import Group, all_reduce, broadcast, default_pattern
+from data_parallel.flat import Piece
+from data_parallel.gradient_shard import GradientShard, OnTheWay
+from data_parallel.sharded_optimizer import clip_grad_norm_
+from data_parallel.unit import Block, Unit, blocks_of
+from lab.errors import WorkbookError
+from lab.ledger import Traffic
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Wraps a module; its `parameters()` are this rank's pieces, for any elementwise optimizer.
+
+    `blocks` are gathered and freed one by one: by default the members of each nn.ModuleList. Every rank must
+    run the same blocks; within them, parameters may be tied, frozen or unused. `compute_dtype` is that of
+    computing and of the wire; shards, and with them the optimizer, keep the parameters' own. Call
+    `finish_gradient_sync()` after the (last) backward: then each piece's `grad` is the mean over ranks.
+    Several microbatches: divide each one's loss by their number, all but the last inside `no_sync()`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group = None,
+        compute_dtype: torch.dtype | None = None,
+        pattern: str | None = None,
+        reshard_after_forward: bool = True,
+        blocks: list[nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.group, self.pattern = module, group, pattern
+        self._compute_dtype, self._reshards = compute_dtype, reshard_after_forward
+        for buffer in module.buffers():
+            broadcast(buffer, root=0, group=group)
+        self._names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
+        modules = blocks_of(module) if blocks is None else blocks
+        self._output_dtype = next(iter(self._names)).dtype if compute_dtype else None
+        # What two blocks share, or what is in none, is the root's.
+        users = [set(block.parameters()) for block in modules]
+        shared = {p for p in self._names if sum(p in used for used in users) != 1}
+        own = [[p for p in block.parameters() if p not in shared] for block in modules]
+        options = group, pattern, compute_dtype
+        self.root = Block("root", [p for p in self._names if p in shared], *options)
+        self.blocks = [Block(f"block {i}", parameters, *options) for i, parameters in enumerate(own)]
+        self._all = [self.root, *self.blocks]
+        self._place: dict[nn.Parameter, tuple[Block, GradientShard, int]] = {}
+        for block in self._all:
+            for unit, gradients in block.trained:
+                for position, piece in enumerate(unit.pieces):
+                    self._place[piece.parameter] = block, gradients, position
+                    piece.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        for block, inner in zip(self.blocks, modules, strict=True):
+            inner.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
+            inner.register_forward_hook(lambda _, inputs, out, block=block: self._after_forward(block, out))
+        self._ran: list[Block] = []  # in this forward
+        self._order: list[Block] = []  # in the one before, which tells what comes next
+        self._on_the_way = OnTheWay()
+        self._used: set[nn.Parameter] = set()
+        self._times_run = dict.fromkeys(self.blocks, 0)
+        self._is_synced = True
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is gathered together."""
+        return [unit for block in self._all for unit in block.units]
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank owns of each parameter, by name; of tied ones the first."""
+        owned = {piece.parameter: piece for unit in self.units for piece in unit.pieces}
+        return {names[0]: owned[parameter] for parameter, names in self._names.items()}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The pieces, under the names of the parameters that they are of."""
+        for name, piece in self.pieces.items():
+            yield f"{prefix}.{name}" if prefix else name, piece.tensor
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self._compute_dtype is not None:
+            inputs = tuple(x.to(self._compute_dtype) if x.is_floating_point() else x for x in inputs)
+        self._ran = []
+        self.root.gather()
+        output = self.module(*inputs)
+        self._order = self._ran
+        if not torch.is_grad_enabled():
+            self._free_all()
+        return output if self._output_dtype is None else output.to(self._output_dtype)
+
+    def _before_forward(self, block: Block) -> None:
+        block.gather()
+        if block.is_in_backward:
+            return  # activations are being recomputed
+        self._ran.append(block)
+        block.runs += torch.is_grad_enabled()
+        if self._order[: len(self._ran)] == self._ran and len(self._ran) < len(self._order):
+            self._order[len(self._ran)].start_gather()
+
+    def _after_forward(self, block: Block, output: Any) -> None:
+        if block.is_in_backward:
+            return
+        if torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    turn = len(self._ran) - 1
+                    tensor.register_hook(lambda _, turn=turn: self._before_backward(turn))
+        if self._reshards or not torch.is_grad_enabled():
+            block.free()
+
+    def _before_backward(self, turn: int) -> None:
+        """The gradient of a block's output is known: its backward is next, and those after it are over."""
+        block = self._ran[turn]
+        for later in self._ran[turn + 1 :]:
+            if later is not block and later.turns == later.runs:
+                self._finish(later)
+        block.turns += 1
+        block.gather()
+        if turn > 0:
+            self._ran[turn - 1].start_gather()
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._is_synced:
+            self._begin_gradients()
+        block, gradients, position = self._place[parameter]
+        if block.is_reduced:
+            raise WorkbookError(
+                f"{self._names[parameter][0]} got a gradient after its block's backward was over: its module "
+                "is used outside of its block; leave that block out of `blocks`."
+            )
+        gradients.put(position, parameter.grad)
+        parameter.grad = None
+        self._used.add(parameter)
+        if block is not self.root and block.is_complete:
+            self._finish(block)
+
+    def _begin_gradients(self) -> None:
+        self._is_synced = False
+        for block in self._all:
+            for unit, gradients in block.trained:
+                if all(piece.tensor.grad is None for piece in unit.pieces):
+                    gradients.clear()
+
+    def _finish(self, block: Block) -> None:
+        """Free the block; send its gradients, zeros for those that it has not."""
+        if not block.is_reduced:
+            block.is_reduced = True
+            block.free()
+            for unit, gradients in block.trained:
+                gradients.fill_up(unit.full.device)
+                self._on_the_way.start(gradients)
+
+    def _finish_backward(self) -> None:
+        if self._is_synced:
+            self._begin_gradients()
+        for block in reversed(self._ran):
+            self._finish(block)
+        self._finish(self.root)
+        self._on_the_way.finish()
+        for block in self._ran:
+            self._times_run[block] += 1
+        for block in self._all:
+            block.runs = block.turns = 0
+            block.is_reduced = False
+        self._free_all()
+        self._ran = []
+
+    def _free_all(self) -> None:
+        for block in self._all:
+            block.free()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all but the last microbatch. Gradients add up in the shards: each microbatch sends its own."""
+        yield
+        self._finish_backward()
+
+    def finish_gradient_sync(self) -> None:
+        """Send what is missing, and wait: then the pieces have their gradients.
+
+        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
+        gradient. WorkbookError if the ranks did not run the same blocks.
+        """
+        self._finish_backward()
+        used = [float(parameter in self._used) for parameter in self._place]
+        runs = [float(count) for count in self._times_run.values()]
+        device = next(iter(self._place)).device if self._place else None
+        message = torch.tensor([*used, *runs, *(-count for count in runs)], device=device)
+        all_reduce(message, op="max", group=self.group, pattern=self.pattern)
+        used, most, fewest = message.split([len(used), len(runs), len(runs)])
+        if not torch.equal(most, -fewest):
+            raise WorkbookError(
+                "The ranks ran different blocks in this step; in stage 3 all must run the same."
+            )
+        used_somewhere = iter(used.tolist())
+        for block in self._all:
+            for unit, gradients in block.trained:
+                parts = (
+                    [None] * len(unit.pieces)
+                    if gradients.shard is None
+                    else unit.flat.pieces(gradients.shard)
+                )
+                for piece, part in zip(unit.pieces, parts, strict=True):
+                    piece.tensor.grad = part[1] if next(used_somewhere) else None
+        self._used.clear()
+        self._times_run = dict.fromkeys(self.blocks, 0)
+        self._is_synced = True
+
+    def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
+        """What the formula says a step sends: gathers, gradients, and who used what."""
+        gathers = dict.fromkeys(self.blocks, 2 if self._reshards else 1) | {self.root: 1}
+        traffics = [
+            unit.traffic(gathers[block]) for block in self._all for unit in block.units
+        ] * microbatches
+        pattern = self.pattern or default_pattern("all_reduce", self.group)
+        place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        for numel in [len(self._place) + 2 * len(self.blocks)] + [1] * is_clipped:
+            traffics.append(cost.per_rank("all_reduce", pattern, numel, 4, *place))
+        return sum(traffics, Traffic())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm."""
+        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The module with all its parameters whole, as it computes with them; to look at, not to change."""
+        for block in self._all:
+            block.gather()
+        try:
+            yield self.module
+        finally:
+            for unit in self.units:
+                unit.renew()  # an array may have been made of a parameter, and numpy keeps its memory
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0, what a plain module of the same class loads, on the CPU; empty on the others.
+
+        One block's parameters are whole at a time. Every rank must call it.
+        """
+        result: dict[str, Tensor] = {}
+        is_main = dist.get_rank(self.group) == 0
+        for unit in self.units:
+            for piece, full in zip(unit.pieces, unit.whole_master(), strict=True):
+                if is_main:
+                    result |= dict.fromkeys(self._names[piece.parameter], full.cpu().clone())
+        if is_main:
+            result |= {name: buffer.cpu().clone() for name, buffer in self.module.named_buffers()}
+        return result

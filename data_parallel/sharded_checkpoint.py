@@ -1,0 +1,147 @@
+"""A training checkpoint of any stage of ZeRO, which another stage, layout or number of ranks can go on from.
+
+      rank 0    weight 0..5     exp_avg 0..5     ┐                ┌  weight 0..3     exp_avg 0..3    rank 0
+      rank 1    weight 6..9     exp_avg 6..9     ├── directory ───┤  weight 4..7     exp_avg 4..7    rank 1
+                bias   0..1     exp_avg 0..1     ┘                └  weight 8..9, bias 0..1  ...     rank 2
+
+However its buckets are cut, what a rank owns is a set of pieces: a parameter's name, and a range of its
+elements. An elementwise optimizer's state has the same ranges. Padding belongs to a layout and is not saved.
+What is equal on all ranks (the optimizer's `step`, buffers, frozen parameters) is written once. How it is on
+disk, and why a kill at any moment loses nothing: lab.sharded_checkpoint.
+
+The same idea with the shapes of FSDP and tensor parallelism: ByteCheckpoint, https://arxiv.org/abs/2407.20143.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from data_parallel.flat import Piece
+from lab import sharded_checkpoint
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.sharded_checkpoint import Found, Items, Range
+
+
+def save(
+    cluster: Cluster,
+    directory: str,
+    pieces: dict[str, Piece],
+    optimizer: Optimizer,
+    extra: dict[str, Any],
+    rest: dict[str, Tensor] | None = None,
+) -> None:
+    """Write the pieces of all ranks, the state that `optimizer` has of them, `rest` and `extra`.
+
+    All ranks call it; several machines need a file system that they share. `optimizer` is one over the
+    pieces' tensors. `rest` is equal on all ranks; `extra` is plain numbers and strings, in lists and dicts.
+    Returns when all is on disk. WorkbookError on all ranks if one has failed; the older checkpoint stays.
+    """
+    states = {name: dict(optimizer.state.get(piece.tensor, {})) for name, piece in pieces.items()}
+    header = {
+        "extra": extra,
+        "shapes": _shapes(pieces, rest or {}),
+        "optimizer": _kind(pieces, optimizer),
+        "options": [_options(group) for group in optimizer.param_groups],
+        "numbers": {name: _numbers(state) for name, state in states.items()},
+    }
+    sharded_checkpoint.save(cluster, Path(directory), _items(pieces, states, _flat(rest or {})), header)
+
+
+def load(
+    cluster: Cluster,
+    directory: str,
+    pieces: dict[str, Piece],
+    optimizer: Optimizer,
+    rest: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Fill the pieces and `rest`, give the optimizer its state and hyperparameters; returns `extra`.
+
+    All ranks call it. Only the pieces are filled: gather the parameters from them afterwards. WorkbookError
+    on all ranks if there is no whole checkpoint, or it does not fit the model or the optimizer.
+    """
+
+    def refuse_unless_fitting(found: Found) -> None:
+        here, saved = _shapes(pieces, rest or {}), found.header.get("shapes", {})
+        for name in {**saved, **here}:
+            if here.get(name) != saved.get(name):
+                there, ours = (f"has shape {s[name]}" if name in s else "is missing" for s in (saved, here))
+                raise WorkbookError(
+                    f"{found.folder} is of another model: {name} {there} in it, and {ours} in this one"
+                )
+        if _kind(pieces, optimizer) != found.header.get("optimizer"):
+            raise WorkbookError(f"{found.folder} is of another optimizer, or has other groups of parameters")
+
+    found = sharded_checkpoint.find(cluster, Path(directory), refuse_unless_fitting)
+    states = {name: found.header["numbers"].get(name, {}) for name in pieces}
+    for key, saved in found.tensors.items():
+        if key.startswith("optimizer/"):
+            _, kind, name = key.split("/", 2)
+            tensor = pieces[name].tensor
+            if saved.size:
+                states[name][kind] = torch.empty_like(tensor, dtype=saved.properties.dtype)
+            else:
+                states[name][kind] = torch.empty((), dtype=saved.properties.dtype)
+    flat_rest = _flat(rest or {})
+    sharded_checkpoint.read(found, _items(pieces, states, flat_rest))
+    for name, whole in (rest or {}).items():
+        whole.detach().copy_(flat_rest[name].view_as(whole))  # it is a copy, if `whole` is not contiguous
+
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    number = {tensor: i for i, tensor in enumerate(tensors)}
+    groups = [
+        {**options, "params": [number[tensor] for tensor in group["params"]]}
+        for group, options in zip(optimizer.param_groups, found.header["options"], strict=True)
+    ]
+    state = {number[pieces[name].tensor]: state for name, state in states.items() if state}
+    # torch's method moves what must be elsewhere: `step` may be on the CPU, or where the parameter is.
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return found.header["extra"]
+
+
+def _flat(rest: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().reshape(-1) for name, tensor in rest.items()}
+
+
+def _items(
+    pieces: dict[str, Piece], states: dict[str, dict[str, Any]], flat_rest: dict[str, Tensor]
+) -> Items:
+    """Each rank's share of what is saved, under the same names for all.
+
+    The rest has names and ranges like parameters: stages 1 and 2 have a frozen one in the rest, 3 in pieces.
+    """
+    items: Items = {f"model/{name}": Range(flat, 0, flat.numel()) for name, flat in flat_rest.items()}
+    for name, piece in pieces.items():
+        numel = piece.parameter.shape.numel()
+        items[f"model/{name}"] = Range(piece.tensor.detach(), piece.start, numel)
+        for kind, value in states[name].items():
+            if isinstance(value, Tensor):
+                key = f"optimizer/{kind}/{name}"
+                items[key] = Range(value.detach(), piece.start, numel) if value.dim() else value
+    return items
+
+
+def _shapes(pieces: dict[str, Piece], rest: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(piece.parameter.shape) for name, piece in pieces.items()}
+    return shapes | {name: tuple(tensor.shape) for name, tensor in rest.items()}
+
+
+def _kind(pieces: dict[str, Piece], optimizer: Optimizer) -> dict[str, Any]:
+    """What two optimizers have in common that can take each other's state: hyperparameters and groups."""
+    names = {piece.tensor: name for name, piece in pieces.items()}
+    groups = [
+        sorted(names[tensor] for tensor in group["params"] if tensor.requires_grad)
+        for group in optimizer.param_groups
+    ]
+    return {"hyperparameters": sorted(optimizer.defaults), "groups": groups}
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}

@@ -1,0 +1,248 @@
+"""PyTorch's own: torch.distributed.fsdp.fully_shard (FSDP2) in the same loop, for text and for images.
+
+      what ours does (train_zero3.py)              what FSDP2 does
+      a block is one flat tensor, cut anywhere     each parameter is a DTensor, cut between its rows: padding
+                                                   for each one whose rows n does not divide
+      param is a whole tensor, freed in between    param is a DTensor of a shard; during forward and backward
+                                                   another, whole one stands in its place
+      gathers straight into place                  gathers a block's shards, then copies each parameter out
+      prefetch on a thread, forward and backward   prefetch on CUDA streams; the CPU has none, so here each
+                                                   gather and each reduce-scatter is waited for
+      reduce-scatter of (n-1)/n of the bytes       gloo's is an all-reduce and a slice: twice that
+      gradients are sent in each microbatch        set_requires_gradient_sync(False): they add up whole on
+                                                   each rank, and are sent once
+      a parameter some ranks did not use is zeros  set_reduce_scatter_unused_params(True), else the ranks'
+      there; one nobody used has no gradient       messages do not fit together; then it is zeros for all
+      reshard_after_forward                        the same, for a block; the root stays whole, for the
+                                                   backward begins with it
+      compute_dtype                                MixedPrecisionPolicy: the dtypes of computing, of reducing,
+                                                   and of a module's output
+
+Left out by ours: meshes that shard in one axis and replicate in the other (HSDP), shards in the memory of
+the CPU, and tensor parallel parameters, which are DTensors already.
+
+FSDP2 lets one replace its all-gather and reduce-scatter. Here they travel by `comm`, so they are counted,
+drawn, and slowed down by --link; with pattern "torch" it is still gloo or nccl that does the work, booked
+and slowed down as the best-known algorithm. A pattern of ours shows what FSDP2 would gain from another
+reduce-scatter. (--clip's norm, a few bytes, is torch's.)
+
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; FSDP1, from which the idea comes:
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023,
+https://arxiv.org/abs/2304.11277.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # has no public name yet
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from comm import cost
+from comm.collectives import Work, all_gather, broadcast, reduce_scatter
+from comm.rendezvous import joined
+from data_parallel.zero_memory import MemoryReport, Share, states_of
+from data_parallel.zero_run import ZeroArgs, ZeroRun
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ledger import Traffic
+from lab.model import GPT, loss_of
+from lab.text import microbatches
+from lab.timeline import span
+
+
+@dataclasses.dataclass
+class Args(ZeroArgs):
+    """PyTorch's fully_shard, on text (gpt) or handwritten digits (baby_cnn)."""
+
+    model: Literal["gpt", "baby_cnn"] = "gpt"
+    pattern: Literal["torch", "ring", "tcp", "cma"] = "torch"
+    """Who gathers and reduces: torch as FSDP2 has it, or one of ours."""
+    bf16: bool = False
+    """Compute and communicate in bfloat16; the shards, and the optimizer, stay float32."""
+    recompute: bool = False
+    """Keep only the inputs of blocks, and compute what is in them again in the backward."""
+    reshard_after_forward: bool = True
+    """Free blocks after their forward and gather them again for the backward."""
+
+
+class UnderWay(dist.Work):
+    """One of comm's handles as torch expects it."""
+
+    def __init__(self, handle: Work) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._handle.wait()
+        return True
+
+
+def blocked_unless(async_op: bool) -> contextlib.AbstractContextManager[None]:
+    """Shows that a forward or a backward computes nothing meanwhile."""
+    return contextlib.nullcontext() if async_op else span("wait", "wait")
+
+
+class GatherByComm(AllGather):
+    """FSDP2's all-gather, by comm."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with blocked_unless(async_op):
+            handle = all_gather(output_tensor, input_tensor, group, async_op, self._pattern)
+        return UnderWay(handle) if async_op else None
+
+
+class ReduceByComm(ReduceScatter):
+    """FSDP2's reduce-scatter, by comm. It asks for a mean, or scales by itself where that might overflow."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        how = "mean" if op == dist.ReduceOp.AVG else "sum"
+        with blocked_unless(async_op):
+            handle = reduce_scatter(output_tensor, input_tensor, how, group, async_op, self._pattern)
+        return UnderWay(handle) if async_op else None
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """What is gathered at a time: a GPT's blocks, any other model's children. The rest is the root's."""
+    return list(model.blocks if isinstance(model, GPT) else model.children())
+
+
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    pattern: str = "torch",
+    bf16: bool = False,
+    recompute: bool = False,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Make the model rank 0's on all ranks, and have FSDP2 shard it in place."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        broadcast(tensor.detach(), root=0, pattern=pattern if pattern == "torch" else None)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dtype = torch.bfloat16 if bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for layer in layers_of(model):
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The loss is computed from the root's output, and needs the digits that bfloat16 lacks.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32 if bf16 else None)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):  # which fully_shard has made of it
+            part.set_custom_all_gather(GatherByComm(pattern))
+            part.set_custom_reduce_scatter(ReduceByComm(pattern))
+    return model
+
+
+def full_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer, whole; one after the other, on all ranks."""
+    for name, tensor in model.state_dict().items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shares_of(model: nn.Module, rank: int, ranks: int) -> list[Share]:
+    """What this rank has of each parameter: whole rows; where they do not suffice, padding."""
+    shares = []
+    for parameter in model.parameters():
+        rows, row = parameter.shape[0], parameter.shape[1:].numel()
+        each = -(-rows // ranks)
+        mine = min(max(0, rows - rank * each), each)
+        padding = (each - mine) * row
+        shares.append(
+            Share(parameter.numel(), mine * row, padding, 0, parameter.itemsize, parameter.requires_grad)
+        )
+    return shares
+
+
+def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
+    """Layers are gathered for each pass, the root once for both; gradients are reduced once. With padding."""
+    ranks, itemsize = cluster.world_size, 2 if args.bf16 else 4
+
+    def one(op: str, parameters: Sequence[Tensor]) -> Traffic:
+        numel = sum(-(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in parameters)
+        if not numel or ranks == 1:
+            return Traffic()
+        return cost.per_rank(op, args.pattern, numel, itemsize, ranks, cluster.rank)
+
+    layers = [list(layer.parameters()) for layer in layers_of(model)]
+    in_layers = {id(parameter) for layer in layers for parameter in layer}
+    root = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
+    total = Traffic()
+    for parameters in (root, *layers):
+        gathers = 1 if parameters is root or not args.reshard_after_forward else 2
+        total += sum([one("all_gather", parameters)] * gathers * args.grad_acc_steps, Traffic())
+        total += one("reduce_scatter", [parameter for parameter in parameters if parameter.requires_grad])
+    return total
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    if args.checkpoint is not None:
+        raise WorkbookError(
+            "--checkpoint is not written for fully_shard's DTensors here; zero1, zero2 and zero3 take it."
+        )
+    run = ZeroRun(cluster, args, "fsdp", args.model)
+    model = shard(
+        run.model(), cluster.device, args.pattern, args.bf16, args.recompute, args.reshard_after_forward
+    )
+    optimizer = run.optimizer_class(model.parameters(), **run.options)
+    shares = shares_of(model, cluster.rank, cluster.world_size)
+    memory = MemoryReport(cluster, 3, model, optimizer, shares, states_of(run.optimizer_class, **run.options))
+    for step in run.steps(model, optimizer):
+        parts = microbatches(*run.batch(step), args.grad_acc_steps)
+        with run.step() as this:
+            optimizer.zero_grad()
+            total = torch.zeros((), device=cluster.device)
+            for i, (x, y) in enumerate(parts):
+                model.set_requires_gradient_sync(i == len(parts) - 1)
+                with span("forward", "forward"), memory.forward():
+                    loss = loss_of(model(x), y) / len(parts)
+                with span("backward", "backward"):
+                    loss.backward()
+                total += loss.detach()
+            if args.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            with span("step", "optimizer"):
+                optimizer.step()
+            this.loss = run.mean_loss(total)
+        run.sent(traffic_per_step(cluster, args, model))
+    held = memory.finish(as_json=args.json)
+    whole = run.model()
+    whole.load_state_dict(dict(full_state_dict(model)))
+    run.finish(whole, **held)
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)

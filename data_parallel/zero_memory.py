@@ -1,0 +1,272 @@
+"""What a rank's memory should hold at each stage of ZeRO, and what it does hold: measured, side by side.
+
+                     parameters    gradients    optimizer state
+      0, no ZeRO         P             G               O        one process; each rank of plain data parallel
+      1                  P             G               O/n
+      2                  P             G/n             O/n
+      3                  P/n           G/n             O/n
+
+On n ranks, in bytes. With momentum O is P, with AdamW 2P, with plain SGD nothing. What is not in the table:
+activations, and what is there only for a while, such as gathered parameters and buckets on their way.
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
+https://arxiv.org/abs/1910.02054, figure 1.
+
+Elements cannot be cut in two, so what one rank owns is an n-th but for some elements, and shards of one
+length need padding (data_parallel.flat). Both are told apart here, to the byte.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from rich import box, filesize
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comm.collectives import all_gather
+from data_parallel.flat import Flat
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.memory import live_bytes, saved_activations
+from lab.meter import peak_memory
+
+FORMULAS = ("P+G+O", "P+G+O/n", "P+G/n+O/n", "(P+G+O)/n")  # by stage
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of the three things that ZeRO divides."""
+
+    parameters: float
+    gradients: float
+    optimizer_state: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some parameters divided among ranks: `mine` of their `whole` elements are this rank's.
+
+    `padding` elements stand beside these, and `whole_padding` where a rank has all shards in one tensor.
+    """
+
+    whole: int
+    mine: int
+    padding: int = 0
+    whole_padding: int = 0
+    itemsize: int = 4
+    trained: bool = True
+
+
+def flat_share(flat: Flat, itemsize: int = 4, trained: bool = True) -> Share:
+    """This rank's shard of a flat tensor, as ZeRO's stages have it."""
+    whole = flat.numel - flat.padding
+    mine = max(0, min(flat.mine.stop, whole) - flat.mine.start)
+    return Share(whole, mine, flat.shard_numel - mine, flat.padding, itemsize, trained)
+
+
+def replicated(parameter: Tensor) -> Share:
+    """A frozen parameter that every rank has whole."""
+    return Share(parameter.numel(), parameter.numel(), itemsize=parameter.itemsize, trained=False)
+
+
+def formula(stage: int, whole: Held, ranks: int) -> Held:
+    """The paper's: what a rank of `ranks` holds, where one process holds `whole`."""
+    if stage not in range(len(FORMULAS)):
+        raise WorkbookError(
+            f"ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}."
+        )
+    return Held(
+        whole.parameters / (ranks if stage >= 3 else 1),
+        whole.gradients / (ranks if stage >= 2 else 1),
+        whole.optimizer_state / (ranks if stage >= 1 else 1),
+    )
+
+
+def whole_of(shares: Sequence[Share], states: int) -> Held:
+    """P, G and O of one process. The optimizer keeps `states` numbers for each trained one (`states_of`)."""
+    trained = sum(share.whole * share.itemsize for share in shares if share.trained)
+    return Held(sum(share.whole * share.itemsize for share in shares), trained, states * trained)
+
+
+def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
+    """The formula for this rank to the byte, without padding: over all ranks it adds up to the paper's."""
+    whole = whole_of(shares, states)
+    mine = sum(share.mine * share.itemsize for share in shares)
+    trained = sum(share.mine * share.itemsize for share in shares if share.trained)
+    return Held(
+        mine if stage >= 3 else whole.parameters,
+        trained if stage >= 2 else whole.gradients,
+        states * trained if stage >= 1 else whole.optimizer_state,
+    )
+
+
+def padding_of(stage: int, shares: Sequence[Share]) -> Held:
+    """The padding that stands beside it. An optimizer is given pieces, and those have none."""
+
+    def padding(shares: Iterable[Share], is_divided: bool) -> int:
+        return sum((s.padding if is_divided else s.whole_padding) * s.itemsize for s in shares)
+
+    if stage == 0:
+        return Held(0, 0, 0)
+    return Held(padding(shares, stage >= 3), padding((s for s in shares if s.trained), stage >= 2), 0)
+
+
+def states_of(optimizer_class: type[Optimizer], **defaults: Any) -> int:
+    """How many numbers an optimizer keeps for one of a parameter's, found by letting it take a step."""
+    parameter = nn.Parameter(torch.zeros(7))
+    parameter.grad = torch.ones(7)
+    optimizer = optimizer_class([parameter], **defaults)
+    optimizer.step()
+    state, _ = _state_of(optimizer)
+    return sum(tensor.numel() for tensor in state) // parameter.numel()
+
+
+def _state_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """Its state, and its step counters: one number for a parameter of any size."""
+    entries = [entry for state in optimizer.state.values() for entry in state.items()]
+    tensors = [(name, value) for name, value in entries if isinstance(value, Tensor)]
+    state = [value for name, value in tensors if name != "step"]
+    return state, [value for name, value in tensors if name == "step"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that a rank holds: the classes of tensors, what autograd saved in a forward, the peak."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    step_counters: int
+    other_tensors: int
+    activations: int  # 0 if no forward was watched
+    peak: int
+
+    def amiss(self, should: Held, padding: Held) -> int:
+        """By how many bytes the first three are not what they should be."""
+        held = Held(self.parameters, self.gradients, self.optimizer_state)
+        triples = zip(astuple(held), astuple(should), astuple(padding), strict=True)
+        return sum(abs(h - s - p) for h, s, p in triples)
+
+
+class MemoryReport:
+    """Watches one rank's training. `shares` and `states` (per trained number) are what the formula needs.
+
+        memory = MemoryReport(cluster, stage, model, optimizer, shares, states)
+        with memory.forward():                       # counts the first forward's activations
+            loss = loss_of(model(x), y)
+        ...
+        run.finish(model, **memory.finish())         # after a step, before its gradients are cleared
+
+    Parameters are the optimizer's and those of all modules, in a wrapper too; gradients are their `grad`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        stage: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        shares: Sequence[Share],
+        states: int,
+    ) -> None:
+        formula(stage, Held(0, 0, 0), cluster.world_size)  # says so if there is no such stage
+        self._cluster, self._stage, self._model, self._optimizer = cluster, stage, model, optimizer
+        self._shares, self._states = shares, states
+        self._activations: int | None = None
+
+    def _of_modules(self) -> Iterator[Tensor]:
+        for module in self._model.modules():
+            yield from module.parameters(recurse=False)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward: the first one's activations are counted, the others run as they are."""
+        if self._activations is not None:
+            yield
+            return
+        with saved_activations(self._of_modules) as saved:
+            yield
+        self._activations = saved.bytes
+
+    def measure(self, aside: Iterable[Tensor] = ()) -> Measured:
+        """What there is now; `aside` are tensors that count nowhere, such as the data."""
+        peak = peak_memory(self._cluster.device)  # before the measurement adds to it
+        groups = self._optimizer.param_groups
+        parameters = [*self._of_modules(), *(p for group in groups for p in group["params"])]
+        state, steps = _state_of(self._optimizer)
+        sizes = live_bytes(
+            {
+                "parameters": parameters,
+                "gradients": [parameter.grad for parameter in parameters],
+                "optimizer_state": state,
+                "step_counters": steps,
+                "aside": aside,
+            }
+        )
+        return Measured(
+            sizes["parameters"],
+            sizes["gradients"],
+            sizes["optimizer_state"],
+            sizes["step_counters"],
+            sizes["other"],
+            self._activations or 0,
+            peak,
+        )
+
+    def finish(self, aside: Iterable[Tensor] = (), as_json: bool = False) -> dict[str, int]:
+        """Rank 0 prints a table of all ranks; returns this rank's fields of the summary. All must call it.
+
+        `formula_..._bytes` is the formula for this rank to the byte, `padding_bytes` what shards of one
+        length cost beyond it: equal to what was measured, unless there is a tensor too many or too few.
+        """
+        measured, cluster = self.measure(aside), self._cluster
+        should = owned(self._stage, self._shares, self._states)
+        padding = padding_of(self._stage, self._shares)
+        row = [*astuple(measured), sum(astuple(padding)), measured.amiss(should, padding)]
+        mine = torch.tensor(row, device=cluster.device)
+        everyones = mine.new_empty(cluster.world_size * len(mine))
+        all_gather(everyones, mine)
+        if cluster.is_main:
+            rows = everyones.view(cluster.world_size, -1).tolist()
+            Console(stderr=as_json).print(self._table(rows), self._verdict(rows), sep="\n")
+        return {
+            "parameters_bytes": measured.parameters,
+            "gradients_bytes": measured.gradients,
+            "optimizer_state_bytes": measured.optimizer_state,
+            "step_counters_bytes": measured.step_counters,
+            "other_tensors_bytes": measured.other_tensors,
+            "activations_bytes": measured.activations,
+            "padding_bytes": sum(astuple(padding)),
+            "formula_parameters_bytes": should.parameters,
+            "formula_gradients_bytes": should.gradients,
+            "formula_optimizer_state_bytes": should.optimizer_state,
+        }
+
+    def _table(self, rows: list[list[int]]) -> Table:
+        names = ("rank", "parameters", "gradients", "optimizer", "other", "activations", "peak")
+        table = Table(*names, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        for rank, (parameters, gradients, state, _, other, activations, peak, *_) in enumerate(rows):
+            sizes = (parameters, gradients, state, other, activations, peak)
+            table.add_row(
+                str(rank), *(filesize.decimal(size) for size in sizes), end_section=rank + 1 == len(rows)
+            )
+        whole, ranks = whole_of(self._shares, self._states), len(rows)
+        for stage in sorted({self._stage, 0}, reverse=True):
+            sizes = astuple(formula(stage, whole, ranks))
+            table.add_row(FORMULAS[stage], *(filesize.decimal(round(size)) for size in sizes))
+        return table
+
+    def _verdict(self, rows: list[list[int]]) -> str:
+        padding, amiss, steps = (sum(row[i] for row in rows) for i in (-2, -1, 3))
+        if amiss:
+            return (
+                f"{amiss:,} bytes of parameters, gradients and optimizer state are not as the formula says."
+            )
+        return (
+            "Parameters, gradients and optimizer state are the formula's to the byte, "
+            f"with {padding:,} bytes of padding; step counters take {steps:,} more (all ranks)."
+        )

@@ -1,0 +1,130 @@
+"""What the ZeRO scripts share beyond data_parallel.run: arguments, checkpoints in shards, the memory report.
+
+run = ZeroRun(cluster, args, "zero1")
+optimizer = ZeroOptimizer(model.parameters(), run.optimizer_class, pattern=run.pattern, lr=args.lr)
+memory = run.memory(1, model, optimizer, flats)
+for step in run.steps(model, optimizer):
+    with run.step() as this:
+        with span("forward", "forward"), memory.forward():
+            ...
+run.finish(model, **memory.finish())
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from comm.collectives import broadcast
+from data_parallel import sharded_checkpoint
+from data_parallel.flat import Flat, Piece
+from data_parallel.run import AccumulationArgs, Run
+from data_parallel.sharded_optimizer import ShardedOptimizer
+from data_parallel.zero_memory import MemoryReport, flat_share, replicated, states_of
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.gantt import Event
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {}),
+}
+
+
+@dataclasses.dataclass
+class ZeroArgs(AccumulationArgs):
+    """Train a small GPT on the source of Python's standard library, the training state sharded."""
+
+    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
+    """adamw keeps two numbers for each parameter, momentum one, sgd none."""
+    clip: float | None = None
+    """Largest norm of all gradients together."""
+
+
+@dataclasses.dataclass
+class BucketedZeroArgs(ZeroArgs):
+    """Train a small GPT on the source of Python's standard library, the training state sharded."""
+
+    bucket_mb: float = 4.0
+    """Cap of a bucket in MiB."""
+
+
+class ZeroRun(Run):
+    """One rank's side of a run whose optimizer has this rank's pieces."""
+
+    def __init__(self, cluster: Cluster, args: ZeroArgs, run_mode: str, model: str = "gpt") -> None:
+        if args.metronome is not None:
+            raise WorkbookError(
+                f"--metronome runs no layer, and {run_mode} shards what layers use: leave it out."
+            )
+        if args.clip is not None and not args.clip > 0:
+            raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
+        super().__init__(cluster, args, run_mode, model)
+        self.optimizer_class, self.options = OPTIMIZERS[args.optimizer]
+        self.options = {**self.options, "lr": args.lr}
+
+    def model(self) -> nn.Module:
+        """Buffers are rank 0's; parameters are for the lesson to make equal."""
+        module = super().model()
+        for buffer in module.buffers():
+            broadcast(buffer)
+        return module
+
+    def memory(
+        self, stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, flats: list[Flat]
+    ) -> MemoryReport:
+        """The report on this rank's memory; `flats` hold the parameters."""
+        shares = [flat_share(flat, flat.itemsize, flat.is_trained) for flat in flats]
+        inside = {parameter for flat in flats for parameter in flat.parameters}
+        shares += [replicated(p) for p in model.parameters() if stage < 3 and p not in inside]
+        return MemoryReport(
+            self._cluster, stage, model, optimizer, shares, states_of(self.optimizer_class, **self.options)
+        )
+
+    def _predicted_seconds(self, by_step: list[list[Event]]) -> None:
+        return (
+            None  # data_parallel.predict knows gradients that are reduced, not parameters that are gathered
+        )
+
+    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        extra = {"made_with": self._made_with(), "step": done}
+        pieces, rest = _pieces_and_rest(model, optimizer)
+        sharded_checkpoint.save(self._cluster, self._args.checkpoint or "", pieces, optimizer, extra, rest)
+
+    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        pieces, rest = _pieces_and_rest(model, optimizer)
+        state = sharded_checkpoint.load(self._cluster, self._args.checkpoint or "", pieces, optimizer, rest)
+        self._check_resumed(state)
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.gather_parameters()
+        return state["step"]
+
+    def _made_with(self) -> dict[str, Any]:
+        """Any stage goes on from any other's checkpoint, and on any number of ranks."""
+        return super()._made_with() | {"run_mode": "zero"}
+
+
+def _pieces_and_rest(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Piece], dict[str, Tensor]]:
+    """By name: what each rank has a part of, and what all have whole."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return model.pieces, dict(model.module.named_buffers())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    pieces = {names[piece.parameter]: piece for piece in optimizer.pieces}
+    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in pieces}
+    return pieces, frozen | dict(model.named_buffers())
+
+
+def recompute_blocks(module: nn.Module) -> None:
+    """Keep only the inputs of the blocks in module lists; the backward computes what is in them again."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            for block in child:
+                block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
+        else:
+            recompute_blocks(child)

@@ -1,0 +1,51 @@
+"""What goes wrong on one rank is an error on all: one that raised alone would leave the others waiting.
+
+rank 0    action()  ─── fine ───────┐             ┌── raises "the disk is full"
+rank 1    action()  ─── disk full ──┤  everybody  ├── raises "the disk is full"
+rank 2    action()  ─── fine ───────┘  tells all  └── raises "the disk is full"
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+
+T = TypeVar("T")
+
+
+def on_all(what: str, action: Callable[[], T]) -> list[T]:
+    """What `action` returned on each rank. All ranks call it, and all raise if `action` failed on any.
+
+    They raise a WorkbookError, the first rank's. An error of the operating system becomes one that says
+    "cannot `what`: ..."; a rank where any other came up raises that.
+    """
+    mine: Exception | None = None
+    outcome: tuple[Any, str] = None, ""
+    try:
+        outcome = action(), ""
+    except Exception as error:
+        mine = error
+        outcome = None, str(error) if isinstance(error, WorkbookError) else f"cannot {what}: {reason(error)}"
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    failures = [failure for _, failure in outcomes if failure]
+    if not failures:
+        return [value for value, _ in outcomes]
+    if mine is None or isinstance(mine, OSError | WorkbookError):
+        raise WorkbookError(failures[0]) from mine
+    raise mine
+
+
+def on_main(cluster: Cluster, what: str, action: Callable[[], T]) -> T:
+    """What `action` returned on rank 0, the only one to do it. All raise, as above, if it failed there."""
+    return on_all(what, lambda: action() if cluster.is_main else None)[0]  # type: ignore[return-value]
+
+
+def reason(error: BaseException) -> str:
+    """What an error says in its first line, without its number or its class."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__

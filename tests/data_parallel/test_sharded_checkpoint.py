@@ -1,0 +1,285 @@
+"""Training that goes on from a checkpoint of shards: with as many ranks or others, and other buckets."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comm.collectives import all_gather
+from data_parallel import sharded_checkpoint
+from data_parallel.flat import Flat, Piece
+from lab import ranks
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+
+ranks.preload("data_parallel.sharded_checkpoint")  # DCP takes a while to import
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "first.weight": (3, 5),
+    "first.bias": (3,),
+    "scale": (),
+    "last.weight": (7, 2),
+    "never": (5,),
+    "nothing": (0, 3),
+}
+FLAT = [list(SHAPES)]
+BUCKETS = [["never", "scale"], ["last.weight"], ["nothing", "first.bias", "first.weight"]]
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """Written by hand, as a learner would: the step's number is a plain one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    parameter.data -= group["lr"] / state["count"] * parameter.grad
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "counting": (CountingSGD, {"lr": 0.1}),
+}
+
+
+class Training:
+    """Parameters in pieces, an optimizer over them, a buffer, and gradients that depend on all of it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        optimizer: str,
+        buckets: list[list[str]] = FLAT,
+        seed: int = 0,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        dtype: torch.dtype = torch.float64,
+        split: int = 2,
+        frozen: str = "",
+        **options: Any,
+    ) -> None:
+        random = torch.Generator().manual_seed(seed)
+        values = {name: torch.randn(shape, generator=random, dtype=dtype) for name, shape in shapes.items()}
+        self.parameters = {name: nn.Parameter(value) for name, value in values.items()}
+        self.rest = {
+            "steps": torch.tensor(float(seed)),
+            "mean": torch.full((2, 3), float(seed), dtype=dtype).t(),
+        }
+        self.pieces: dict[str, Piece] = {}
+        self.buckets: list[tuple[Tensor, Tensor]] = []
+        for names in buckets:
+            parameters = [self.parameters[name] for name in names]
+            flat = Flat(parameters, cluster.rank, cluster.world_size)
+            full = torch.full((flat.numel,), 1e9, dtype=dtype)  # in a checkpoint, padding would show
+            for parameter, view in zip(parameters, flat.views(full), strict=True):
+                parameter.data = view.copy_(parameter.detach())
+            self.buckets.append((full, full[flat.mine]))
+            for name, (start, part) in zip(names, flat.pieces(full[flat.mine]), strict=True):
+                self.pieces[name] = Piece(self.parameters[name], start, nn.Parameter(part))
+        if frozen:
+            self.pieces["never"].tensor.requires_grad_(False)
+        if frozen == "rest":
+            self.rest["never"] = self.pieces.pop("never").parameter.detach()
+        tensors = [self.pieces[name].tensor for name in sorted(self.pieces)]
+        groups = [{"params": tensors[:split]}, {"params": tensors[split:], "lr": 0.05}]
+        optimizer_class, defaults = OPTIMIZERS[optimizer]
+        self.optimizer = optimizer_class(groups, **(defaults | options))
+
+    def gather(self) -> None:
+        for full, shard in self.buckets:
+            all_gather(full, shard.clone())
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            for name, piece in self.pieces.items():
+                whole = piece.parameter.detach().reshape(-1)
+                gradient = (whole + self.rest["mean"].sum()).sin() + self.rest["steps"]
+                end = piece.start + piece.tensor.numel()
+                piece.tensor.grad = None if name == "never" else gradient[piece.start : end]
+            self.optimizer.step()
+            self.gather()
+            self.rest["steps"] += 1
+            self.rest["mean"] *= 0.9
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9  # as a scheduler would
+
+    def save(self, cluster: Cluster, directory: Path, **extra: Any) -> None:
+        sharded_checkpoint.save(cluster, str(directory), self.pieces, self.optimizer, extra, self.rest)
+
+    def load(self, cluster: Cluster, directory: Path) -> dict[str, Any]:
+        extra = sharded_checkpoint.load(cluster, str(directory), self.pieces, self.optimizer, self.rest)
+        self.gather()
+        return extra
+
+    def result(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        return {name: self.optimizer.state.get(piece.tensor, {}) for name, piece in self.pieces.items()}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type, dtype, and every bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)]
+)
+def test_training_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path, world_size, dtype):
+    def work(cluster: Cluster) -> None:
+        for name in OPTIMIZERS:
+            at_once = Training(cluster, name, dtype=dtype)
+            at_once.train(2)
+            at_once.save(cluster, tmp_path / name)
+            resumed = Training(cluster, name, seed=1 + cluster.rank, dtype=dtype, lr=7.0)
+            resumed.load(cluster, tmp_path / name)
+            assert same(resumed.states(), at_once.states())
+            at_once.train(3)
+            resumed.train(3)
+            assert same(resumed.result(), at_once.result())
+            assert same(resumed.states(), at_once.states())
+            assert same(resumed.rest, at_once.rest)
+
+    run_ranks(work, world_size)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 1), (1, 4)])
+def test_another_number_of_ranks_with_other_buckets_trains_on_alike(tmp_path, before, after):
+    def first(cluster: Cluster) -> None:
+        for name in ("adamw", "momentum", "counting"):
+            training = Training(cluster, name, FLAT)
+            training.train(2)
+            training.save(cluster, tmp_path / name)
+
+    def second(cluster: Cluster) -> dict[str, dict[str, Tensor]]:
+        results = {}
+        for name in ("adamw", "momentum", "counting"):
+            training = Training(cluster, name, BUCKETS, seed=1 + cluster.rank)
+            training.load(cluster, tmp_path / name)
+            training.train(3)
+            results[name] = training.result()
+        return results
+
+    def at_once(cluster: Cluster) -> dict[str, dict[str, Tensor]]:
+        trainings = {name: Training(cluster, name) for name in ("adamw", "momentum", "counting")}
+        for training in trainings.values():
+            training.train(5)
+        return {name: training.result() for name, training in trainings.items()}
+
+    run_ranks(first, before)
+    [expected] = run_ranks(at_once, 1)
+    for results in run_ranks(second, after):
+        for optimizer, parameters in expected.items():
+            for name, value in parameters.items():
+                torch.testing.assert_close(results[optimizer][name], value, rtol=1e-9, atol=0)
+
+
+def test_a_parameter_that_was_never_used_has_no_state_afterwards_either(tmp_path):
+    def work(cluster: Cluster) -> set[str]:
+        training = Training(cluster, "adamw")
+        training.train(1)
+        training.save(cluster, tmp_path)
+        for used in (False, True):
+            fresh = Training(cluster, "adamw", BUCKETS)
+            if used:  # what is loaded replaces what there was
+                fresh.pieces["never"].tensor.grad = torch.ones_like(fresh.pieces["never"].tensor)
+                fresh.optimizer.step()
+            fresh.load(cluster, tmp_path)
+            assert {name for name, state in fresh.states().items() if state} == SHAPES.keys() - {"never"}
+        return set(fresh.states()["first.bias"])
+
+    assert run_ranks(work, 2) == [{"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}] * 2
+
+
+@pytest.mark.parametrize(("before", "after"), [("pieces", "rest"), ("rest", "pieces")])
+def test_a_frozen_parameter_may_be_in_pieces_in_one_stage_and_whole_in_another(tmp_path, before, after):
+    def work(cluster: Cluster) -> None:
+        training = Training(cluster, "adamw", frozen=before)
+        training.train(1)
+        training.save(cluster, tmp_path)
+        other = Training(cluster, "adamw", BUCKETS, seed=1 + cluster.rank, frozen=after)
+        other.load(cluster, tmp_path)
+        assert same(other.result(), training.result())
+        with pytest.raises(WorkbookError, match="groups"):
+            Training(cluster, "adamw").load(cluster, tmp_path)
+
+    run_ranks(work, 3)
+
+
+def test_hyperparameters_are_those_of_the_checkpoint_for_each_group(tmp_path):
+    def work(cluster: Cluster) -> list[dict[str, Any]]:
+        training = Training(cluster, "adamw", weight_decay=0.3, betas=(0.8, 0.9))
+        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.5)
+        training.train(1)
+        scheduler.step()
+        training.save(cluster, tmp_path)
+        fresh = Training(cluster, "adamw", BUCKETS)
+        fresh.load(cluster, tmp_path)
+        return [
+            {key: group[key] for key in ("lr", "betas", "weight_decay", "initial_lr")}
+            for group in fresh.optimizer.param_groups
+        ]
+
+    for groups in run_ranks(work, 2):
+        for lr, group in zip((0.1, 0.05), groups, strict=True):
+            assert group.pop("betas") == (0.8, 0.9)
+            assert group == pytest.approx({"lr": lr * 0.45, "weight_decay": 0.3, "initial_lr": lr})
+
+
+def test_what_the_caller_adds_comes_back_on_every_rank(tmp_path):
+    extra = {"step": 12, "made_with": {"lr": 0.1, "link": None, "model": "gpt"}, "shape": (1, 2), 3: [True]}
+
+    def work(cluster: Cluster) -> dict[str, Any]:
+        training = Training(cluster, "sgd")
+        sharded_checkpoint.save(cluster, str(tmp_path), training.pieces, training.optimizer, extra)
+        return sharded_checkpoint.load(cluster, str(tmp_path), training.pieces, training.optimizer)
+
+    assert all(same(found, extra) for found in run_ranks(work, 2))
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+MISFITS: list[tuple[str, dict[str, Any], str]] = [
+    ("adamw", {"shapes": SHAPES | {"first.weight": (5, 3)}}, r"first.weight has shape \(3, 5\).*\(5, 3\)"),
+    ("adamw", {"shapes": SHAPES | {"scale": (2,)}}, r"scale has shape \(\) in it"),
+    ("adamw", {"shapes": SHAPES | {"more": (2,)}, "buckets": [[*SHAPES, "more"]]}, "more is missing in it"),
+    ("adamw", {"shapes": {"scale": ()}, "buckets": [["scale"]]}, "first.weight .* is missing in this one"),
+    ("adamw", {"split": 3}, "groups"),
+    ("momentum", {}, "another optimizer"),
+    ("adagrad", {}, "another optimizer"),
+]
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_in_a_sentence_by_all_ranks(tmp_path):
+    def work(cluster: Cluster) -> list[str]:
+        Training(cluster, "adamw").save(cluster, tmp_path)
+        said = []
+        for optimizer, options, _ in MISFITS:
+            training = Training(cluster, optimizer, **options)
+            before = training.result()
+            with pytest.raises(WorkbookError) as caught:
+                training.load(cluster, tmp_path)
+            assert same(training.result(), before)
+            said.append(str(caught.value))
+        return said
+
+    for (_, _, words), *texts in zip(MISFITS, *run_ranks(work, 2), strict=True):
+        [sentence] = set(texts)
+        assert "\n" not in sentence and str(tmp_path) in sentence
+        with pytest.raises(WorkbookError, match=words):
+            raise WorkbookError(sentence)

@@ -1,0 +1,101 @@
+"""How the stages of ZeRO are used: state dicts, evaluation, schedulers, optimizers, and mistakes."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_parallel.fully_sharded import FullyShardedDataParallel
+from data_parallel.sharded_optimizer import refuse_unless_elementwise
+from data_parallel.train_zero1 import ZeroOptimizer
+from data_parallel.train_zero2 import ZeroGradientOptimizer
+from lab.check import assert_same, parameters
+from lab.errors import WorkbookError
+from lab.ranks import RankError, run_ranks
+from tests.data_parallel.equivalence import Odd, examples, mine, odd_loss, text, text_loss
+from tests.data_parallel.sharded import STAGES, Blocks, Sharded, deep_gpt, whole
+
+
+def test_a_full_state_dict_on_rank_0_is_loaded_by_a_plain_model():
+    def gather(cluster) -> dict[str, Tensor]:
+        model = FullyShardedDataParallel(deep_gpt(cluster.rank + 5))
+        return model.full_state_dict()
+
+    state, *nothing = run_ranks(gather, 3)
+    assert nothing == [{}, {}]
+    plain = deep_gpt(0)
+    plain.load_state_dict(state)
+    assert_same(parameters(plain), parameters(deep_gpt(5)), rtol=0)
+
+
+def test_evaluation_leaves_no_block_whole_and_training_goes_on():
+    def evaluate(cluster) -> None:
+        model = FullyShardedDataParallel(deep_gpt(0))
+        x, _ = mine(cluster, text())
+        with torch.no_grad():
+            assert torch.equal(model(x), deep_gpt(0)(x))
+        assert not any(unit.is_whole for unit in model.units)
+        with model.gathered() as module:
+            module.head.weight.detach().numpy()  # which forbids to free its memory
+        assert all(unit.full.untyped_storage().nbytes() == 0 for unit in model.units)
+        text_loss(model, *mine(cluster, text())).backward()
+        model.finish_gradient_sync()
+
+    run_ranks(evaluate, 2)
+
+
+def test_a_learning_rate_scheduler_steers_the_sharded_optimizer():
+    def schedule(cluster) -> None:
+        for stage in STAGES:
+            ours, reference = Sharded(stage, Odd(0), "sgd"), Odd(0)
+            theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+            schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (ours.optimizer, theirs)]
+            for _ in range(3):
+                theirs.zero_grad()
+                odd_loss(reference, *examples(2)).backward()
+                ours.optimizer.zero_grad()
+                ours.accumulate(odd_loss, mine(cluster, examples(2)), 1)
+                for step in (ours.optimizer, theirs, *schedulers):
+                    step.step()
+            kept = {k: v for k, v in parameters(reference).items() if k in ours.pieces}
+            assert_same(whole(ours.pieces, lambda piece: piece.tensor), kept, what=f"{stage}, parameter")
+
+    run_ranks(schedule, 2)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(name: str):
+    with pytest.raises(WorkbookError, match=f"{name} does not work element by element"):
+        refuse_unless_elementwise(getattr(torch.optim, name), {})
+
+
+def test_elementwise_optimizers_are_taken():
+    names = "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD"
+    for name in names.split(" "):
+        refuse_unless_elementwise(getattr(torch.optim, name), {"lr": 0.01})
+
+
+def test_a_backward_too_many_is_told_in_a_sentence():
+    def twice(cluster, cls) -> None:
+        model = Odd(0)
+        cls(model.parameters(), torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            odd_loss(model, *examples(2)).backward()
+
+    for cls in (ZeroOptimizer, ZeroGradientOptimizer):
+        with pytest.raises(RankError, match=r"Another backward began before finish_gradient_sync\(\)"):
+            run_ranks(twice, 2, cls)
+
+
+def test_ranks_that_ran_different_blocks_are_all_told():
+    def differ(cluster) -> None:
+        model = FullyShardedDataParallel(Blocks())
+        first, second, third = model.module.blocks
+        model.root.gather()
+        (third if cluster.rank else second)(first(torch.ones(2, 8))).sum().backward()
+        with contextlib.suppress(RuntimeError):
+            model.finish_gradient_sync()
+            raise AssertionError("nobody noticed")
+
+    run_ranks(differ, 2)

@@ -1,0 +1,288 @@
+"""Files that all ranks write: what a kill, a full disk, a truncation or a stranger's file can do to them."""
+
+import functools
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from lab import checkpoint, ranks, sharded_checkpoint
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import RankError, run_ranks
+from lab.sharded_checkpoint import METADATA, Items, Range
+
+ranks.preload("lab.sharded_checkpoint")  # DCP takes a while to import
+
+NUMEL = 11
+
+
+def items(cluster: Cluster, value: float) -> Items:
+    """A tensor in uneven ranges, of which rank 0 has nothing if there are others, and one that all have."""
+    others = cluster.world_size - 1
+    start, end = (NUMEL * max(0, r) // others if others else NUMEL for r in (cluster.rank - 1, cluster.rank))
+    start = start if others else 0
+    part = value + torch.arange(start, end, dtype=torch.float32)
+    return {"cut": Range(part, start, NUMEL), "whole": torch.full((2, 2), value)}
+
+
+def save(cluster: Cluster, directory: Path, value: float) -> None:
+    sharded_checkpoint.save(cluster, directory, items(cluster, value), {"value": value})
+
+
+def load(cluster: Cluster, directory: Path) -> float:
+    """The value with which all of the checkpoint was saved."""
+    found = sharded_checkpoint.find(cluster, directory, lambda found: None)
+    loaded = items(cluster, -100.0)
+    sharded_checkpoint.read(found, loaded)
+    for item, expected in zip(loaded.values(), items(cluster, found.header["value"]).values(), strict=True):
+        assert torch.equal(tensor_of(item), tensor_of(expected))
+    return found.header["value"]
+
+
+def tensor_of(item: Range | Tensor) -> Tensor:
+    return item.tensor if isinstance(item, Range) else item
+
+
+def refusal(action: Callable[..., Any], *args: Any) -> str:
+    """The sentence with which a rank refuses."""
+    with pytest.raises(WorkbookError) as caught:
+        action(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def the_one(texts: list[str]) -> str:
+    [text] = set(texts)
+    return text
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (3, 3), (3, 2), (1, 3)])
+def test_any_number_of_ranks_reads_what_another_saved_and_only_the_newest_stays(tmp_path, before, after):
+    for value in (1.0, 2.0):
+        run_ranks(save, before, tmp_path / "new", value)
+    assert run_ranks(load, after, tmp_path / "new") == [2.0] * after
+    assert os.listdir(tmp_path / "new") == ["checkpoint-2"]
+
+
+def killed(cluster: Cluster, directory: Path, rank: int, where: str, call: int) -> None:
+    """Save, and have one rank killed when it comes to a function for the `call`-th time."""
+    calls = 0
+
+    def die(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    owner: Any = {"write_data": sharded_checkpoint._Writer, "save": checkpoint, "rename": os}.get(
+        where, shutil
+    )
+    if cluster.rank == rank:
+        setattr(owner, where, functools.partial(die, getattr(owner, where)))
+    save(cluster, directory, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "call", "survivor"),
+    [
+        (1, "write_data", 1, 1.0),  # before all have written
+        (0, "save", 1, 1.0),  # the header
+        (0, "rename", 1, 1.0),
+        (0, "rmtree", 1, 2.0),  # before the older one goes
+    ],
+)
+def test_whenever_the_job_is_killed_a_whole_checkpoint_is_there_and_the_next_save_clears_up(
+    tmp_path, rank, where, call, survivor
+):
+    run_ranks(save, 2, tmp_path, 1.0)
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(killed, 2, tmp_path, rank, where, call, timeout=20)
+    if rank == 0:  # who else would have cleared up
+        assert len(os.listdir(tmp_path)) == 2
+
+    def go_on(cluster: Cluster) -> tuple[float, float]:
+        found = load(cluster, tmp_path)
+        save(cluster, tmp_path, 3.0)
+        return found, load(cluster, tmp_path)
+
+    assert run_ranks(go_on, 2) == [(survivor, 3.0)] * 2
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_a_disk_that_is_full_for_one_rank_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_path):
+    def work(cluster: Cluster, room: int) -> tuple[str, float]:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = 100_000
+        large: Items = {"cut": Range(torch.zeros(size), size * cluster.rank, size * cluster.world_size)}
+        if cluster.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        said = refusal(sharded_checkpoint.save, cluster, tmp_path, large, {})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        return said, load(cluster, tmp_path)
+
+    run_ranks(save, 3, tmp_path, 1.0)
+    for room in (0, 500, 100_000):
+        (
+            tmp_path / "checkpoint-2.partial-0123"
+        ).mkdir()  # of a job that was killed: what would go, if all went well
+        texts, values = zip(*run_ranks(work, 3, room, timeout=20), strict=True)
+        assert the_one(texts) == f"cannot save the checkpoint {tmp_path}: on rank 1, File too large"
+        assert values == (1.0,) * 3
+        assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_place_that_cannot_be_written_is_every_ranks_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+
+    def work(cluster: Cluster) -> list[str]:
+        return [refusal(save, cluster, tmp_path / "file" / name, 1.0) for name in (".", "folder")]
+
+    for text in map(the_one, zip(*run_ranks(work, 2), strict=True)):
+        assert "cannot save" in text and str(tmp_path / "file") in text
+
+
+def test_a_header_that_would_not_load_is_refused_and_the_older_checkpoint_stays(tmp_path):
+    def work(cluster: Cluster) -> float:
+        save(cluster, tmp_path, 1.0)
+        with pytest.raises((TypeError, WorkbookError), match="a checkpoint takes tensors, numbers"):
+            sharded_checkpoint.save(cluster, tmp_path, items(cluster, 2.0), {"value": Path()})
+        return load(cluster, tmp_path)
+
+    assert run_ranks(work, 2) == [1.0, 1.0]
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_where_there_is_no_checkpoint_all_ranks_say_so(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begun" / "checkpoint-1.partial-0123").mkdir(parents=True)
+    (tmp_path / "file").write_text("not a folder")
+    names = ["missing", "empty", "begun", "file"]
+
+    def work(cluster: Cluster) -> list[str]:
+        return [refusal(load, cluster, tmp_path / name) for name in names]
+
+    for name, *texts in zip(names, *run_ranks(work, 2), strict=True):
+        assert f"no checkpoint in {tmp_path / name} to resume from" in the_one(texts)
+
+
+def test_a_missing_or_truncated_file_is_refused_by_its_name(tmp_path):
+    run_ranks(save, 3, tmp_path, 1.0)
+    folder = tmp_path / "checkpoint-1"
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    assert {path.name for path in files} >= {METADATA, checkpoint.NAME, "__1_0.distcp", "__2_0.distcp"}
+
+    def work(cluster: Cluster) -> list[tuple[Path, str]]:
+        said = []
+        for path, data in files.items():
+            for left in (None, 0, len(data) // 2, len(data) - 1):
+                if cluster.is_main:
+                    path.unlink() if left is None else path.write_bytes(data[:left])
+                dist.barrier()
+                said.append((path, refusal(load, cluster, tmp_path)))
+                if cluster.is_main:
+                    path.write_bytes(data)
+                dist.barrier()
+        load(cluster, tmp_path)
+        return said
+
+    first, *others = run_ranks(work, 3)
+    assert all(said == first for said in others)
+    for path, text in first:
+        assert str(path) in text
+
+
+def on_its_own_disk(cluster: Cluster, root: Path, action: Callable[..., Any]) -> str:
+    """How an action on `run` is refused, if that is another folder for each rank."""
+    (root / str(cluster.rank)).mkdir(exist_ok=True)
+    os.chdir(root / str(cluster.rank))
+    return refusal(action, cluster, Path("run"), *([1.0] if action is save else []))
+
+
+def test_machines_that_do_not_share_the_directory_are_told_so(tmp_path):
+    assert "all machines must share" in the_one(run_ranks(on_its_own_disk, 3, tmp_path, save))
+    assert all(not list(tmp_path.glob(f"{rank}/run/*")) for rank in range(3))
+    for machine in ("0", "0", "1"):
+        run_ranks(save, 1, tmp_path / machine / "run", 1.0)
+    assert "all machines must share" in the_one(run_ranks(on_its_own_disk, 2, tmp_path, load))
+    run_ranks(save, 1, tmp_path / "1" / "run", 1.0)
+    assert "different checkpoints" in the_one(run_ranks(on_its_own_disk, 2, tmp_path, load))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("pwned",)
+
+
+STRANGE = {
+    "code": pickle.dumps(Evil()),
+    "code inside": pickle.dumps(Metadata({}, storage_data=Evil())),
+    "code by a dotted name": b"\x80\x04\x8c\x05torch\x8c\x08os.abort\x93)R.",
+    "objects DCP would unpickle": pickle.dumps(Metadata({"cut": BytesStorageMetadata()}, storage_data={})),
+    "another thing": pickle.dumps(3),
+    "no pickle": b"text",
+}
+
+
+@pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE.keys())
+def test_metadata_that_would_run_code_is_refused_and_does_not(tmp_path, data):
+    run_ranks(save, 1, tmp_path, 1.0)
+    (tmp_path / "checkpoint-1" / METADATA).write_bytes(data)
+
+    def work(cluster: Cluster) -> str:
+        os.chdir(tmp_path)
+        return refusal(load, cluster, tmp_path)
+
+    assert METADATA in the_one(run_ranks(work, 1))
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_file_of_tensors_that_holds_something_else_is_refused_and_runs_no_code(tmp_path):
+    run_ranks(save, 1, tmp_path, 1.0)
+    path = tmp_path / "checkpoint-1" / "__0_0.distcp"
+    size = path.stat().st_size
+
+    def work(cluster: Cluster) -> str:
+        os.chdir(tmp_path)
+        return refusal(load, cluster, tmp_path)
+
+    for data in (bytes(size), pickle.dumps(Evil(), protocol=2).ljust(size)):
+        path.write_bytes(data)
+        assert f"cannot load the checkpoint {path.parent}" in the_one(run_ranks(work, 1))
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_metadata_that_points_out_of_the_folder_is_refused(tmp_path):
+    run_ranks(save, 1, tmp_path, 1.0)
+    path = tmp_path / "checkpoint-1" / METADATA
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = str(tmp_path / "secret")
+    (tmp_path / "secret").write_bytes((path.parent / "__0_0.distcp").read_bytes())
+    path.write_bytes(pickle.dumps(metadata))
+    assert "secret" in the_one(run_ranks(lambda cluster: refusal(load, cluster, tmp_path), 1))
+
+
+def test_what_is_written_is_a_checkpoint_that_pytorch_reads(tmp_path):
+    run_ranks(save, 3, tmp_path, 1.0)
+
+    def work(_: Cluster) -> dict[str, Tensor]:
+        state = {"cut": torch.zeros(NUMEL), "whole": torch.zeros(2, 2)}
+        dcp.load(state, checkpoint_id=tmp_path / "checkpoint-1")
+        return state
+
+    [state] = run_ranks(work, 1)
+    assert torch.equal(state["cut"], 1.0 + torch.arange(NUMEL))
+    assert torch.equal(state["whole"], torch.ones(2, 2))
