@@ -105,13 +105,14 @@ def test_torchs_own_operations_are_seen_without_a_link_too():
 @pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "torch"])
 def test_calibration_finds_the_alpha_and_beta_that_were_set(pattern: str):
     def slow(cluster) -> Link:
-        with slow_link.slowed(Link(0.01, 1 / 100e6)):
+        with slow_link.slowed(Link(0.02, 1 / 50e6)):
             return measure_all_reduce(pattern, repeats=3)
 
     first, *others = run_ranks(slow, 3)
     assert all(link == first for link in others)
-    assert 0.01 <= first.alpha < 0.02
-    assert 0.8e-8 < first.beta < 1.5e-8
+    # At least what was set; a busy machine adds its own.
+    assert 0.02 <= first.alpha < 0.06
+    assert 1.6e-8 < first.beta < 4e-8
 
 
 def test_a_single_rank_has_no_link():

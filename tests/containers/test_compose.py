@@ -67,6 +67,19 @@ def test_bucket_overlap_trains_on_four_nodes_and_hides_communication_on_a_slow_l
     assert figures["hidden_share"] > 0.1
 
 
+def test_zero_3_trains_on_three_nodes_and_sends_what_the_formula_says(up):
+    args = "--json --steps 5 --size tiny --clip 1"
+    nodes = up(RUN_MODE="zero3", WORLD_SIZE="3", ARGS=args)
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    figures = nodes["node0"].json()
+    assert (figures["run_mode"], figures["world_size"]) == ("zero3", 3)
+    assert figures["bytes_sent"] == figures["bytes_formula"] > 0
+    assert figures["messages_sent"] == figures["messages_formula"]
+    assert figures["replicas_equal"] is True
+    for name in ("parameters", "optimizer_state"):
+        assert figures[f"{name}_bytes"] >= figures[f"formula_{name}_bytes"] > 0
+
+
 def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
     args = "--json --steps 5 --size 13m --batch-size 2 --metronome 20ms"
     settings = {"RUN_MODE": "data_parallel_bucket_overlap", "WORLD_SIZE": "2"}
