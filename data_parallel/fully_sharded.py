@@ -74,7 +74,9 @@ class FullyShardedDataParallel(nn.Module):
         for block, inner in zip(self.blocks, modules, strict=True):
             inner.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
             inner.register_forward_hook(lambda _, inputs, out, block=block: self._after_forward(block, out))
-        self._ran: list[Block] = []  # in this forward
+        self._awaits_backward = False
+        self._ran: list[Block] = []  # and will be run backward
+        self._seen: list[Block] = []  # in this forward
         self._order: list[Block] = []  # in the one before, which tells what comes next
         self._on_the_way = OnTheWay()
         self._used: set[nn.Parameter] = set()
@@ -102,11 +104,21 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         if self._compute_dtype is not None:
             inputs = tuple(x.to(self._compute_dtype) if x.is_floating_point() else x for x in inputs)
-        self._ran = []
+        if torch.is_grad_enabled():
+            if self._awaits_backward:
+                raise WorkbookError(
+                    "A second forward began before finish_gradient_sync(): run all microbatches but the last "
+                    "inside no_sync(), and evaluate under torch.no_grad()."
+                )
+            self._awaits_backward = True
+        self._seen = []
+        self.root.start_gather()
+        if self._order:
+            self._order[0].start_gather()
         self.root.gather()
         output = self.module(*inputs)
-        self._order = self._ran
-        if not torch.is_grad_enabled():
+        self._order = self._seen
+        if not self._awaits_backward:
             self._free_all()
         return output if self._output_dtype is None else output.to(self._output_dtype)
 
@@ -114,10 +126,13 @@ class FullyShardedDataParallel(nn.Module):
         block.gather()
         if block.is_in_backward:
             return  # activations are being recomputed
-        self._ran.append(block)
-        block.runs += torch.is_grad_enabled()
-        if self._order[: len(self._ran)] == self._ran and len(self._ran) < len(self._order):
-            self._order[len(self._ran)].start_gather()
+        self._seen.append(block)
+        if torch.is_grad_enabled():
+            self._ran.append(block)
+            block.runs += 1
+        so_far = len(self._seen)
+        if self._order[:so_far] == self._seen and so_far < len(self._order):
+            self._order[so_far].start_gather()
 
     def _after_forward(self, block: Block, output: Any) -> None:
         if block.is_in_backward:
@@ -129,6 +144,8 @@ class FullyShardedDataParallel(nn.Module):
                     tensor.register_hook(lambda _, turn=turn: self._before_backward(turn))
         if self._reshards or not torch.is_grad_enabled():
             block.free()
+            if torch.is_grad_enabled() and self._seen == self._order:
+                block.start_gather()  # the last one: its backward is near
 
     def _before_backward(self, turn: int) -> None:
         """The gradient of a block's output is known: its backward is next, and those after it are over."""
@@ -185,7 +202,7 @@ class FullyShardedDataParallel(nn.Module):
             block.runs = block.turns = 0
             block.is_reduced = False
         self._free_all()
-        self._ran = []
+        self._ran, self._awaits_backward = [], False
 
     def _free_all(self) -> None:
         for block in self._all:

@@ -45,6 +45,35 @@ def test_evaluation_leaves_no_block_whole_and_training_goes_on():
     run_ranks(evaluate, 2)
 
 
+def test_an_evaluation_between_forward_and_backward_changes_nothing():
+    def compare(cluster) -> None:
+        for reshard_after_forward in (True, False):
+            model = FullyShardedDataParallel(deep_gpt(0), reshard_after_forward=reshard_after_forward)
+            reference, (x, y) = deep_gpt(0), mine(cluster, text())
+            for _ in range(2):
+                model.zero_grad()
+                loss = text_loss(model, x, y)
+                with torch.no_grad():
+                    model(x[:1])
+                loss.backward()
+                model.finish_gradient_sync()
+            text_loss(reference, *text()).backward()
+            expected = {name: p.grad for name, p in reference.named_parameters()}
+            assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected)
+
+    run_ranks(compare, 2)
+
+
+def test_a_second_forward_before_the_first_ones_backward_is_told_in_a_sentence():
+    def twice(cluster) -> None:
+        model = FullyShardedDataParallel(Odd(0))
+        for _ in range(2):
+            odd_loss(model, *examples(2))
+
+    with pytest.raises(RankError, match=r"A second forward began before finish_gradient_sync\(\)"):
+        run_ranks(twice, 2)
+
+
 def test_a_learning_rate_scheduler_steers_the_sharded_optimizer():
     def schedule(cluster) -> None:
         for stage in STAGES:
