@@ -10,6 +10,7 @@ whole step. Which blocks there are, and their order, shows in the first forward.
 """
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,8 +80,9 @@ class FullyShardedDataParallel(nn.Module):
         self._seen: list[Block] = []  # in this forward
         self._order: list[Block] = []  # in the one before, which tells what comes next
         self._on_the_way = OnTheWay()
+        self._begun: set[int] = set()  # positions in `_ran` whose backward has
         self._used: set[nn.Parameter] = set()
-        self._times_run = dict.fromkeys(self.blocks, 0)
+        self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
         self._is_synced = True
 
     @property
@@ -149,6 +151,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def _before_backward(self, turn: int) -> None:
         """The gradient of a block's output is known: its backward is next, and those after it are over."""
+        if turn in self._begun:
+            return  # a block with several outputs
+        self._begun.add(turn)
         block = self._ran[turn]
         for later in self._ran[turn + 1 :]:
             if later is not block and later.turns == later.runs:
@@ -196,13 +201,13 @@ class FullyShardedDataParallel(nn.Module):
             self._finish(block)
         self._finish(self.root)
         self._on_the_way.finish()
-        for block in self._ran:
-            self._times_run[block] += 1
+        numbers = bytes(self.blocks.index(block) % 256 for block in self._ran)
+        self._order_so_far = zlib.crc32(numbers, self._order_so_far)
         for block in self._all:
             block.runs = block.turns = 0
             block.is_reduced = False
         self._free_all()
-        self._ran, self._awaits_backward = [], False
+        self._ran, self._begun, self._awaits_backward = [], set(), False
 
     def _free_all(self) -> None:
         for block in self._all:
@@ -221,44 +226,42 @@ class FullyShardedDataParallel(nn.Module):
         gradient. WorkbookError if the ranks did not run the same blocks.
         """
         self._finish_backward()
-        used = [float(parameter in self._used) for parameter in self._place]
-        runs = [float(count) for count in self._times_run.values()]
+        used = [int(parameter in self._used) for parameter in self._place]
         device = next(iter(self._place)).device if self._place else None
-        message = torch.tensor([*used, *runs, *(-count for count in runs)], device=device)
+        message = torch.tensor([*used, self._order_so_far, -self._order_so_far], device=device)
         all_reduce(message, op="max", group=self.group, pattern=self.pattern)
-        used, most, fewest = message.split([len(used), len(runs), len(runs)])
-        if not torch.equal(most, -fewest):
+        *used, most, minus_least = message.tolist()
+        self._order_so_far = 0
+        if most != -minus_least:
             raise WorkbookError(
-                "The ranks ran different blocks in this step; in stage 3 all must run the same."
+                "The ranks ran different blocks in this step, or in another order; in stage 3 all must run "
+                "the same."
             )
-        used_somewhere = iter(used.tolist())
+        used_somewhere = iter(used)
         for block in self._all:
             for unit, gradients in block.trained:
-                parts = (
-                    [None] * len(unit.pieces)
-                    if gradients.shard is None
-                    else unit.flat.pieces(gradients.shard)
-                )
-                for piece, part in zip(unit.pieces, parts, strict=True):
-                    piece.tensor.grad = part[1] if next(used_somewhere) else None
+                full = unit.flat.pieces(gradients.shard) if gradients.shard is not None else None
+                for position, piece in enumerate(unit.pieces):
+                    piece.tensor.grad = full[position][1] if next(used_somewhere) and full else None
         self._used.clear()
-        self._times_run = dict.fromkeys(self.blocks, 0)
         self._is_synced = True
 
     def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
-        """What the formula says a step sends: gathers, gradients, and who used what."""
+        """What the formula says a step sends, in which every block is run forward and backward once."""
         gathers = dict.fromkeys(self.blocks, 2 if self._reshards else 1) | {self.root: 1}
         traffics = [
             unit.traffic(gathers[block]) for block in self._all for unit in block.units
         ] * microbatches
         pattern = self.pattern or default_pattern("all_reduce", self.group)
         place = dist.get_world_size(self.group), dist.get_rank(self.group)
-        for numel in [len(self._place) + 2 * len(self.blocks)] + [1] * is_clipped:
-            traffics.append(cost.per_rank("all_reduce", pattern, numel, 4, *place))
+        for numel, itemsize in [(len(self._place) + 2, 8)] + [(1, 4)] * is_clipped:
+            traffics.append(cost.per_rank("all_reduce", pattern, numel, itemsize, *place))
         return sum(traffics, Traffic())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm."""
+        if self._awaits_backward:
+            self.finish_gradient_sync()
         return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
 
     @contextlib.contextmanager

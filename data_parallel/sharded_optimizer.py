@@ -76,6 +76,8 @@ class ShardedOptimizer(Optimizer):
             for positions in fill(trained, int(min(first_mb, bucket_mb) * MIB), int(bucket_mb * MIB)):
                 name = f"bucket {len(self.buckets)}"
                 self.buckets.append(Bucket(name, [trained[at] for at in positions], rank, ranks))
+        if not self.buckets:
+            raise WorkbookError(f"{type(self).__name__} was given no parameter that is trained.")
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         mine = {piece.parameter: piece.tensor for piece in self.pieces}
         groups = [

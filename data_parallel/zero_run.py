@@ -64,6 +64,7 @@ class ZeroRun(Run):
         if args.clip is not None and not args.clip > 0:
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
         super().__init__(cluster, args, run_mode, model)
+        self._optimizer = args.optimizer
         self.optimizer_class, self.options = OPTIMIZERS[args.optimizer]
         self.options = {**self.options, "lr": args.lr}
 
@@ -105,7 +106,7 @@ class ZeroRun(Run):
 
     def _made_with(self) -> dict[str, Any]:
         """Any stage goes on from any other's checkpoint, and on any number of ranks."""
-        return super()._made_with() | {"run_mode": "zero"}
+        return super()._made_with() | {"run_mode": "zero", "optimizer": self._optimizer}
 
 
 def _pieces_and_rest(

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -39,6 +40,7 @@ class Job:
 
 def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) -> None:
     """Form the group, call the function, send back its result or its traceback."""
+    gc.freeze()  # what the forkserver has imported is no garbage, and need not be looked through each time
     os.setpgid(0, 0)
     _die_with(answer, job.folder)
     for stream, fd in ((out, 1), (err, 2)):

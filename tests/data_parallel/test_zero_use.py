@@ -1,10 +1,8 @@
 """How the stages of ZeRO are used: state dicts, evaluation, schedulers, optimizers, and mistakes."""
 
-import contextlib
-
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.sharded_optimizer import refuse_unless_elementwise
@@ -13,8 +11,8 @@ from data_parallel.train_zero2 import ZeroGradientOptimizer
 from lab.check import assert_same, parameters
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
-from tests.data_parallel.equivalence import Odd, examples, mine, odd_loss, text, text_loss
-from tests.data_parallel.sharded import STAGES, Blocks, Sharded, deep_gpt, whole
+from tests.data_parallel.equivalence import BATCH, Odd, examples, mine, odd_loss, text, text_loss
+from tests.data_parallel.sharded import STAGES, Blocks, Sharded, compare_with_one_process, deep_gpt, whole
 
 
 def test_a_full_state_dict_on_rank_0_is_loaded_by_a_plain_model():
@@ -117,14 +115,61 @@ def test_a_backward_too_many_is_told_in_a_sentence():
             run_ranks(twice, 2, cls)
 
 
-def test_ranks_that_ran_different_blocks_are_all_told():
-    def differ(cluster) -> None:
+def test_ranks_that_ran_other_blocks_or_in_another_order_are_all_told():
+    def differ(cluster, names: tuple[str, str]) -> None:
         model = FullyShardedDataParallel(Blocks())
-        first, second, third = model.module.blocks
-        model.root.gather()
-        (third if cluster.rank else second)(first(torch.ones(2, 8))).sum().backward()
-        with contextlib.suppress(RuntimeError):
+        for _ in range(2):
+            x = torch.ones(2, 8)
+            for name in names[cluster.rank]:
+                x = model.module.blocks[int(name)](x)
+            x.sum().backward()
             model.finish_gradient_sync()
-            raise AssertionError("nobody noticed")
 
-    run_ranks(differ, 2)
+    for names in (("01", "02"), ("012", "021"), ("0112", "012")):
+        for error in run_ranks(differ, 2, names, collect_failures=True, group_timeout=20):
+            assert isinstance(error, RankError)
+            assert "ran different blocks" in str(error) or "do not fit together" in str(error)
+
+
+class Twofold(nn.Module):
+    """A block with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.one(pair[1]), torch.tanh(self.other(pair[0]))
+
+
+class Pairs(nn.Module):
+    """Such blocks, one of them run twice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Twofold() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x, 2 * x)
+        for i in (0, 1, 0):
+            pair = self.blocks[i](pair)
+        return pair[0] + pair[1]
+
+
+def test_blocks_may_have_several_outputs_and_be_run_several_times():
+    def compare(cluster) -> None:
+        batch = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(0)).double(), torch.ones(BATCH)
+        compare_with_one_process(
+            cluster, "zero3", "sgd", Pairs, lambda model, x, _: model(x).square().mean(), batch
+        )
+
+    run_ranks(compare, 2)
+
+
+def test_an_optimizer_without_a_trained_parameter_is_refused():
+    def nothing(cluster) -> None:
+        ZeroOptimizer(Blocks().requires_grad_(False).parameters(), torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(RankError, match="ZeroOptimizer was given no parameter that is trained"):
+        run_ranks(nothing, 2)

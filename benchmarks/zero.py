@@ -1,0 +1,185 @@
+"""ZeRO's stages, ours against FSDP2 and plain data parallel: step times, memory, bytes sent.
+
+    python benchmarks/zero.py                  a table; --json for one JSON line
+    python benchmarks/zero.py --quick          4 ranks only, and fewer rows
+    python benchmarks/zero.py --plot FOLDER    draws memory and step time against stage and world size
+
+2 and 4 ranks train a GPT of 12.9 million parameters with AdamW. All variants live in one process group and
+take turns, step by step (benchmarks/side_by_side.py). The slow link is a software link (comm.slow_link), the
+same for all. On loopback `fsdp2` is FSDP2 as any user has it; behind the slow link it sends through comm
+(data_parallel/train_fsdp.py), since nothing else can be slowed down; gloo still does the work.
+
+`peak memory` is the process's; most of it is Python and torch, so `above start` says what training added.
+`lasting at the peak` is the largest sum, at any time of a step, of shards, optimizer state and whole
+parameters; beside it ZeRO's formula, (P+G+O)/n, and the two blocks that are whole while one computes and the
+next is gathered. `everything at the peak` has the tensors on their way too: beside it three more blocks, as
+two blocks' gradients are reduced while a third one's come (what also counts, and is in no formula here, are
+the root, the shards that arrive, and the wire's scratch memory).
+`bytes sent` stand beside 2 or 3 times P (n-1)/n. FSDP2's are booked as the best-known algorithm would send
+them; gloo's own reduce-scatter sends twice as many.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+
+import tyro
+from matplotlib.figure import Figure
+
+from benchmarks import side_by_side
+from benchmarks.side_by_side import medians
+from benchmarks.zero_steps import CONFIG, STAGES, alternate, held, peak, zero3_at_its_peak
+from data_parallel.zero_memory import FORMULAS, Held, formula
+from lab.model import GPT
+from lab.ranks import preload, run_ranks
+
+LINKS = ("loopback", "1gbit")
+PASSES = {"naive": 2, "bucket_overlap": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp2": 3}  # times P (n-1)/n
+SIZES = (1, 2, 3, 4)  # of the world, in the pictures
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Args:
+    """ZeRO 1, 2 and 3 against FSDP2 and plain data parallel."""
+
+    quick: bool = False
+    """4 ranks only, fewer rows and runs."""
+    plot: Path | None = None
+    """Only draw memory.png and step_time.png into this folder."""
+    json: bool = False
+    """One JSON line instead of a table."""
+
+
+def parameter_bytes() -> tuple[int, int]:
+    """Of the whole model, and of one of its blocks."""
+    module = GPT(CONFIG)
+    whole, block = (sum(p.nbytes for p in part.parameters()) for part in (module, module.blocks[0]))
+    return whole, block
+
+
+def held_whole() -> Held:
+    """What one process holds: AdamW keeps two numbers for each parameter."""
+    whole, _ = parameter_bytes()
+    return Held(whole, whole, 2 * whole)
+
+
+def time_rows(ranks: int, names: list[str], runs: int) -> Rows:
+    """Step times on each link, and what the steps sent."""
+    row = functools.partial(side_by_side.row, world_size=ranks)
+    by_rank = run_ranks(alternate, ranks, [(link, names, runs) for link in LINKS], timeout=900)
+    rows: Rows = []
+    for i, link in enumerate(LINKS):
+        seconds = medians([times[i] for times, _ in by_rank])
+        pairs = [("zero3", "fsdp2"), ("zero1", "bucket_overlap"), ("zero2", "bucket_overlap")]
+        pairs += [(what, "naive") for what in ("zero1", "zero2", "zero3", "fsdp2")]
+        rows += [row(a, b, link, seconds[a], seconds[b]) for a, b in pairs if b in seconds]
+    whole, _ = parameter_bytes()
+    for name in names:
+        # FSDP2's bytes can be counted only where they go through comm.
+        sent, link = max(sent[-1][name] for _, sent in by_rank), LINKS[-1]
+        should = PASSES[name] * whole * (ranks - 1) / ranks
+        rows.append(row(f"{name} bytes sent", "formula", link, sent, should, unit="bytes"))
+    return rows
+
+
+def memory_rows(ranks: int) -> Rows:
+    """Peak memory of zero3 and FSDP2, and what zero3 holds against the formula."""
+    row = functools.partial(side_by_side.row, link="loopback", world_size=ranks, unit="bytes")
+    peaks, added = {}, {}
+    for name in ("zero3", "fsdp2"):
+        by_rank = run_ranks(peak, ranks, name, timeout=300)
+        peaks[name] = max(top for top, _ in by_rank)
+        added[name] = max(top - before for top, before in by_rank)
+    rows = [
+        row("zero3 peak memory", "fsdp2", ours=peaks["zero3"], theirs=peaks["fsdp2"]),
+        row("zero3 peak memory above start", "fsdp2", ours=added["zero3"], theirs=added["fsdp2"]),
+    ]
+    held_most = run_ranks(zero3_at_its_peak, ranks, timeout=300)
+    lasting, everything = (max(column) for column in zip(*held_most, strict=True))
+    _, block = parameter_bytes()
+    share = sum(dataclasses.astuple(formula(3, held_whole(), ranks)))
+    for what, ours, blocks in (("lasting", lasting, 2), ("everything", everything, 5)):
+        against = f"formula + {blocks} blocks"
+        rows.append(row(f"zero3 {what} at the peak", against, ours=ours, theirs=share + blocks * block))
+    return rows
+
+
+def measure(quick: bool) -> Rows:
+    names = ["bucket_overlap", "zero1", "zero2", "zero3", "fsdp2"]
+    if quick:
+        return time_rows(4, names, runs=2) + memory_rows(4)
+    rows: Rows = []
+    for ranks in (2, 4):
+        rows += time_rows(ranks, ["naive", *names], runs=5) + memory_rows(ranks)
+    return rows
+
+
+def plot_memory(path: Path) -> None:
+    """Points for what a rank holds after a step, lines for the formula."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    by_size = {ranks: run_ranks(held, ranks, list(STAGES), timeout=300) for ranks in SIZES}
+    whole = held_whole()
+    smooth: list[Any] = [1 + i / 20 for i in range(20 * (SIZES[-1] - 1) + 1)]  # between whole ranks too
+    for name, stage in STAGES.items():
+        most = [max(sum(dataclasses.astuple(rank[name])) for rank in by_size[ranks]) for ranks in SIZES]
+        [points] = axes.plot(SIZES, [size / 1e6 for size in most], "o", label=f"{name}, measured")
+        line = [sum(dataclasses.astuple(formula(stage, whole, ranks))) / 1e6 for ranks in smooth]
+        axes.plot(smooth, line, color=points.get_color(), label=FORMULAS[stage], linewidth=1)
+    axes.set(xlabel="world size n", ylabel="tensors of a rank (MB)", ylim=(0, None))
+    axes.set_xticks(SIZES)
+    axes.set_title("parameters P, gradients G, AdamW's state O after a step; GPT of 12.9 M parameters")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", ncols=2)
+    figure.savefig(path, dpi=110)
+
+
+def plot_step_time(path: Path) -> None:
+    """Bars by stage for each world size. More ranks have more to compute, on the same cores."""
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(LINKS), sharey=True)
+    plan = [(link, list(STAGES), 5) for link in LINKS]
+    by_size = {ranks: run_ranks(alternate, ranks, plan, timeout=900) for ranks in SIZES}
+    for i, (link, axes) in enumerate(zip(LINKS, panels, strict=True)):
+        seconds = [medians([times[i] for times, _ in by_size[ranks]]) for ranks in SIZES]
+        for name, stage in STAGES.items():
+            places = [ranks + 0.2 * (stage - 1.5) for ranks in SIZES]
+            axes.bar(places, [one[name] * 1e3 for one in seconds], width=0.18, label=name)
+        axes.set(xlabel="world size", title=link if link == "loopback" else f"--link {link}")
+        axes.set_xticks(SIZES)
+        axes.set_axisbelow(True)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel("step (ms, median)")
+    panels[0].legend(loc="upper left")
+    figure.suptitle(
+        f"step time, GPT of 12.9 M parameters, a window of text for each rank, {os.cpu_count()} cores"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def main(args: Args) -> None:
+    # Forked ranks have everything imported.
+    preload("benchmarks.zero_steps")
+    if args.plot is not None:
+        args.plot.mkdir(parents=True, exist_ok=True)
+        plot_memory(args.plot / "memory.png")
+        plot_step_time(args.plot / "step_time.png")
+        return
+    rows = measure(args.quick)
+    if args.json:
+        side_by_side.show("zero", rows, True, "")
+        return
+    for ranks in sorted({one["world_size"] for one in rows}):
+        title = f"{ranks} ranks, GPT of 12.9 M parameters, AdamW"
+        side_by_side.show("zero", [one for one in rows if one["world_size"] == ranks], False, title)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

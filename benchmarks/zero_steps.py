@@ -1,0 +1,170 @@
+"""What the ranks of benchmarks/zero.py do: training steps of ZeRO's stages, timed, counted and weighed."""
+
+import ctypes
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
+
+from benchmarks import side_by_side
+from benchmarks.data_parallel_steps import CAP_MB, CONFIG, Turns, text
+from comm import slow_link
+from data_parallel import train_fsdp
+from data_parallel.fully_sharded import FullyShardedDataParallel
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_zero1 import ZeroOptimizer
+from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.zero_memory import Held, MemoryReport
+from lab import meter
+from lab.cluster import Cluster
+from lab.ledger import LEDGER
+from lab.memory import live_bytes
+from lab.model import GPT, loss_of
+
+OPTIONS: dict[str, Any] = {"lr": 1e-3}
+WINDOWS = 1  # of text, for each rank and step
+STAGES = {"naive": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+@dataclasses.dataclass
+class Training:
+    """A model in training: called, it takes a step, and counts the bytes that this rank sends."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    sync: Callable[[], object]  # what a variant does between backward and step
+    batch: tuple[Tensor, Tensor]
+    sent: int = 0
+
+    def __call__(self) -> None:
+        before = LEDGER.total()
+        self.optimizer.zero_grad()
+        loss_of(self.model(self.batch[0]), self.batch[1]).backward()
+        self.sync()
+        self.optimizer.step()
+        self.sent = (LEDGER.total() - before).bytes_sent
+
+
+def start(cluster: Cluster, name: str, by_comm: bool = False) -> Training:
+    """Of "naive", "bucket_overlap", "zero1", "zero2", "zero3" or "fsdp2", which sends by comm if told to."""
+    module, batch = GPT(CONFIG), text(WINDOWS)
+    if name in ("zero1", "zero2"):
+        sharded = ZeroOptimizer if name == "zero1" else ZeroGradientOptimizer
+        optimizer = sharded(module.parameters(), AdamW, pattern="cma", bucket_mb=CAP_MB, **OPTIONS)
+        return Training(module, optimizer, optimizer.finish_gradient_sync, batch)
+    if name == "fsdp2":
+        model = train_fsdp.shard(module, cluster.device) if by_comm else plain_fsdp2(cluster, module)
+        return Training(model, AdamW(model.parameters(), **OPTIONS), lambda: None, batch)
+    if name == "bucket_overlap":
+        model = BucketDataParallel(module, pattern="cma", bucket_mb=CAP_MB)
+    else:
+        model = {"naive": NaiveDataParallel, "zero3": FullyShardedDataParallel}[name](module, pattern="cma")
+    return Training(model, AdamW(model.parameters(), **OPTIONS), model.finish_gradient_sync, batch)
+
+
+def plain_fsdp2(cluster: Cluster, module: GPT) -> nn.Module:
+    """As any user of FSDP2 has it."""
+    mesh = init_device_mesh(cluster.device.type, (cluster.world_size,))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def alternate(
+    cluster: Cluster, plan: list[Turns]
+) -> tuple[list[dict[str, list[float]]], list[dict[str, int]]]:
+    """For one link of the plan after the other: seconds of each step, and bytes sent in the last one.
+
+    Both by variant, of this rank. `fsdp2` sends through comm behind slow links: only comm can be slowed down.
+    """
+    trainings: dict[tuple[str, bool], Training] = {}
+    seconds, sent = [], []
+    for link, names, runs in plan:
+        slow = None if link == "loopback" else slow_link.parse(link)
+        keys = {name: (name, name == "fsdp2" and slow is not None) for name in names}
+        new = {key: start(cluster, *key) for key in keys.values() if key not in trainings}
+        # Buckets are remade after the first step; FSDP2's second form has nothing more to learn.
+        warmup = 1 if trainings else 2
+        side_by_side.alternate({str(key): new[key] for key in new}, runs=0, warmup=warmup)
+        trainings |= new
+        variants = {name: trainings[key] for name, key in keys.items()}
+        seconds.append(side_by_side.alternate(variants, runs, slow, warmup=0))
+        sent.append({name: training.sent for name, training in variants.items()})
+    return seconds, sent
+
+
+def peak(cluster: Cluster, name: str) -> tuple[int, int]:
+    """Peak memory of this process in a step, and what it had before there was a model."""
+    # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    meter.reset_peak_memory(cluster.device)
+    before = meter.peak_memory(cluster.device)
+    training = start(cluster, name)
+    training()  # from here on there is optimizer state, and zero3 knows which block to prefetch
+    meter.reset_peak_memory(cluster.device)
+    training()
+    return meter.peak_memory(cluster.device), before
+
+
+def held(cluster: Cluster, names: list[str]) -> dict[str, Held]:
+    """Bytes of tensors after a step, by variant."""
+    result = {}
+    for name in names:
+        training = start(cluster, name)
+        training()
+        report = MemoryReport(cluster, STAGES[name], training.model, training.optimizer, [], 0)
+        measured = report.measure()
+        result[name] = Held(measured.parameters, measured.gradients, measured.optimizer_state)
+    return result
+
+
+def zero3_at_its_peak(cluster: Cluster) -> tuple[int, int]:
+    """The most that stage 3 holds at any time in a step of two microbatches, in bytes.
+
+    First of gradient shards, optimizer state and parameters, whole ones among them; then of all tensors,
+    those on their way to other ranks among them. Looked at when a block's forward begins and when a
+    parameter's gradient is there. The second microbatch finds the gradient shards of the first.
+    """
+    gc.collect()
+    gc.freeze()  # what was here before is none of it, and need not be searched each time
+    module = GPT(CONFIG)
+    x, y = (tokens[:, :4] for tokens in text(1))  # few activations
+    seen: list[tuple[int, int]] = []
+
+    def look(*_: Any) -> None:
+        shards = [unit.gradients.shard for unit in model.units if unit.gradients]
+        sizes = live_bytes(
+            {
+                "data": (x, y),
+                "parameters": [tensor for unit in model.units for tensor in (unit.shard, unit.full)],
+                "gradients": [*shards, *(piece.grad for piece in model.parameters())],
+                "optimizer_state": [t for state in optimizer.state.values() for t in state.values()],
+            }
+        )
+        lasting = sizes["parameters"] + sizes["gradients"] + sizes["optimizer_state"]
+        seen.append((lasting, lasting + sizes["other"]))
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(look)  # before the wrapper's hook takes the gradient
+    model = FullyShardedDataParallel(module, pattern="cma")
+    for block in module.blocks:
+        block.register_forward_pre_hook(look)  # after the wrapper's hook has gathered the block
+    optimizer = AdamW(model.parameters(), **OPTIONS)
+    for _ in range(2):
+        seen.clear()  # blocks are prefetched, and there is optimizer state, from the first step's end on
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+        loss_of(model(x), y).backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+        look()
+    lasting, everything = (max(column) for column in zip(*seen, strict=True))
+    return lasting, everything

@@ -1,0 +1,14 @@
+"""Stage 1's learning rate seems to grow with the number of ranks, but with AdamW: shards hold sums."""
+
+from comm.collectives import reduce_scatter
+from data_parallel.sharded_optimizer import Bucket
+
+TARGET = "data_parallel.train_zero1.ZeroOptimizer.launch"
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
+
+
+def mutant(self, bucket: Bucket) -> None:
+    full = self._gradients[bucket]
+    shard = full[bucket.flat.mine]
+    handle = reduce_scatter(shard, full, op="sum", group=self.group, async_op=True, pattern=self.pattern)
+    self._in_flight.append(handle)

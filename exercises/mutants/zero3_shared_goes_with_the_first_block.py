@@ -1,0 +1,34 @@
+"""A crash in the forward of a model with tied layers: the second block's weight went with the first."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from data_parallel.fully_sharded import FullyShardedDataParallel
+from data_parallel.unit import blocks_of
+
+TARGET = "data_parallel.fully_sharded.FullyShardedDataParallel"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers.test_a_layer_that_blocks_share_is_whole_in_each_of_them"
+)
+
+
+class Rest:
+    """A block without the parameters that one before it owns already."""
+
+    def __init__(self, block: nn.Module, taken: set[nn.Parameter]) -> None:
+        self._block = block
+        self._own = [parameter for parameter in block.parameters() if parameter not in taken]
+        taken.update(self._own)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self._own)
+
+    def __getattr__(self, name: str):
+        return getattr(self._block, name)
+
+
+class mutant(FullyShardedDataParallel):
+    def __init__(self, module: nn.Module, *args, **options) -> None:
+        taken: set[nn.Parameter] = set()
+        super().__init__(module, *args, **options, blocks=[Rest(block, taken) for block in blocks_of(module)])

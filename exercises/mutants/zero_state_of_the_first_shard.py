@@ -1,0 +1,21 @@
+"""The loss jumps after a resume, then recovers: all ranks have loaded the moments of a parameter's start."""
+
+import dataclasses
+
+import torch.distributed.checkpoint as dcp
+
+from lab.sharded_checkpoint import Found, Items, Range, _LoadPlanner, _Reader
+
+TARGET = "lab.sharded_checkpoint.read"
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_what_is_loaded_is_the_state_of_a_ranks_pieces"
+
+
+def mutant(found: Found, items: Items) -> None:
+    wrong = {
+        key: dataclasses.replace(item, start=0)
+        if key.startswith("optimizer/") and isinstance(item, Range)
+        else item
+        for key, item in items.items()
+    }
+    reader = _Reader(found.folder, found.metadata)
+    dcp.load(wrong, storage_reader=reader, planner=_LoadPlanner(False, False))

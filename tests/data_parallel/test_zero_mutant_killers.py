@@ -1,0 +1,203 @@
+"""Small tests for what goes wrong in ZeRO: each is short enough to be run against a wrong implementation."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comm import slow_link
+from comm.cost import Link
+from data_parallel import sharded_checkpoint
+from data_parallel.fully_sharded import FullyShardedDataParallel
+from data_parallel.gradient_shard import GradientShard
+from data_parallel.sharded_optimizer import ShardedOptimizer
+from lab import ranks
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.memory import live_bytes
+from lab.ranks import run_ranks
+from tests.data_parallel.equivalence import EitherWay, Odd, examples, mine, odd_loss
+from tests.data_parallel.sharded import Blocks, Sharded, compare_with_one_process, total, whole
+
+ranks.preload("data_parallel.sharded_checkpoint", "data_parallel.train_zero3")
+
+
+class Layer(nn.Module):
+    """A block that will not compute with memory that is gone: that may end the process."""
+
+    def __init__(self, shared: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(5, 5), shared or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look()
+        y = torch.tanh(self.own(x)) + self.shared(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.look("backward"))
+        return y * 1.0
+
+    def look(self, when: str = "forward") -> None:
+        for name, parameter in self.named_parameters():
+            assert parameter.untyped_storage().nbytes() > 0, f"{name} is not here in the {when}"
+
+
+class Layers(nn.Module):
+    """Odd sizes, and what stage 3 has in its root: a layer before the blocks, and one that they share."""
+
+    def __init__(self, seed: int, shares: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        shared = nn.Linear(5, 5) if shares else None
+        self.enter, self.blocks = nn.Linear(7, 5), nn.ModuleList(Layer(shared) for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def compare(*stages: str, make: Any = Layers, optimizer: str = "sgd", n: int = 2, **options: Any) -> None:
+    """Gradients and parameters, in float64, with one process; initial weights differ from rank to rank."""
+
+    def work(cluster: Cluster) -> None:
+        for stage in stages:
+            batch = examples(cluster.world_size)
+            compare_with_one_process(
+                cluster, stage, optimizer, make, odd_loss, batch, **({"microbatches": (1, 1)} | options)
+            )
+
+    run_ranks(work, n, timeout=20)
+
+
+def test_every_number_of_every_parameter_is_in_one_ranks_shard():
+    compare("zero1", "zero3", n=3)
+
+
+def test_a_gradient_is_the_mean_over_ranks_not_their_sum():
+    compare("zero1", "zero2", "zero3")
+
+
+def test_after_a_step_all_ranks_compute_with_the_new_parameters():
+    compare("zero1", "zero3", microbatches=(1, 1, 1))
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_shards():
+    compare("zero1", "zero3", clip=0.01)
+
+
+def test_the_gradients_of_all_microbatches_add_up_in_the_shards():
+    compare("zero2", "zero3", microbatches=(3, 2))
+
+
+def test_weight_decay_leaves_alone_what_no_rank_used():
+    compare("zero1", "zero3", make=Odd, optimizer="adamw")
+
+
+def test_a_block_is_whole_in_its_forward_and_its_backward():
+    compare("zero3")
+
+
+def test_a_layer_that_blocks_share_is_whole_in_each_of_them():
+    compare("zero3", make=lambda seed: Layers(seed, shares=True))
+
+
+def test_the_next_block_is_on_its_way_while_one_computes():
+    def work(cluster: Cluster) -> None:
+        model = FullyShardedDataParallel(Blocks())
+        here: list[tuple[str, int, set[int]]] = []
+
+        def look(when: str, k: int) -> None:
+            sizes = [unit.full.untyped_storage().nbytes() for block in model.blocks for unit in block.units]
+            here.append((when, k, {i for i, size in enumerate(sizes) if size > 0}))
+
+        for k, block in enumerate(model.module.blocks):
+            block.register_forward_hook(lambda *_, k=k: look("forward", k), prepend=True)
+            block.weight.register_hook(lambda _, k=k: look("backward", k))
+        for _ in range(2):  # in the first forward nobody knows the order
+            here.clear()
+            model(torch.ones(2, 8)).sum().backward()
+            model.finish_gradient_sync()
+        forward = [("forward", k, {k, min(k + 1, 2)}) for k in range(3)]
+        assert here == forward + [("backward", k, {k, max(k - 1, 0)}) for k in (2, 1, 0)], here
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_stage_2_keeps_its_shard_of_the_gradient_only():
+    def work(cluster: Cluster) -> None:
+        module = Blocks()
+        gradients = sum(parameter.nbytes for parameter in module.parameters())
+        ours = Sharded("zero2", module, "sgd")
+        x = torch.ones(2, 8)
+        before = live_bytes({})["other"]
+        for _ in range(2):
+            ours.optimizer.zero_grad()
+            ours.accumulate(total, (x, x), 1)
+            held = live_bytes({})["other"] - before
+            assert held == gradients // 2, f"{held} bytes, and a shard of the gradient has {gradients // 2}"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_at_most_three_buckets_of_gradients_are_alive():
+    def work(cluster: Cluster) -> None:
+        module = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(7))
+        ours = Sharded("zero2", module, "sgd", bucket_mb=1e-6)
+        buckets: list[GradientShard] = list(ours.optimizer._gradients.values())
+        alive: list[int] = []
+
+        def look(_: Tensor) -> None:
+            alive.append(sum(bucket._room is not None for bucket in buckets))
+
+        for layer in module:
+            layer.weight.register_post_accumulate_grad_hook(look)
+        with slow_link.slowed(Link(0.003, 0.0)):
+            nn.Sequential(*module)(torch.ones(2, 8)).sum().backward()
+            ours.optimizer.finish_gradient_sync()
+        assert max(alive) <= 3, f"{max(alive)} of {len(buckets)}"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_one_ranks_backward_may_take_another_order():
+    """Layers of one shape: a message of the one fits where one of the other is expected."""
+
+    def work(cluster: Cluster) -> None:
+        x = torch.arange(12.0).double().view(4, 3) / 12
+        for stage in ("zero1", "zero2"):
+            ours = Sharded(stage, EitherWay(0, backwards=cluster.rank == 1), "sgd", bucket_mb=1e-6)
+            ours.accumulate(lambda model, x, _: model(x).square().mean(), mine(cluster, (x, x)), 1)
+            reference = EitherWay(0, backwards=False)
+            reference(x).square().mean().backward()
+            expected = {name: p.grad for name, p in reference.named_parameters()}
+            assert_same(whole(ours.pieces, lambda piece: piece.tensor.grad), expected, what=stage)
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_what_is_loaded_is_the_state_of_a_ranks_pieces():
+    def train(ours: Sharded, cluster: Cluster) -> None:
+        ours.optimizer.zero_grad()
+        ours.accumulate(odd_loss, mine(cluster, examples(3)), 1)
+        ours.optimizer.step()
+
+    def work(cluster: Cluster, folder: str) -> None:
+        at_once = Sharded("zero1", Layers(0), "adamw")
+        train(at_once, cluster)
+        sharded_checkpoint.save(cluster, folder, at_once.pieces, at_once.optimizer, {})
+        train(at_once, cluster)
+        for stage in ("zero1", "zero3"):
+            resumed = Sharded(stage, Layers(5), "adamw")
+            sharded_checkpoint.load(cluster, folder, resumed.pieces, resumed.optimizer)
+            if isinstance(resumed.optimizer, ShardedOptimizer):
+                resumed.optimizer.gather_parameters()
+            train(resumed, cluster)
+            ends = [whole(run.pieces, lambda piece: piece.tensor) for run in (resumed, at_once)]
+            assert_same(*ends, what=f"parameter, {stage},")
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(work, 3, str(Path(folder) / "run"), timeout=20)  # 2 would cut where a parameter ends

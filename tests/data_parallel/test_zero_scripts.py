@@ -1,0 +1,260 @@
+"""The train scripts of ZeRO as users run them: summaries, memory, checkpoints, and what they refuse."""
+
+import functools
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from data_parallel import train_fsdp, train_zero1, train_zero2, train_zero3
+from data_parallel.run import Run
+from data_parallel.zero_run import BucketedZeroArgs
+from lab.check import assert_same, parameters
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from tests.data_parallel import test_run, test_scripts
+from tests.data_parallel.test_run import the_one_sentence
+from tests.data_parallel.test_scripts import STEPS, rows_of
+from tests.summary import FIELDS
+
+SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "zero1": (train_zero1, BucketedZeroArgs, {"bucket_mb": 0.02}),
+    "zero2": (train_zero2, BucketedZeroArgs, {"bucket_mb": 0.02}),
+    "zero3": (train_zero3, train_zero3.Args, {}),
+    "fsdp": (train_fsdp, train_fsdp.Args, {}),
+}
+OURS = ["zero1", "zero2", "zero3"]
+HELD = ["parameters", "gradients", "optimizer_state"]
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """What test_scripts and test_run offer, for these scripts too."""
+    with mock.patch.dict(test_scripts.SCRIPTS, SCRIPTS):
+        yield
+
+
+def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
+    """This rank's summary; its "weights" are those of a plain model, the same for every wrapper."""
+    if not gc.get_freeze_count():
+        gc.freeze()  # the memory report looks for garbage, and what torch has imported is a lot, and none
+    found, finish = {}, Run.finish
+
+    def keeping(self: Run, model: nn.Module, **extras: Any) -> dict[str, Any]:
+        found.update({n.removeprefix("module."): p for n, p in parameters(model).items()})
+        return finish(self, model, **extras)
+
+    with known(), mock.patch.object(Run, "finish", keeping):
+        return test_scripts.train(cluster, name, **changes) | {"weights": found}
+
+
+def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
+    with known():
+        return test_run.refusal(cluster, name, **changes)
+
+
+@functools.cache
+def everyones_summaries(world_size: int) -> dict[str, list[dict[str, Any]]]:
+    """Of every script, in rank order, and of naive data parallelism beside them."""
+    names = ["naive", *SCRIPTS]
+    by_rank = run_ranks(lambda cluster: {name: train(cluster, name) for name in names}, world_size)
+    return {name: [summaries[name] for summaries in by_rank] for name in names}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_summary_holds_what_was_measured(name, world_size):
+    for summary in everyones_summaries(world_size)[name]:
+        assert list(summary)[: len(FIELDS)] == FIELDS
+        assert (summary["run_mode"], summary["world_size"], summary["steps"]) == (name, world_size, STEPS)
+        assert summary["tokens_per_second"] > 0
+        assert 0 < summary["compute_seconds"] <= summary["step_seconds"]
+        assert 0 <= summary["hidden_share"] <= 1
+        assert summary["activations_bytes"] > 0
+        assert summary["peak_memory_bytes"] > sum(summary[f"{what}_bytes"] for what in HELD)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_rank_sends_exactly_what_the_formula_says(name, world_size):
+    for summary in everyones_summaries(world_size)[name]:
+        assert summary["bytes_sent"] == summary["bytes_formula"]
+        assert summary["messages_sent"] == summary["messages_formula"]
+        assert (summary["bytes_sent"] > 0) == (world_size > 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_a_rank_holds_is_the_formula_and_padding_to_the_byte(name, world_size):
+    summaries = everyones_summaries(world_size)[name]
+    for summary in summaries:
+        for what in HELD:
+            assert summary[f"{what}_bytes"] >= summary[f"formula_{what}_bytes"] > 0
+        held, formula = (sum(summary[f"{how}{what}_bytes"] for what in HELD) for how in ("", "formula_"))
+        assert held == formula + summary["padding_bytes"]
+    padding = sum(summary["padding_bytes"] for summary in summaries)
+    assert (padding > 0) == (world_size == 3)  # the tiny GPT's sizes are even
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_stage_divides_one_thing_more_among_the_ranks(world_size):
+    by_name = {name: summaries[0] for name, summaries in everyones_summaries(world_size).items()}
+    whole = by_name["zero1"]["formula_parameters_bytes"]
+    for stage, name in enumerate(OURS, start=1):
+        for what, first_stage, times in zip(HELD, (3, 2, 1), (1, 1, 2), strict=True):  # AdamW keeps two
+            share = times * whole / (world_size if stage >= first_stage else 1)
+            assert by_name[name][f"{what}_bytes"] == pytest.approx(share, rel=2e-3), (name, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_all_ranks_end_with_one_model_and_it_has_learned(name, world_size):
+    summaries = everyones_summaries(world_size)[name]
+    assert all(summary["replicas_equal"] is True for summary in summaries)
+    assert len({summary["replica_digest"] for summary in summaries}) == 1
+    alone = everyones_summaries(1)["naive"][0]
+    assert summaries[0]["last_loss"] < 0.97 * summaries[0]["first_loss"]
+    for loss, rel in (("first_loss", 1e-5), ("last_loss", 1e-4)):
+        assert summaries[0][loss] == pytest.approx(alone[loss], rel=rel)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_up_to_two_ranks_every_stage_ends_with_the_bits_of_plain_data_parallelism(world_size):
+    # a + b is b + a, both are halved exactly, and AdamW does not care how parameters are cut.
+    summaries = everyones_summaries(world_size)
+    for name in SCRIPTS:
+        assert_same(summaries[name][0]["weights"], summaries["naive"][0]["weights"], 0, f"{name}, parameter")
+
+
+def test_three_ranks_end_close_to_one_with_momentum_clipping_and_microbatches():
+    settings: dict[str, Any] = {"steps": 2, "optimizer": "momentum", "lr": 0.02, "clip": 0.5}
+
+    def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
+        return {name: train(cluster, name, grad_acc_steps=2, **settings) for name in SCRIPTS}
+
+    [alone] = run_ranks(lambda cluster: train(cluster, "zero1", **settings), 1)
+    for name, summary in run_ranks(work, 3)[0].items():
+        assert_same(summary["weights"], alone["weights"], 1e-5, f"{name}, parameter")
+        for what in ("bytes", "messages"):
+            assert summary[f"{what}_sent"] == summary[f"{what}_formula"], name
+
+
+def test_microbatches_cost_stage_1_nothing_and_the_others_their_messages():
+    def work(cluster: Cluster) -> dict[str, list[int]]:
+        return {
+            name: [train(cluster, name, steps=1, grad_acc_steps=n)["bytes_sent"] for n in (1, 3)]
+            for name in OURS
+        }
+
+    for by_name in run_ranks(work, 2):
+        # Reductions and gathers: 1 and 1 for stage 1 as before, 3 and 1 for stage 2, 3 and 6 for stage 3.
+        for name, times in (("zero1", 1), ("zero2", 4 / 2), ("zero3", 9 / 3)):
+            whole, in_parts = by_name[name]
+            assert in_parts == pytest.approx(times * whole, rel=0.02), name
+
+
+def test_half_precision_recomputing_and_blocks_that_are_kept_save_what_they_promise():
+    ways: list[dict[str, Any]] = [{}, {"recompute": True}, {"bf16": True}, {"reshard_after_forward": False}]
+
+    def work(cluster: Cluster) -> list[dict[str, Any]]:
+        return [train(cluster, "zero3", steps=3, **way) for way in ways]
+
+    for summaries in run_ranks(work, 2):
+        plain, recomputed, half, kept = summaries
+        assert recomputed["activations_bytes"] < 0.6 * plain["activations_bytes"]
+        assert half["activations_bytes"] < 0.7 * plain["activations_bytes"]
+        assert half["bytes_sent"] < 0.55 * plain["bytes_sent"]
+        assert kept["bytes_sent"] < 0.95 * plain["bytes_sent"]
+        assert recomputed["replica_digest"] == kept["replica_digest"] == plain["replica_digest"]
+        assert 0 < abs(half["last_loss"] / plain["last_loss"] - 1) < 0.02
+        for summary in summaries:
+            assert summary["bytes_sent"] == summary["bytes_formula"]
+            assert summary["replicas_equal"] is True
+            for what in HELD:
+                assert summary[f"{what}_bytes"] == summary[f"formula_{what}_bytes"], what
+
+
+def test_a_run_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path):
+    def work(cluster: Cluster) -> list[str]:
+        digests = []
+        for name in ("zero2", "zero3"):
+            folder = {"checkpoint": str(tmp_path / name)}
+            train(cluster, name, steps=STEPS // 2, **folder)
+            digests.append(train(cluster, name, resume=True, **folder)["replica_digest"])
+        return digests
+
+    for resumed in run_ranks(work, 2):
+        assert resumed == [everyones_summaries(2)[name][0]["replica_digest"] for name in ("zero2", "zero3")]
+
+
+def test_what_ctrl_c_stopped_in_stage_1_on_three_ranks_goes_on_in_stage_3_on_two(tmp_path):
+    settings: dict[str, Any] = {"optimizer": "momentum", "lr": 0.05, "clip": 1.0}
+
+    def stop(cluster: Cluster) -> str:
+        with known():
+            at = {"where": "step", "at": 3, "rank": 2, "checkpoint": str(tmp_path)}
+            return test_run.interrupted(cluster, "zero1", **at, **settings)
+
+    def go_on(cluster: Cluster) -> dict[str, Any]:
+        return train(cluster, "zero3", checkpoint=str(tmp_path), resume=True, **settings)
+
+    [said] = set(run_ranks(stop, 3))
+    assert said.startswith(f"stopped after step 3 of {STEPS};")
+    ended, _ = run_ranks(go_on, 2)
+    unbroken, *_ = run_ranks(lambda cluster: train(cluster, "zero1", **settings), 3)
+    assert (ended["steps"], ended["replicas_equal"]) == (3, True)
+    assert ended["first_loss"] < unbroken["first_loss"]
+    assert_same(ended["weights"], unbroken["weights"], 1e-4, "parameter")
+
+
+REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("zero1", {"metronome": "5ms"}, ["--metronome", "zero1", "leave it out"]),
+    ("zero2", {"clip": 0.0}, ["--clip 0", "above 0"]),
+    ("zero3", {"clip": -1.0}, ["--clip -1", "above 0"]),
+    ("fsdp", {"clip": float("nan")}, ["--clip nan", "above 0"]),
+    ("zero2", {"bucket_mb": 0.0}, ["--bucket-mb"]),
+    ("zero3", {"grad_acc_steps": 5}, ["--grad-acc-steps", "6 examples"]),
+    ("zero3", {"resume": True}, ["--checkpoint"]),
+    ("fsdp", {"checkpoint": "anywhere"}, ["--checkpoint", "zero1, zero2 and zero3"]),
+]
+
+
+def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
+    def work(cluster: Cluster) -> list[str]:
+        return [refusal(cluster, name, **changes) for name, changes, _ in REFUSED]
+
+    for (_, _, words), *texts in zip(REFUSED, *run_ranks(work, 2), strict=True):
+        sentence = the_one_sentence(texts)
+        assert all(word in sentence for word in words), sentence
+
+
+def test_a_checkpoint_that_does_not_fit_the_run_is_refused_by_all_ranks(tmp_path):
+    here = {"checkpoint": str(tmp_path), "steps": 2}
+    misfits: list[tuple[str, dict[str, Any], str]] = [
+        ("zero1", {"seed": 1}, "'seed': 1"),
+        ("zero3", {"seed": 1}, "'seed': 1"),
+        ("zero2", {"optimizer": "sgd", "steps": 4}, "another optimizer"),
+        ("zero3", {"size": "small", "steps": 4}, "another model"),
+        ("zero3", {}, "2 steps already"),
+        ("zero1", {"checkpoint": str(tmp_path / "nothing")}, "no checkpoint"),
+    ]
+
+    def work(cluster: Cluster) -> list[str]:
+        train(cluster, "zero1", **here)
+        return [refusal(cluster, name, **here | change | {"resume": True}) for name, change, _ in misfits]
+
+    for (_, _, words), *texts in zip(misfits, *run_ranks(work, 2), strict=True):
+        assert words in the_one_sentence(texts)
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_trace_shows_gathers_and_reductions_beside_the_computing(tmp_path: Path):
+    run_ranks(lambda cluster: train(cluster, "zero3", steps=3, link="1gbit", trace=str(tmp_path)), 2)
+    kinds = {row["cat"] for row in rows_of(tmp_path) if row["ph"] == "X"}
+    assert {"forward", "backward", "communication", "optimizer", "launch"} <= kinds
