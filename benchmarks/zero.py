@@ -70,10 +70,10 @@ def held_whole() -> Held:
     return Held(whole, whole, 2 * whole)
 
 
-def time_rows(ranks: int, names: list[str], runs: int) -> Rows:
+def time_rows(ranks: int, names: list[str], runs: int, warmup: int = 2) -> Rows:
     """Step times on each link, and what the steps sent."""
     row = functools.partial(side_by_side.row, world_size=ranks)
-    by_rank = run_ranks(alternate, ranks, [(link, names, runs) for link in LINKS], timeout=900)
+    by_rank = run_ranks(alternate, ranks, [(link, names, runs) for link in LINKS], warmup, timeout=900)
     rows: Rows = []
     for i, link in enumerate(LINKS):
         seconds = medians([times[i] for times, _ in by_rank])
@@ -114,7 +114,7 @@ def memory_rows(ranks: int) -> Rows:
 def measure(quick: bool) -> Rows:
     names = ["bucket_overlap", "zero1", "zero2", "zero3", "fsdp2"]
     if quick:
-        return time_rows(4, names, runs=2) + memory_rows(4)
+        return time_rows(4, names, runs=2, warmup=1) + memory_rows(4)
     rows: Rows = []
     for ranks in (2, 4):
         rows += time_rows(ranks, ["naive", *names], runs=5) + memory_rows(ranks)

@@ -1,7 +1,9 @@
 """What the ranks of benchmarks/zero.py do: training steps of ZeRO's stages, timed, counted and weighed."""
 
+import copy
 import ctypes
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -51,9 +53,15 @@ class Training:
         self.sent = (LEDGER.total() - before).bytes_sent
 
 
-def start(cluster: Cluster, name: str, by_comm: bool = False) -> Training:
+@functools.cache
+def model_as_made() -> GPT:
+    """To make it takes longer than to copy it."""
+    return GPT(CONFIG)
+
+
+def start(cluster: Cluster, name: str, by_comm: bool = False, module: GPT | None = None) -> Training:
     """Of "naive", "bucket_overlap", "zero1", "zero2", "zero3" or "fsdp2", which sends by comm if told to."""
-    module, batch = GPT(CONFIG), text(WINDOWS)
+    module, batch = module or copy.deepcopy(model_as_made()), text(WINDOWS)
     if name in ("zero1", "zero2"):
         sharded = ZeroOptimizer if name == "zero1" else ZeroGradientOptimizer
         optimizer = sharded(module.parameters(), AdamW, pattern="cma", bucket_mb=CAP_MB, **OPTIONS)
@@ -78,7 +86,7 @@ def plain_fsdp2(cluster: Cluster, module: GPT) -> nn.Module:
 
 
 def alternate(
-    cluster: Cluster, plan: list[Turns]
+    cluster: Cluster, plan: list[Turns], warmup: int = 2
 ) -> tuple[list[dict[str, list[float]]], list[dict[str, int]]]:
     """For one link of the plan after the other: seconds of each step, and bytes sent in the last one.
 
@@ -91,8 +99,7 @@ def alternate(
         keys = {name: (name, name == "fsdp2" and slow is not None) for name in names}
         new = {key: start(cluster, *key) for key in keys.values() if key not in trainings}
         # Buckets are remade after the first step; FSDP2's second form has nothing more to learn.
-        warmup = 1 if trainings else 2
-        side_by_side.alternate({str(key): new[key] for key in new}, runs=0, warmup=warmup)
+        side_by_side.alternate({str(key): new[key] for key in new}, runs=0, warmup=1 if trainings else warmup)
         trainings |= new
         variants = {name: trainings[key] for name, key in keys.items()}
         seconds.append(side_by_side.alternate(variants, runs, slow, warmup=0))
@@ -106,7 +113,7 @@ def peak(cluster: Cluster, name: str) -> tuple[int, int]:
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     meter.reset_peak_memory(cluster.device)
     before = meter.peak_memory(cluster.device)
-    training = start(cluster, name)
+    training = start(cluster, name, module=GPT(CONFIG))  # one that nobody else holds
     training()  # from here on there is optimizer state, and zero3 knows which block to prefetch
     meter.reset_peak_memory(cluster.device)
     training()

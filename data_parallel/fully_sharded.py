@@ -28,6 +28,8 @@ from data_parallel.unit import Block, Unit, blocks_of
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 
+MIB = 1 << 20
+
 
 class FullyShardedDataParallel(nn.Module):
     """Wraps a module; its `parameters()` are this rank's pieces, for any elementwise optimizer.
@@ -47,6 +49,7 @@ class FullyShardedDataParallel(nn.Module):
         pattern: str | None = None,
         reshard_after_forward: bool = True,
         blocks: list[nn.Module] | None = None,
+        unit_mb: float = 4.0,
     ) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
@@ -62,7 +65,7 @@ class FullyShardedDataParallel(nn.Module):
         users = [set(block.parameters()) for block in modules]
         shared = {p for p in self._names if sum(p in used for used in users) != 1}
         own = [[p for p in block.parameters() if p not in shared] for block in modules]
-        options = group, pattern, compute_dtype
+        options = int(unit_mb * MIB), group, pattern, compute_dtype
         self.root = Block("root", [p for p in self._names if p in shared], *options)
         self.blocks = [Block(f"block {i}", parameters, *options) for i, parameters in enumerate(own)]
         self._all = [self.root, *self.blocks]
@@ -79,7 +82,7 @@ class FullyShardedDataParallel(nn.Module):
         self._ran: list[Block] = []  # and will be run backward
         self._seen: list[Block] = []  # in this forward
         self._order: list[Block] = []  # in the one before, which tells what comes next
-        self._on_the_way = OnTheWay()
+        self._on_the_way = OnTheWay(2 * max(block.num_bytes for block in self._all))
         self._begun: set[int] = set()  # positions in `_ran` whose backward has
         self._used: set[nn.Parameter] = set()
         self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
@@ -175,7 +178,7 @@ class FullyShardedDataParallel(nn.Module):
         gradients.put(position, parameter.grad)
         parameter.grad = None
         self._used.add(parameter)
-        if block is not self.root and block.is_complete:
+        if block is not self.root and block.send_complete(self._on_the_way):
             self._finish(block)
 
     def _begin_gradients(self) -> None:
@@ -190,9 +193,7 @@ class FullyShardedDataParallel(nn.Module):
         if not block.is_reduced:
             block.is_reduced = True
             block.free()
-            for unit, gradients in block.trained:
-                gradients.fill_up(unit.full.device)
-                self._on_the_way.start(gradients)
+            block.send_rest(self._on_the_way)
 
     def _finish_backward(self) -> None:
         if self._is_synced:

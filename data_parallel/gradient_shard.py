@@ -14,8 +14,6 @@ from comm.collectives import Group, Work, reduce_scatter
 from data_parallel.flat import Flat
 from lab.timeline import span
 
-MOST_ON_THE_WAY = 2  # rooms that are being reduced while another one is filled
-
 
 class GradientShard:
     """Gradients of the parameters of `flat`. They add up in `shard`, of `dtype`, until `clear`.
@@ -40,6 +38,11 @@ class GradientShard:
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
         self._arriving: tuple[Tensor, Work] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the room, while there is one."""
+        return self.flat.numel * self._wire_dtype.itemsize
 
     @property
     def is_complete(self) -> bool:
@@ -94,14 +97,15 @@ class GradientShard:
 
 
 class OnTheWay:
-    """Reductions under way, few enough that the rooms never add up to the whole gradient."""
+    """Reductions under way, few enough that the rooms never add up to the whole gradient: `most_bytes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self._started: deque[GradientShard] = deque()
 
     def start(self, gradients: GradientShard) -> None:
         """Reduce; first wait for the oldest where there are too many."""
-        while len(self._started) >= MOST_ON_THE_WAY:
+        while self._started and sum(g.num_bytes for g in (gradients, *self._started)) > self._most_bytes:
             self._started.popleft().wait()
         gradients.reduce()
         self._started.append(gradients)

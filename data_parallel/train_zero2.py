@@ -43,7 +43,8 @@ class ZeroGradientOptimizer(ShardedOptimizer):
             bucket: GradientShard(bucket.name, bucket.flat, bucket.full.dtype, self.group, self.pattern)
             for bucket in self.buckets
         }
-        self._on_the_way = OnTheWay()
+        largest = max(gradients.num_bytes for gradients in self._gradients.values())
+        self._on_the_way = OnTheWay(2 * largest)
 
     def keep(self, bucket: Bucket, position: int) -> None:
         parameter = bucket.flat.parameters[position]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, Work, all_gather, broadcast, default_pattern
-from data_parallel.flat import Flat, Piece
-from data_parallel.gradient_shard import GradientShard
+from data_parallel.flat import Flat, Piece, fill
+from data_parallel.gradient_shard import GradientShard, OnTheWay
 from lab.ledger import Traffic
 
 
@@ -105,14 +105,22 @@ class Unit:
 
 
 class Block:
-    """A module's parameters, which come and go together, and how far it is in this microbatch."""
+    """A module's parameters, which come and go together, and how far it is in this microbatch.
 
-    def __init__(self, name: str, parameters: list[nn.Parameter], *options: Any) -> None:
+    Gradients are sent in units of `unit_bytes`, so that the first ones leave while others are computed.
+    """
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], unit_bytes: int, *options: Any) -> None:
         kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in parameters:
+        for parameter in reversed(parameters):  # as the backward comes to them
             kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append(parameter)
-        self.units = [Unit(name, kind, *options) for kind in kinds.values()]
+        self.units = [
+            Unit(name, [kind[at] for at in positions], *options)
+            for kind in kinds.values()
+            for positions in fill(kind, unit_bytes, unit_bytes)
+        ]
         self.trained = [(unit, unit.gradients) for unit in self.units if unit.gradients is not None]
+        self._sent = 0
         self.runs = 0  # forwards
         self.turns = 0  # of these, whose backward has begun
         self.is_reduced = False
@@ -123,9 +131,23 @@ class Block:
         return self.turns > 0
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all its gradients are here."""
-        return all(gradients.is_complete for _, gradients in self.trained)
+    def num_bytes(self) -> int:
+        """Of its gradients, when they are on their way."""
+        return sum(gradients.num_bytes for _, gradients in self.trained)
+
+    def send_complete(self, on_the_way: OnTheWay) -> bool:
+        """Reduce the gradients of units that have all, in their order; True when that was the last unit."""
+        while self._sent < len(self.trained) and self.trained[self._sent][1].is_complete:
+            on_the_way.start(self.trained[self._sent][1])
+            self._sent += 1
+        return self._sent == len(self.trained)
+
+    def send_rest(self, on_the_way: OnTheWay) -> None:
+        """Reduce what has not been sent yet, zeros for gradients that are not here."""
+        for unit, gradients in self.trained[self._sent :]:
+            gradients.fill_up(unit.full.device)
+            on_the_way.start(gradients)
+        self._sent = 0
 
     def start_gather(self) -> None:
         for unit in self.units:
