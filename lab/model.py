@@ -81,17 +81,18 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.width, config.width)
 
     def forward(self, x_btd: Tensor) -> Tensor:
+        return self.o_proj(self.attend(self.q_proj(x_btd), self.k_proj(x_btd), self.v_proj(x_btd)))
+
+    def attend(self, *projected: Tensor) -> Tensor:
+        """From queries, keys and values, (b, t, heads * e) each, to (b, t, query heads * e)."""
         # Heads are counted in what the projections return, so this is right where a rank holds only some.
-        q_bhte, k_bhte, v_bhte = (
-            proj(x_btd).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q_bhte, k_bhte, v_bhte = (y.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for y in projected)
         dropout = self.dropout if self.training else 0.0
         grouped = q_bhte.shape[1] != k_bhte.shape[1]
         y_bhte = F.scaled_dot_product_attention(
             q_bhte, k_bhte, v_bhte, dropout_p=dropout, is_causal=True, enable_gqa=grouped
         )
-        return self.o_proj(y_bhte.transpose(1, 2).flatten(2))
+        return y_bhte.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):

@@ -1,0 +1,207 @@
+"""Layers cut among ranks: by columns, by rows, by words.
+
+      x ──► column parallel ──► each rank some of the outputs ──► row parallel ──► sum over ranks ──► y
+            W = [W0 | W1]       act(x W0)   act(x W1)             W = [W0]
+                                                                      [W1]
+
+A column layer needs the whole input and makes a part of the output; a row layer needs a part of the input
+and makes one term of the output. One behind the other they need a single all-reduce forward and one
+backward: what comes between them (a GELU, the heads of attention) works on each part alone.
+
+With `sequence_parallel`, what lies outside of such a pair is cut by tokens: the column layer gathers its
+input's tokens, and the row layer scatters the sums (functions.py): as many bytes, fewer activations.
+
+A column layer's backward has two products. The input's gradient comes first, and is reduced while the
+weight's is computed. After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3,
+and Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198, section 4.2.
+
+Shapes by suffix: b batch, t time, i inputs, o outputs; `_or` an n-th of the outputs, a rank's.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from comm.collectives import Group, all_reduce, fastest_pattern
+from lab.errors import WorkbookError
+from lab.model import seeded
+from tensor_parallel.functions import (
+    Gathering,
+    Scattering,
+    gather,
+    own_part,
+    scatter_sums,
+    split,
+    sum_over_ranks,
+)
+
+TIME = 1  # the dim that sequence parallel cuts: x is (batch, time, width)
+
+
+class ColumnParallelLinear(nn.Module):
+    """(..., i) to (..., o/n): this rank's outputs, or with `gather_output` all. The input is whole.
+
+    With `sequence_parallel` the input is this rank's tokens along dim 1. Weights are drawn as nn.Linear's
+    are, from `seed`, the same whole ones on any number of ranks. WorkbookError if n does not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        refuse_unless_divided("outputs", out_features, group)
+        self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
+        whole = _linear(in_features, out_features, bias, seed)
+        self.weight = nn.Parameter(own_part(whole.weight.detach(), 0, group).clone())
+        self.bias = nn.Parameter(own_part(whole.bias.detach(), 0, group).clone()) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        [y] = column_parallel(x, [self], self.group, self.sequence_parallel)
+        return gather(y, -1, self.group) if self.gather_output else y
+
+
+def column_parallel(
+    x: Tensor, layers: list[ColumnParallelLinear], group: Group, sequence_parallel: bool
+) -> tuple[Tensor, ...]:
+    """Several column layers of one input: its gradients are added up here, and reduced once."""
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers]
+    return _ColumnParallel.apply(x, group, sequence_parallel, len(layers), *weights, *biases)
+
+
+class _ColumnParallel(Function):
+    """Identity forward, all-reduce backward (f), or gather and reduce-scatter of tokens; and the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, by_tokens: bool, count: int, *parameters: Any) -> Any:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.group, ctx.by_tokens, ctx.count = group, by_tokens, count
+        ctx.has_bias = [bias is not None for bias in biases]
+        # Of the tokens only this rank's are kept; the others are gathered again in the backward.
+        ctx.save_for_backward(x, *weights)
+        whole = Gathering(x, TIME, group).wait() if by_tokens else x
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        gathering = Gathering(x, TIME, ctx.group) if ctx.by_tokens else None
+        grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+        whole = gathering.wait() if gathering is not None else x
+        if not ctx.needs_input_grad[0]:
+            reducing = None
+        elif ctx.by_tokens:
+            reducing = Scattering(grad_x, TIME, ctx.group)
+        else:
+            grad_x = grad_x.contiguous()
+            pattern = fastest_pattern("all_reduce", ctx.group)
+            reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
+        # What follows hides the reduction.
+        inputs = whole.flatten(0, -2)
+        outputs = [grad.flatten(0, -2) for grad in grads]
+        grad_weights = [grad.t() @ inputs for grad in outputs]
+        grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
+        if reducing is not None:
+            grad_x = reducing.wait() if ctx.by_tokens else (reducing.wait(), grad_x)[1]
+        return grad_x, None, None, None, *grad_weights, *grad_biases
+
+
+class RowParallelLinear(nn.Module):
+    """(..., i/n) to (..., o): the input is this rank's part, the output whole; the bias counts once.
+
+    With `sequence_parallel` the output is this rank's tokens along dim 1, and the bias's gradient is of these
+    alone (parallelize.py adds it up). With `split_input` the input is whole, and cut here.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        split_input: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        refuse_unless_divided("inputs", in_features, group)
+        self.group, self.sequence_parallel, self.split_input = group, sequence_parallel, split_input
+        whole = _linear(in_features, out_features, bias, seed)
+        self.weight = nn.Parameter(own_part(whole.weight.detach(), 1, group).clone())
+        self.bias = nn.Parameter(whole.bias.detach().clone()) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split_input:
+            x = split(x, -1, self.group)
+        term = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = scatter_sums(term, TIME, self.group)
+        else:
+            y = sum_over_ranks(term, self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Tokens to (..., width): this rank knows an n-th of the words, and the others' are zero here.
+
+    The vocabulary is padded to a multiple of n; the padding is never looked up.
+    """
+
+    def __init__(
+        self,
+        num_words: int,
+        width: int,
+        group: Group = None,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel, self.num_words = group, sequence_parallel, num_words
+        with seeded(seed):
+            whole = torch.randn(num_words, width)
+        self.weight = nn.Parameter(own_part(pad_vocabulary(whole, group), 0, group).clone())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mine, is_mine = local_words(tokens, len(self.weight), self.group)
+        term = F.embedding(mine, self.weight) * is_mine.unsqueeze(-1)
+        return (
+            scatter_sums(term, TIME, self.group)
+            if self.sequence_parallel
+            else sum_over_ranks(term, self.group)
+        )
+
+
+def local_words(words: Tensor, words_per_rank: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Each word's row on this rank, 0 for other ranks' words, and which are this rank's."""
+    mine = words - dist.get_rank(group) * words_per_rank
+    is_mine = (mine >= 0) & (mine < words_per_rank)
+    return mine.where(is_mine, 0), is_mine
+
+
+def pad_vocabulary(whole: Tensor, group: Group) -> Tensor:
+    """With rows of zeros at the end, so that the ranks divide them."""
+    ranks = dist.get_world_size(group)
+    return F.pad(whole, (0, 0, 0, -len(whole) % ranks))
+
+
+def refuse_unless_divided(what: str, size: int, group: Group) -> None:
+    """Raise WorkbookError unless the ranks can have equal parts."""
+    ranks = dist.get_world_size(group)
+    if size % ranks:
+        raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally.")
+
+
+def _linear(in_features: int, out_features: int, bias: bool, seed: int) -> nn.Linear:
+    with seeded(seed):
+        return nn.Linear(in_features, out_features, bias)

@@ -1,0 +1,221 @@
+"""A plain GPT or MLP becomes tensor parallel: the same model, its layers replaced by those cut among ranks.
+
+      plain                      tensor parallel                        with sequence_parallel
+      token_embedding            by words, sums over ranks              sums scattered by tokens
+      norms, dropout, residual   the same on every rank                 on an n-th of the tokens
+      q_proj k_proj v_proj       by columns: an n-th of the heads       gathers the tokens first
+      o_proj                     by rows, sums over ranks               sums scattered by tokens
+      up_proj, down_proj         by columns, by rows                    the same
+      head                       by words: an n-th of the logits        gathers the tokens first
+
+What every rank has whole and uses on the same tokens has the same gradient everywhere. With sequence_parallel
+each rank has seen only its own tokens: `finish_gradient_sync()` adds these gradients up (norms, biases behind
+the sums, positions).
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
+from lab.errors import WorkbookError
+from lab.model import GPT, MLP, Attention
+from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tensor_parallel.functions import Gathering, own_part
+from tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel,
+    pad_vocabulary,
+    refuse_unless_divided,
+)
+from tensor_parallel.randomness import RankDropout, RankRandomness
+
+
+class TensorParallel(nn.Module):
+    """A model whose layers are cut among the ranks of `group`; made by `parallelize`.
+
+    A GPT returns this rank's part of the logits, (b, t, v/n): take the loss of these by `loss`. An MLP
+    returns its whole output. `finish_gradient_sync()` after the backward makes every gradient complete.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.module, self.group, self.sequence_parallel = module, group, sequence_parallel
+        self.randomness = RankRandomness(group)
+        self._cut: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its whole size there
+        self.dims: dict[str, tuple[int, int]] = {}  # `_cut` by name
+        self._by_tokens: list[nn.Parameter] = []  # whole, but with the gradient of this rank's tokens only
+
+    def part(self, whole: Tensor, dim: int, padded: Tensor | None = None) -> nn.Parameter:
+        """This rank's part of a parameter."""
+        source = whole.detach() if padded is None else padded
+        parameter = nn.Parameter(own_part(source, dim, self.group).clone(), whole.requires_grad)
+        self._cut[parameter] = dim, whole.shape[dim]
+        return parameter
+
+    def column(
+        self, plain: nn.Linear, gather_output: bool = False, words: bool = False
+    ) -> ColumnParallelLinear:
+        """The layer cut by its outputs, which are padded if they are words."""
+        weight = plain.weight.detach()
+        if words:
+            weight = pad_vocabulary(weight, self.group)
+        refuse_unless_divided("outputs", len(weight), self.group)
+        layer = ColumnParallelLinear(
+            1, dist.get_world_size(self.group), False, self.group, self.sequence_parallel, gather_output
+        )
+        layer.weight = self.part(plain.weight, 0, weight)
+        layer.bias = None if plain.bias is None else self.part(plain.bias, 0)
+        return layer
+
+    def row(self, plain: nn.Linear) -> RowParallelLinear:
+        """The layer cut by its inputs."""
+        refuse_unless_divided("inputs", plain.in_features, self.group)
+        ranks = dist.get_world_size(self.group)
+        layer = RowParallelLinear(ranks, 1, False, self.group, self.sequence_parallel)
+        layer.weight = self.part(plain.weight, 1)
+        layer.bias = plain.bias
+        return layer
+
+    def sort_parameters(self) -> None:
+        """Take note of who has what, once all layers are cut."""
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter in self._cut:
+                self.dims[name] = self._cut[parameter]
+            elif self.sequence_parallel and not any(parameter is known for known in self._by_tokens):
+                self._by_tokens.append(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = x.shape[1] if isinstance(self.module, GPT) else 0
+        if self.sequence_parallel:
+            # Behind a causal mask, tokens at the end change nothing before them.
+            x = F.pad(x, (0, -time % dist.get_world_size(self.group)))
+        y = self.module(x)
+        return y[:, :time] if self.sequence_parallel else y
+
+    def loss(self, logits_btw: Tensor, targets_bt: Tensor) -> Tensor:
+        """Cross entropy in nats, the mean over all tokens; the same on every rank."""
+        return vocab_parallel_cross_entropy(logits_btw, targets_bt, self.module.config.vocab_size, self.group)
+
+    def finish_gradient_sync(self) -> None:
+        """Add up what each rank has of its own tokens only."""
+        gradients = [p.grad for p in self._by_tokens if p.grad is not None]
+        if gradients:
+            total = torch.cat([gradient.flatten() for gradient in gradients])
+            all_reduce(total, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
+            for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's clip_grad_norm_ on the whole model: cut parameters add up, others count once."""
+        mine, common = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                square = parameter.grad.double().square().sum().cpu()
+                (mine if name in self.dims else common).add_(square)
+        all_reduce(mine, group=self.group)
+        norm = (mine + common).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad))
+        return norm
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """What a plain model of the same class loads; whole on every rank, so every rank must call it."""
+        state = {}
+        for name, tensor in self.module.state_dict().items():
+            state[name] = tensor.clone()
+            if name in self.dims:
+                dim, size = self.dims[name]
+                state[name] = Gathering(tensor, dim, self.group).wait().narrow(dim, 0, size).clone()
+        return state
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take this rank's parts from a plain model's state."""
+        self.module.load_state_dict({name: self._part(name, tensor) for name, tensor in state.items()})
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        if name not in self.dims:
+            return whole
+        dim, _ = self.dims[name]
+        is_padded = name in ("token_embedding.weight", "head.weight")
+        return own_part(pad_vocabulary(whole, self.group) if is_padded else whole, dim, self.group)
+
+
+def parallelize(model: nn.Module, group: Group = None, sequence_parallel: bool = False) -> TensorParallel:
+    """Cut a plain GPT or MLP of `lab` among the ranks, in place; weights and random seed become rank 0's.
+
+    WorkbookError where heads or widths do not divide; a vocabulary is padded.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        broadcast(tensor.data, root=0, group=group)
+    parallel = TensorParallel(model, group, sequence_parallel)
+    if isinstance(model, GPT):
+        _cut_gpt(model, parallel)
+    elif isinstance(model, MLP) and not sequence_parallel:
+        for i, layer in enumerate(model.layers):
+            is_last = i == len(model.layers) - 1
+            model.layers[i] = parallel.row(layer) if i % 2 else parallel.column(layer, gather_output=is_last)
+    else:
+        what = "An MLP has no tokens to cut" if isinstance(model, MLP) else f"not a {type(model).__name__}"
+        raise WorkbookError(f"parallelize takes a GPT, or an MLP without sequence parallelism: {what}.")
+    parallel.sort_parameters()
+    return parallel
+
+
+def _cut_gpt(model: GPT, parallel: TensorParallel) -> None:
+    config, ranks, by_tokens = model.config, dist.get_world_size(parallel.group), parallel.sequence_parallel
+    for what, size in (("query heads", config.num_heads), ("key and value heads", config.kv_heads)):
+        if size % ranks:
+            raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally.")
+    words, is_tied = model.token_embedding.weight, model.head.weight is model.token_embedding.weight
+    embedding = VocabParallelEmbedding(ranks, 1, parallel.group, by_tokens)
+    embedding.weight = parallel.part(words, 0, pad_vocabulary(words.detach(), parallel.group))
+    head = parallel.column(model.head, words=True)
+    if is_tied:
+        head.weight = embedding.weight
+    model.token_embedding, model.head = embedding, head
+    if by_tokens:
+        model.position_embedding = OwnPositions(model.position_embedding, parallel.group)
+        model.dropout = RankDropout(model.dropout.p, parallel.randomness)
+    for block in model.blocks:
+        block.attention = ParallelAttention(block.attention, parallel)
+        block.mlp.up_proj = parallel.column(block.mlp.up_proj)
+        block.mlp.down_proj = parallel.row(block.mlp.down_proj)
+        if by_tokens:
+            block.dropout = RankDropout(block.dropout.p, parallel.randomness)
+
+
+class ParallelAttention(Attention):
+    """An n-th of the heads; the three projections share their input, so its gradients are reduced once."""
+
+    def __init__(self, plain: Attention, parallel: TensorParallel) -> None:
+        nn.Module.__init__(self)
+        self.head_width, self.dropout = plain.head_width, plain.dropout
+        self.q_proj, self.k_proj, self.v_proj = map(
+            parallel.column, (plain.q_proj, plain.k_proj, plain.v_proj)
+        )
+        self.o_proj = parallel.row(plain.o_proj)
+        self._randomness = parallel.randomness
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        projected = column_parallel(x_btd, projections, self.q_proj.group, self.q_proj.sequence_parallel)
+        with self._randomness.used(x_btd.device, self.dropout if self.training else 0.0):
+            y_btd = self.attend(*projected)
+        return self.o_proj(y_btd)
+
+
+class OwnPositions(nn.Embedding):
+    """Of the positions asked for, this rank's part."""
+
+    def __init__(self, plain: nn.Embedding, group: Group) -> None:
+        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
+        self._group = group
+
+    def forward(self, positions_t: Tensor) -> Tensor:
+        return super().forward(own_part(positions_t, 0, self._group))
