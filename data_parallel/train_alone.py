@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
+from comm import refuse
 from comm.collectives import all_gather, all_reduce
 from comm.rendezvous import joined
-from data_parallel import refuse
 from data_parallel.sampler import DistributedSampler
 from lab.check import replicas_equal
 from lab.cluster import Cluster

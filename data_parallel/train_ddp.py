@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from comm import cost
 from comm.collectives import CommError, Group, all_reduce
 from comm.rendezvous import joined
-from data_parallel.run import AccumulationArgs, Run
+from comm.run import AccumulationArgs
+from data_parallel.run import Run
 from lab import timeline
 from lab.cluster import Cluster
 from lab.gantt import MAIN_LANE

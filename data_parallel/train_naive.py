@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast
 from comm.rendezvous import joined
-from data_parallel.run import Args, Run
+from comm.run import Args
+from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.ledger import Traffic
 from lab.model import loss_of

@@ -22,7 +22,8 @@ import torch
 import tyro
 
 from comm.rendezvous import joined
-from data_parallel.run import AccumulationArgs, Run
+from comm.run import AccumulationArgs
+from data_parallel.run import Run
 from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
 from lab.cluster import Cluster
 from lab.model import loss_of

@@ -1,4 +1,4 @@
-"""What the ZeRO scripts share beyond data_parallel.run: arguments, checkpoints in shards, the memory report.
+"""What the ZeRO scripts share beyond comm.run: arguments, checkpoints in shards, the memory report.
 
 run = ZeroRun(cluster, args, "zero1")
 optimizer = ZeroOptimizer(model.parameters(), run.optimizer_class, pattern=run.pattern, lr=args.lr)
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from comm.collectives import broadcast
+from comm.run import AccumulationArgs, Run
 from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
-from data_parallel.run import AccumulationArgs, Run
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_memory import MemoryReport, flat_share, replicated, states_of
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
-from lab.gantt import Event
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -84,11 +83,6 @@ class ZeroRun(Run):
         shares += [replicated(p) for p in model.parameters() if stage < 3 and p not in inside]
         return MemoryReport(
             self._cluster, stage, model, optimizer, shares, states_of(self.optimizer_class, **self.options)
-        )
-
-    def _predicted_seconds(self, by_step: list[list[Event]]) -> None:
-        return (
-            None  # data_parallel.predict knows gradients that are reduced, not parameters that are gathered
         )
 
     def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

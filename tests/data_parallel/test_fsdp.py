@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from comm.cost import Link
+from comm.run import Run
 from data_parallel import train_fsdp
-from data_parallel.run import Run
 from data_parallel.train_fsdp import Args, full_state_dict, shard, shares_of, traffic_per_step
 from data_parallel.zero_memory import MemoryReport
 from lab import ranks
@@ -199,7 +199,7 @@ def train(cluster: Cluster, **options: Any) -> dict[str, Any]:
 
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("data_parallel.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+        mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
     ):
         train_fsdp.main(cluster, Args(**{"size": "tiny", "batch_size": 12, "steps": 4, "lr": 3e-3} | options))
     return summaries[0]

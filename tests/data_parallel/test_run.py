@@ -1,4 +1,4 @@
-"""Arguments that make no sense, checkpoints, Ctrl-C: what data_parallel.run does for all train scripts."""
+"""Arguments that make no sense, checkpoints, Ctrl-C: what comm.run does for all train scripts."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from data_parallel.run import Args, Run
+from comm.run import Args, Run
 from lab import checkpoint, timeline
 from lab.cluster import Cluster
 from lab.errors import Stopped, WorkbookError
@@ -115,7 +115,7 @@ def test_the_slices_of_all_ranks_are_the_batch_of_one(model):
 
 def test_a_long_run_records_its_first_steps_only_and_counts_them_all():
     def work(cluster: Cluster) -> tuple[dict[str, Any], int]:
-        with mock.patch("data_parallel.run.WATCHED", 4):
+        with mock.patch("comm.run.WATCHED", 4):
             summary = train(cluster, "bucket", steps=9)
         return summary, [event.name for event in timeline.recorded()].count("forward")
 

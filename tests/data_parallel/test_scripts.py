@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from comm.cost import Link
+from comm.run import AccumulationArgs, Run
 from data_parallel import (
     train_bucket_overlap,
     train_ddp,
@@ -16,7 +17,6 @@ from data_parallel import (
     train_naive_grad_accumulation,
     train_overlap,
 )
-from data_parallel.run import AccumulationArgs, Run
 from lab import ranks
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -54,7 +54,7 @@ def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("data_parallel.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+        mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
     ):
         script.main(cluster, settings)
     return summaries[0]

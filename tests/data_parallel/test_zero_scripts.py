@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 from torch import nn
 
+from comm.run import Run
 from data_parallel import train_fsdp, train_zero1, train_zero2, train_zero3
-from data_parallel.run import Run
 from data_parallel.zero_run import BucketedZeroArgs
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster

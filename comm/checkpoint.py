@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from comm.collectives import broadcast
-from data_parallel.refuse import tell
+from comm.refuse import tell
 from lab import checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError

@@ -63,8 +63,8 @@ def unwritable(cluster: Cluster, option: str, name: str) -> None:
 
 def tell(cluster: Cluster, what: str, failure: str) -> None:
     """Rank 0 tells all how `what` went; all raise WorkbookError if it went wrong."""
-    call = cluster.store.add(f"data_parallel.refuse/{what}/{cluster.rank}", 1)
-    key = f"data_parallel.refuse/{what}/outcome/{call}"
+    call = cluster.store.add(f"comm.refuse/{what}/{cluster.rank}", 1)
+    key = f"comm.refuse/{what}/outcome/{call}"
     if cluster.is_main:
         cluster.store.set(key, failure)
     failure = cluster.store.get(key).decode()
