@@ -22,6 +22,8 @@ zero1                                  data_parallel/train_zero1.py             
 zero2                                  data_parallel/train_zero2.py                    ZeRO 2: and the gradients of its shard
 zero3                                  data_parallel/train_zero3.py                    ZeRO 3: and its shard of the parameters, gathered by the block
 fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard in the same loop
+tensor_parallel                        tensor_parallel/train.py                        every layer cut among the ranks, which share each batch
+sequence_parallel                      tensor_parallel/train_sequence_parallel.py      and what is whole on every rank cut by tokens
 TABLE
 }
 

@@ -95,12 +95,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        args: TrainArgs,
-        run_mode: str,
-        model: str = "gpt",
-        whole_batch: bool = False,
+        self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
     ) -> None:
         self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
         self._sharing = 1 if whole_batch else cluster.world_size  # ranks that share a batch

@@ -13,13 +13,17 @@ each rank has seen only its own tokens: `finish_gradient_sync()` adds these grad
 the sums, positions).
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
 from lab.errors import WorkbookError
+from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.functions import Gathering, own_part
@@ -91,6 +95,9 @@ class TensorParallel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time = x.shape[1] if isinstance(self.module, GPT) else 0
         if self.sequence_parallel:
+            longest = self.module.position_embedding.num_embeddings
+            if time > longest:
+                raise ValueError(f"{time} tokens in a row exceed block_size {longest}")
             # Behind a causal mask, tokens at the end change nothing before them.
             x = F.pad(x, (0, -time % dist.get_world_size(self.group)))
         y = self.module(x)
@@ -116,13 +123,36 @@ class TensorParallel(nn.Module):
             if parameter.grad is not None:
                 square = parameter.grad.double().square().sum().cpu()
                 (mine if name in self.dims else common).add_(square)
-        all_reduce(mine, group=self.group)
+        all_reduce(mine, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
         norm = (mine + common).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad))
         return norm
+
+    def traffic_per_step(self, batch: int, time: int, is_clipped: bool = False) -> Traffic:
+        """What the formula says a GPT's step sends: forward, backward, loss, and what is added up then."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        config, itemsize = self.module.config, next(self.module.parameters()).itemsize
+        tokens = batch * time
+        padded = batch * (time + -time % ranks if self.sequence_parallel else time)
+        one = padded * config.width
+        # Of a block: two column layers gather forward and backward and scatter backward, two row layers
+        # scatter forward and gather backward. The embedding is as a row layer, the head as a column layer.
+        ops = [("all_reduce", one)] * (4 * config.num_layers + 2)
+        if self.sequence_parallel:
+            ops = [("all_gather", one)] * (6 * config.num_layers + 3)
+            ops += [("reduce_scatter", one)] * (4 * config.num_layers + 2)
+            ops += [("all_reduce", sum(parameter.numel() for parameter in self._by_tokens))]
+        ops += [("all_reduce", tokens), ("all_reduce", 3 * tokens)]  # the cross entropy
+        total = Traffic()
+        for op, numel in ops:
+            total += cost.per_rank(op, fastest_pattern(op, self.group), numel, itemsize, ranks, rank)
+        if is_clipped:
+            pattern = fastest_pattern("all_reduce", self.group)
+            total += cost.per_rank("all_reduce", pattern, 1, 8, ranks, rank)
+        return total
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """What a plain model of the same class loads; whole on every rank, so every rank must call it."""
@@ -136,9 +166,9 @@ class TensorParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take this rank's parts from a plain model's state."""
-        self.module.load_state_dict({name: self._part(name, tensor) for name, tensor in state.items()})
+        self.module.load_state_dict({name: self.part_of(name, tensor) for name, tensor in state.items()})
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
         if name not in self.dims:
             return whole
         dim, _ = self.dims[name]
@@ -180,6 +210,8 @@ def _cut_gpt(model: GPT, parallel: TensorParallel) -> None:
         head.weight = embedding.weight
     model.token_embedding, model.head = embedding, head
     if by_tokens:
+        # A text as long as the block may have to be padded.
+        model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)
         model.position_embedding = OwnPositions(model.position_embedding, parallel.group)
         model.dropout = RankDropout(model.dropout.p, parallel.randomness)
     for block in model.blocks:
@@ -211,11 +243,12 @@ class ParallelAttention(Attention):
 
 
 class OwnPositions(nn.Embedding):
-    """Of the positions asked for, this rank's part."""
+    """Of the positions asked for, this rank's part; what pads a text has the last position."""
 
     def __init__(self, plain: nn.Embedding, group: Group) -> None:
-        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
+        weight = plain.weight
+        super().__init__(*weight.shape, _weight=weight.detach(), _freeze=not weight.requires_grad)
         self._group = group
 
     def forward(self, positions_t: Tensor) -> Tensor:
-        return super().forward(own_part(positions_t, 0, self._group))
+        return super().forward(own_part(positions_t, 0, self._group).clamp(max=self.num_embeddings - 1))

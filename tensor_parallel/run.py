@@ -1,0 +1,110 @@
+"""What the scripts of this folder share beyond comm.run: a batch for all ranks, whole checkpoints."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import comm.run
+from comm import checkpoint
+from comm.run import TrainArgs
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.memory import saved_activations
+from tensor_parallel.functions import Gathering
+from tensor_parallel.parallelize import TensorParallel
+
+
+@dataclasses.dataclass
+class Args(TrainArgs):
+    """Train a small GPT on the source of Python's standard library, its layers cut among the ranks."""
+
+    clip: float | None = None
+    """Largest norm of all gradients together."""
+
+
+class Run(comm.run.Run):
+    """One rank's side of a tensor parallel run: all ranks train on the same examples."""
+
+    def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
+        if args.metronome is not None:
+            raise WorkbookError("--metronome runs no layer, and there is nothing to cut: leave it out.")
+        if args.clip is not None and not args.clip > 0:
+            raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
+        super().__init__(cluster, args, run_mode, whole_batch=True)
+        self._activations: int | None = None
+
+    def _activations_formula(self, sequence_parallel: bool) -> float:
+        """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit and dropout everywhere.
+
+        s b h (10 + 24/n + 5 a s / (h n)) for each layer; with sequence parallelism the 10 are divided too.
+        """
+        config, n = self._config, self._cluster.world_size
+        tokens, h, a = self._args.batch_size * config.block_size, config.width, config.num_heads
+        outside = 10 / n if sequence_parallel else 10
+        return config.num_layers * tokens * h * (outside + 24 / n + 5 * a * config.block_size / (h * n))
+
+    @contextlib.contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Around a forward: of the first one, what autograd keeps for the backward is counted."""
+        if self._activations is not None:
+            yield
+            return
+        with saved_activations(model.parameters) as saved:
+            yield
+        self._activations = saved.bytes
+
+    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
+        """As comm.run's, of the whole model put together; all ranks must call it."""
+        assert isinstance(model, TensorParallel)
+        whole = self.model()
+        whole.load_state_dict(model.full_state_dict())
+        return super().finish(
+            whole,
+            activations_bytes=self._activations,
+            activations_formula_bytes=self._activations_formula(model.sequence_parallel),
+            **extras,
+        )
+
+    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        assert isinstance(model, TensorParallel)
+        state = {"made_with": self._made_with(), "step": done, "model": model.full_state_dict()}
+        parts = optimizer.state_dict()
+        state["optimizer"] = parts | {"state": self._whole(model, parts["state"])}
+        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
+
+    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        assert isinstance(model, TensorParallel)
+        state = checkpoint.load(self._cluster, self._args.checkpoint or "")
+        self._check_resumed(state)
+        model.load_full_state_dict(state["model"])
+        names = [name for name, _ in model.module.named_parameters()]
+        whole = state["optimizer"]["state"]
+        parts = {
+            i: {key: model.part_of(names[i], value) if value.dim() else value for key, value in one.items()}
+            for i, one in whole.items()
+        }
+        optimizer.load_state_dict(state["optimizer"] | {"state": parts})
+        return state["step"]
+
+    @staticmethod
+    def _whole(model: TensorParallel, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The optimizer's state as one process has it; every rank must call it."""
+        names = [name for name, _ in model.module.named_parameters()]
+        result: dict[int, dict[str, Any]] = {}
+        for i, one in state.items():
+            result[i] = dict(one)
+            if names[i] in model.dims:
+                dim, size = model.dims[names[i]]
+                for key, value in one.items():
+                    if value.dim():
+                        full = Gathering(value, dim, model.group).wait()
+                        result[i][key] = full.narrow(dim, 0, size).contiguous()
+        return result
+
+    def _made_with(self) -> dict[str, Any]:
+        """Any number of ranks goes on, with or without sequence parallelism."""
+        return super()._made_with() | {"run_mode": "tensor_parallel"}

@@ -1,0 +1,53 @@
+"""Tensor parallel: every layer is cut among the ranks, and all of them work on the same examples.
+
+      rank 0   x ─► norm ─► heads 0..1 ─┐         ┌─► norm ─► half of the MLP ─┐         ┌─►
+                                        ├── sum ──┤                            ├── sum ──┤
+      rank 1   x ─► norm ─► heads 2..3 ─┘         └─► norm ─► half of the MLP ─┘         └─►
+
+Data parallel needs a model that fits on every rank, and ZeRO has to gather what it computes with. Here a rank
+computes with its part only: an n-th of the parameters, gradients, optimizer state, and of the products. The
+price is paid in every layer, forward and backward, while everybody waits:
+
+      all-reduces of a block     2 forward, 2 backward, of batch * time * width numbers each
+      traffic of a block         4 * 2 (n-1)/n * batch * time * width * 4 bytes
+
+which is why ranks that do this share a machine. In the backward the reductions hide behind the gradients of
+the weights. The layers are in layers.py, what is cut how in parallelize.py. After Shoeybi et al.,
+"Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
+"""
+
+import tyro
+
+from comm.rendezvous import joined
+from lab.cluster import Cluster
+from lab.timeline import span
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.run import Args, Run
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "tensor_parallel")
+    model = parallelize(run.model(), sequence_parallel=False)
+    optimizer = run.optimizer(model)
+    for step in run.steps(model, optimizer):
+        x, y = run.batch(step)
+        with run.step() as this:
+            optimizer.zero_grad()
+            with span("forward", "forward"), run.watched(model):
+                loss = model.loss(model(x), y)
+            with span("backward", "backward"):
+                loss.backward()
+            model.finish_gradient_sync()
+            if args.clip is not None:
+                model.clip_grad_norm_(args.clip)
+            with span("step", "optimizer"):
+                optimizer.step()
+            this.loss = run.mean_loss(loss)
+        run.sent(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
+    run.finish(model)
+
+
+if __name__ == "__main__":
+    settings = tyro.cli(Args)
+    with joined() as this_cluster:
+        main(this_cluster, settings)
