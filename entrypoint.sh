@@ -24,6 +24,7 @@ zero3                                  data_parallel/train_zero3.py             
 fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard in the same loop
 tensor_parallel                        tensor_parallel/train.py                        every layer cut among the ranks, which share each batch
 sequence_parallel                      tensor_parallel/train_sequence_parallel.py      and what is whole on every rank cut by tokens
+tensor_parallel_native                 tensor_parallel/train_native.py                 PyTorch's own parallelize_module in the same loop
 TABLE
 }
 

@@ -74,7 +74,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         exps, total, mine, is_mine, counted = ctx.saved_tensors
-        each = (grad / counted.sum() * counted).unsqueeze(-1)
+        each = (grad / counted.sum()).where(counted, 0).unsqueeze(-1)
         result = exps * (each / total.unsqueeze(-1))
         if ctx.smoothing:
             result -= each * (ctx.smoothing / ctx.num_words)

@@ -20,6 +20,7 @@ Transformer Models", 2022, https://arxiv.org/abs/2205.05198.
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -80,9 +81,12 @@ class Gathering:
         self._dim, self._sizes = dim, shard_sizes(size, ranks)
         if self._sizes[dist.get_rank(group)] != part.shape[dim]:
             raise CommError(f"rank {dist.get_rank()} has {part.shape[dim]} of {size} along dim {dim}.")
-        # Parts along the first dim lie one behind the other, as they travel.
-        first = part.movedim(dim, 0).contiguous()
-        self._full = first.new_empty(size, *first.shape[1:])
+        # Parts along the first dim lie one behind the other, as they travel; all as long as the longest.
+        first = part.movedim(dim, 0)
+        if part.shape[dim] < self._sizes[0]:
+            first = torch.cat([first, first.new_zeros(1, *first.shape[1:])])
+        first = first.contiguous()
+        self._full = first.new_empty(self._sizes[0] * ranks, *first.shape[1:])
         self._work: Work = all_gather(
             self._full, first, group=group, async_op=True, pattern=fastest_pattern("all_gather", group)
         )
@@ -90,6 +94,9 @@ class Gathering:
     def wait(self) -> Tensor:
         """The whole."""
         self._work.wait()
+        if len(set(self._sizes)) > 1:
+            padded = self._full.split(self._sizes[0])
+            self._full = torch.cat([part[:size] for part, size in zip(padded, self._sizes, strict=True)])
         return self._full.movedim(0, self._dim)
 
 

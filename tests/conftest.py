@@ -20,6 +20,7 @@ ranks.preload(
     "data_parallel.train_naive",
     "data_parallel.train_overlap",
     "data_parallel.train_zero3",
+    "tensor_parallel.train_native",
     "lab.check",
     "lab.metronome",
 )

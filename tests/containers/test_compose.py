@@ -80,6 +80,18 @@ def test_zero_3_trains_on_three_nodes_and_sends_what_the_formula_says(up):
         assert figures[f"{name}_bytes"] >= figures[f"formula_{name}_bytes"] > 0
 
 
+def test_a_model_cut_among_four_nodes_trains_as_on_one(up):
+    args = "--json --steps 5 --size tiny --clip 1"
+    nodes = up(RUN_MODE="tensor_parallel", WORLD_SIZE="4", ARGS=args)
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    figures = nodes["node0"].json()
+    assert (figures["run_mode"], figures["world_size"]) == ("tensor_parallel", 4)
+    assert figures["bytes_sent"] == figures["bytes_formula"] > 0
+    assert figures["replicas_equal"] is True
+    alone = up(RUN_MODE="tensor_parallel", WORLD_SIZE="1", ARGS=args)["node0"].json()
+    assert figures["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-5)
+
+
 def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
     args = "--json --steps 5 --size 13m --batch-size 2 --metronome 20ms"
     settings = {"RUN_MODE": "data_parallel_bucket_overlap", "WORLD_SIZE": "2"}

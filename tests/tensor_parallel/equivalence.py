@@ -1,15 +1,21 @@
 """Tensor parallel models against one process: gradients and parameters, whole, by name."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lab import ranks
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig, loss_of
+from lab.model import GPT, MLP, GPTConfig, loss_of
 from tensor_parallel.functions import Gathering
 from tensor_parallel.parallelize import TensorParallel, parallelize
+from tests.tensor_parallel.masks import FixedMasks, NoMasks
+
+ranks.preload("tensor_parallel.parallelize")
 
 RTOL = 1e-9
 
@@ -25,14 +31,23 @@ def text(time: int = 12) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def gathered(part: Tensor, dim: int, size: int | None = None) -> Tensor:
+    """All ranks' parts of a tensor put together."""
+    return Gathering(part.detach(), dim, None, size).wait()
+
+
 def whole(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The ranks' parts put together, by the names of the plain model."""
-    result: dict[str, Tensor | None] = {}
-    for name, tensor in tensors.items():
-        if tensor is not None and name in model.dims:
-            dim, size = model.dims[name]
-            tensor = Gathering(tensor, dim, model.group).wait().narrow(dim, 0, size)
-        result[name] = tensor
+    """The ranks' parts put together, by the names of the plain model; all at once, for that is quick."""
+    cut = {name: tensor for name, tensor in tensors.items() if tensor is not None and name in model.dims}
+    if not cut:
+        return tensors
+    flat = torch.cat([tensor.flatten() for tensor in cut.values()])
+    result = dict(tensors)
+    of_ranks = Gathering(flat, 0, model.group).wait().split(len(flat))
+    parts = [each.split([tensor.numel() for tensor in cut.values()]) for each in of_ranks]
+    for (name, tensor), of_one in zip(cut.items(), zip(*parts, strict=True), strict=True):
+        dim, size = model.dims[name]
+        result[name] = torch.cat([part.view_as(tensor) for part in of_one], dim).narrow(dim, 0, size)
     return result
 
 
@@ -42,20 +57,31 @@ def compare_with_one_process(
     time: int = 12,
     clip: float | None = None,
     steps: int = 5,
+    frozen: Sequence[str] = (),
     **changes: Any,
 ) -> None:
-    """Every gradient at each of some SGD steps, and every parameter after them."""
+    """Every gradient at each of some SGD steps, and every parameter after them.
+
+    Dropout has fixed masks (masks.py). `frozen`: the beginnings of names.
+    """
     what = f"{changes}, {time} tokens, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
-    reference, ours = gpt(0, **changes), parallelize(gpt(cluster.rank, **changes), None, sequence_parallel)
+    reference, plain = gpt(0, **changes), gpt(cluster.rank, **changes)
+    for model in (reference, plain):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(frozen)))
+    ours = parallelize(plain, None, sequence_parallel)
     assert_same(whole(ours, parameters(ours.module)), parameters(reference), 0, f"initial parameter, {what},")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
+    masks = FixedMasks() if changes.get("dropout") else NoMasks()
     x, y = text(time)
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        expected_loss = loss_of(reference(x), y)
+        with masks.forward(step, ""):
+            expected_loss = loss_of(reference(x), y)
         expected_loss.backward()
-        loss = ours.loss(ours(x), y)
+        with masks.forward(step, "tokens" if sequence_parallel else "heads"):
+            loss = ours.loss(ours(x), y)
         loss.backward()
         ours.finish_gradient_sync()
         assert_same({"loss": loss.detach()}, {"loss": expected_loss.detach()}, RTOL, what)
@@ -65,6 +91,33 @@ def compare_with_one_process(
         assert_same(
             whole(ours, gradients(ours.module)), gradients(reference), RTOL, f"gradient, {what}, step {step},"
         )
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(whole(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},")
+
+
+def compare_mlp_with_one_process(
+    cluster: Cluster, sizes: Sequence[int], clip: float | None = None, steps: int = 5
+) -> None:
+    """As compare_with_one_process, for an MLP, whose input wants a gradient in every other step."""
+    what = f"MLP {sizes} on {cluster.world_size} ranks"
+    random = torch.Generator().manual_seed(3)
+    batch = torch.randn(5, sizes[0], generator=random).double()
+    targets = torch.randint(sizes[-1], (5,), generator=random)
+    reference, ours = MLP(sizes, 0).double(), parallelize(MLP(sizes, cluster.rank).double())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
+    for step in range(steps):
+        inputs = [batch.clone().requires_grad_(step % 2 == 1) for _ in range(2)]
+        for model, optimizer, x in zip((reference, ours), optimizers, inputs, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), targets).backward()
+        ours.finish_gradient_sync()
+        if clip is not None:
+            expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            assert_same({"norm": ours.clip_grad_norm_(clip)}, {"norm": expected_norm}, RTOL, what)
+        expected, actual = gradients(reference), whole(ours, gradients(ours.module))
+        expected["input"], actual["input"] = inputs[0].grad, inputs[1].grad
+        assert_same(actual, expected, RTOL, f"gradient, {what}, step {step},")
         for optimizer in optimizers:
             optimizer.step()
     assert_same(whole(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},")

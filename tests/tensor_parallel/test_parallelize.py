@@ -1,16 +1,184 @@
 """A tensor parallel model trains as the plain one does on one process."""
 
 import pytest
+import torch
+from torch import nn
 
+from lab.check import replicas_equal
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.model import MLP
 from lab.ranks import run_ranks
-from tests.tensor_parallel.equivalence import compare_with_one_process
+from tensor_parallel.parallelize import parallelize
+from tests.tensor_parallel.equivalence import (
+    compare_mlp_with_one_process,
+    compare_with_one_process,
+    gpt,
+    text,
+)
+
+BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@BOTH_MODES
 def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_parallel: bool):
-    def compare(cluster) -> None:
+    def compare(cluster: Cluster) -> None:
         compare_with_one_process(cluster, sequence_parallel)
         compare_with_one_process(cluster, sequence_parallel, tied=False, clip=0.1, steps=2)
 
     run_ranks(compare, n)
+
+
+def test_two_ranks_have_the_gradients_of_one_process():
+    run_ranks(lambda cluster: compare_with_one_process(cluster, steps=2, num_layers=1), 2)
+
+
+def test_two_ranks_have_the_gradients_of_one_process_by_tokens():
+    run_ranks(lambda cluster: compare_with_one_process(cluster, True, steps=2, num_layers=1), 2)
+
+
+def test_what_all_ranks_have_counts_once_in_the_norm():
+    run_ranks(lambda cluster: compare_with_one_process(cluster, clip=1e-3, steps=1, num_layers=1), 2)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@BOTH_MODES
+def test_query_heads_that_share_keys_and_values_stay_with_them(n: int, sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        heads = {"num_kv_heads": 6 if n < 4 else 4}
+        compare_with_one_process(cluster, sequence_parallel, steps=2, **heads)
+        compare_with_one_process(cluster, sequence_parallel, steps=2, tied=False, num_layers=1, **heads)
+
+    run_ranks(compare, n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@BOTH_MODES
+def test_with_the_same_masks_dropout_changes_nothing_about_that(n: int, sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, sequence_parallel, dropout=0.3, num_layers=1)
+        heads = {"num_kv_heads": 6 if n < 4 else 4}
+        compare_with_one_process(cluster, sequence_parallel, dropout=0.3, time=11, steps=2, **heads)
+
+    run_ranks(compare, n)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_tokens_may_be_any_number_from_one_to_the_block_size(n: int):
+    def compare(cluster: Cluster) -> None:
+        for time in (1, 2, 11, 16):
+            compare_with_one_process(cluster, True, time=time, steps=1, num_layers=1)
+        compare_with_one_process(cluster, True, time=15, steps=2, block_size=15, num_layers=1)
+        compare_with_one_process(cluster, False, time=1, steps=1, num_layers=1)
+
+    run_ranks(compare, n)
+
+
+@BOTH_MODES
+def test_more_tokens_than_the_block_size_are_refused(sequence_parallel: bool):
+    def refuse(cluster: Cluster) -> None:
+        model = parallelize(gpt(num_layers=1), None, sequence_parallel)
+        with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
+            model(text(17)[0])
+
+    run_ranks(refuse, 3)
+
+
+@BOTH_MODES
+def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs(sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        for frozen in (
+            [
+                "position_embedding",
+                "blocks.0.attention.q_proj",
+                "blocks.1.mlp.up_proj.bias",
+                "final_norm.weight",
+            ],
+            ["token_embedding", "position_embedding", "blocks.0.attention_norm", "blocks.1.mlp.down_proj"],
+            ["head", "blocks.0", "blocks.1.attention.o_proj.bias"],
+        ):
+            compare_with_one_process(cluster, sequence_parallel, steps=2, clip=0.1, tied=False, frozen=frozen)
+
+    run_ranks(compare, 2)
+
+
+@BOTH_MODES
+def test_clipping_takes_the_norm_of_the_whole_model(sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        for clip in (1e-3, 0.1, 1e3):  # the last one changes nothing
+            compare_with_one_process(cluster, sequence_parallel, clip=clip, steps=2, num_layers=1)
+
+    run_ranks(compare, 3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers(n: int):
+    def compare(cluster: Cluster) -> None:
+        compare_mlp_with_one_process(cluster, [7, 12, 5])
+        compare_mlp_with_one_process(cluster, [7, 12, 5, 24, 3], clip=0.1)
+        compare_mlp_with_one_process(cluster, [7, 12, 5, 12])
+        compare_mlp_with_one_process(cluster, [7, 12], clip=0.1)
+
+    run_ranks(compare, n)
+
+
+@BOTH_MODES
+def test_what_every_rank_has_whole_stays_the_same_to_the_bit(sequence_parallel: bool):
+    def train(cluster: Cluster) -> None:
+        model = parallelize(gpt(cluster.rank, dropout=0.1, num_layers=1).float(), None, sequence_parallel)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x, y = text(11)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model.loss(model(x), y).backward()
+            model.finish_gradient_sync()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+        replicated = nn.ParameterList(
+            p for name, p in model.module.named_parameters() if name not in model.dims
+        )
+        assert len(replicated) == 9 and replicas_equal(cluster, replicated)
+
+    run_ranks(train, 3)
+
+
+@BOTH_MODES
+def test_gradients_of_several_backwards_add_up(sequence_parallel: bool):
+    def accumulate(cluster: Cluster) -> list[torch.Tensor]:
+        model = parallelize(gpt(num_layers=1), None, sequence_parallel)
+        x, y = text()
+        (model.loss(model(x), y)).backward()
+        model.finish_gradient_sync()
+        once = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for part in (slice(0, 2), slice(2, 4)):
+            (model.loss(model(x[part]), y[part]) / 2).backward()
+        model.finish_gradient_sync()
+        torch.testing.assert_close([p.grad for p in model.parameters()], once, rtol=1e-9, atol=1e-12)
+
+    run_ranks(accumulate, 2)
+
+
+def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence():
+    cases = {
+        "5 query heads": lambda: parallelize(gpt(num_heads=5, width=20)),
+        "1 key and value heads": lambda: parallelize(gpt(num_kv_heads=1)),
+        "7 outputs": lambda: parallelize(MLP([4, 7, 4])),
+        "9 outputs": lambda: parallelize(MLP([4, 8, 4, 9])),
+        "not a Linear": lambda: parallelize(nn.Linear(4, 4)),
+        "An MLP has no tokens": lambda: parallelize(MLP([4, 8, 4]), sequence_parallel=True),
+    }
+
+    def refuse(cluster: Cluster) -> list[str]:
+        sentences = []
+        for make in cases.values():
+            with pytest.raises(WorkbookError) as error:
+                make()
+            sentences.append(str(error.value))
+        return sentences
+
+    first, second = run_ranks(refuse, 2)
+    assert first == second
+    for what, sentence in zip(cases, first, strict=True):
+        assert what in sentence and sentence.endswith(".") and sentence.count(". ") == 0, sentence

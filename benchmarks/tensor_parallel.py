@@ -1,0 +1,101 @@
+"""Tensor and sequence parallel, ours against PyTorch's DTensor: step times, bytes, and the cross entropy.
+
+    python benchmarks/tensor_parallel.py                     tables; --json for one JSON line
+    python benchmarks/tensor_parallel.py --quick             fewer runs, and only the rows that have a bar
+    python benchmarks/tensor_parallel.py --link 200mbit      another slow link than 1gbit
+
+Ranks train a GPT of 12.9 million parameters, tied, on the same two windows of 256 tokens; a step is forward,
+backward and SGD. All variants live in one process group and take turns, step by step. DTensor's plan is that
+of tensor_parallel/train_native.py, with one all-reduce for q, k and v.
+
+Links are software links (comm.slow_link), the same for both. On a slow one DTensor's collectives go through
+comm too: `train_native.by_comm` gives torch's operators `_c10d_functional.all_reduce`, `wait_tensor`,
+`all_gather_into_tensor` and `reduce_scatter_tensor` kernels that call comm with pattern "torch". DTensor
+decides when to start and when to wait, gloo does the work, and the link takes what the best-known algorithm
+costs (for gloo's reduce-scatter that of the all-reduce it is). On loopback DTensor is untouched.
+
+The cross entropy is of 512 tokens and a vocabulary of 32 Ki words, forward and backward, on loopback. Its
+memory is what the process needs beyond the logits; "one process" has F.cross_entropy on the whole of them.
+"""
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+
+import tyro
+
+from benchmarks import side_by_side
+from benchmarks.side_by_side import medians
+from benchmarks.tensor_parallel_steps import MODES, alternate, loss_peak, losses
+from lab.ranks import preload, run_ranks
+
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Args:
+    """Tensor parallel layers against DTensor's."""
+
+    quick: bool = False
+    """Fewer runs, and only the rows that have a bar."""
+    link: str = "1gbit"
+    """The slow link."""
+    json: bool = False
+    """One JSON line instead of a table."""
+
+
+def step_rows(ranks: int, plan: list[tuple[str, int]], warmup: int, with_bytes: bool) -> Rows:
+    """Step times of both modes on each link, and what they sent."""
+    row = functools.partial(side_by_side.row, world_size=ranks)
+    by_rank = run_ranks(alternate, ranks, plan, warmup, with_bytes, timeout=900)
+    rows: Rows = []
+    for i, (link, _) in enumerate(plan):
+        seconds = medians([times[i] for times, _ in by_rank])
+        rows += [row(m, "dtensor", link, seconds[f"ours {m}"], seconds[f"dtensor {m}"]) for m in MODES]
+    if with_bytes:
+        for m in MODES:
+            ours, theirs = (max(sent[f"{who} {m}"] for _, sent in by_rank) for who in ("ours", "dtensor"))
+            rows.append(row(f"{m} bytes sent", "dtensor", plan[-1][0], ours, theirs, unit="bytes"))
+    return rows
+
+
+def loss_rows(ranks: int, runs: int) -> Rows:
+    """Time and memory of the cross entropy."""
+    row = functools.partial(side_by_side.row, link="loopback", world_size=ranks)
+    seconds = medians(run_ranks(losses, ranks, runs, timeout=300))
+    ours, theirs = (max(run_ranks(loss_peak, ranks, kind, timeout=300)) for kind in ("ours", "dtensor"))
+    [full] = run_ranks(loss_peak, 1, "full", timeout=300)
+    return [
+        row("cross entropy time", "dtensor", ours=seconds["ours"], theirs=seconds["dtensor"]),
+        row("cross entropy memory", "one process", ours=ours, theirs=full, unit="bytes"),
+        row("cross entropy memory", "dtensor", ours=ours, theirs=theirs, unit="bytes"),
+    ]
+
+
+def measure(args: Args) -> Rows:
+    rows: Rows = []
+    for ranks in (2, 4):
+        plan = [("loopback", 3 if args.quick else 11), (args.link, 3 if args.quick else 7)]
+        rows += step_rows(ranks, plan, 1 if args.quick else 2, with_bytes=not args.quick)
+        rows += loss_rows(ranks, 5 if args.quick else 15)
+    return rows
+
+
+def main(args: Args) -> None:
+    # Forked ranks have everything imported.
+    preload("benchmarks.tensor_parallel_steps")
+    rows = measure(args)
+    if args.json:
+        side_by_side.show("tensor_parallel", rows, True, "")
+        return
+    for ranks in sorted({one["world_size"] for one in rows}):
+        shown = [one for one in rows if one["world_size"] == ranks]
+        side_by_side.show("tensor_parallel", shown, False, f"{ranks} ranks, GPT of 12.9 M parameters")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,120 @@
+"""What the ranks of benchmarks/tensor_parallel.py do: training steps and losses, ours and DTensor's."""
+
+import contextlib
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from benchmarks import side_by_side
+from benchmarks.data_parallel_steps import CONFIG, Step, text
+from comm import slow_link
+from lab import meter
+from lab.cluster import Cluster
+from lab.ledger import LEDGER
+from lab.model import GPT, loss_of
+from tensor_parallel import train_native
+from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tensor_parallel.parallelize import parallelize
+
+MODES = ("tensor_parallel", "sequence_parallel")
+WORDS, TOKENS = 32_768, 512  # of the cross entropy's logits
+
+
+def our_step(mode: str) -> Step:
+    """Forward, backward and update on the same two windows of text on every rank."""
+    model = parallelize(GPT(CONFIG), sequence_parallel=mode == "sequence_parallel")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = text()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.loss(model(x), y).backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+
+    return step
+
+
+def their_step(cluster: Cluster, mode: str) -> Step:
+    """The same by DTensor. SGD reads each gradient once, so what is Partial is reduced once, too."""
+    model = train_native.shard(GPT(CONFIG), cluster.device, mode == "sequence_parallel")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = text()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with loss_parallel():
+            loss_of(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def alternate(
+    cluster: Cluster, plan: list[tuple[str, int]], warmup: int, with_bytes: bool
+) -> tuple[list[dict[str, list[float]]], dict[str, int]]:
+    """For each link of the plan, with so many runs: seconds of each step on this rank, by "ours MODE" and
+    "dtensor MODE"; and the bytes that one more step of each sends, if asked for."""
+    steps = {f"ours {mode}": our_step(mode) for mode in MODES}
+    steps |= {f"dtensor {mode}": their_step(cluster, mode) for mode in MODES}
+    side_by_side.alternate(steps, 0, warmup=warmup)
+    seconds = []
+    for link, runs in plan:
+        slow = None if link == "loopback" else slow_link.parse(link)
+        # On loopback DTensor is as any user has it; on a slow link it is comm that can be slowed down.
+        with contextlib.nullcontext() if slow is None else train_native.by_comm():
+            seconds.append(side_by_side.alternate(steps, runs, slow, warmup=0))
+    sent = {}
+    with train_native.by_comm():
+        for name, step in steps.items() if with_bytes else ():
+            before = LEDGER.total()
+            step()
+            sent[name] = (LEDGER.total() - before).bytes_sent
+    return seconds, sent
+
+
+def loss_of_parts(cluster: Cluster, kind: str) -> tuple[Step, torch.Tensor]:
+    """Forward and backward of the cross entropy, and the logits it is of: all words' for "full", this rank's
+    words' for "ours" and "dtensor"."""
+    words = WORDS if kind == "full" else WORDS // cluster.world_size
+    logits = torch.randn(TOKENS, words, generator=torch.Generator().manual_seed(cluster.rank))
+    logits.requires_grad_()
+    targets = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh(cluster.device.type, (cluster.world_size,))
+
+    def step() -> None:
+        logits.grad = None
+        if kind == "ours":
+            vocab_parallel_cross_entropy(logits, targets).backward()
+        elif kind == "full":
+            F.cross_entropy(logits, targets).backward()
+        else:
+            with loss_parallel():
+                whole = DTensor.from_local(logits, mesh, [Shard(1)], run_check=False)
+                F.cross_entropy(whole, targets).backward()
+
+    return step, logits
+
+
+def losses(cluster: Cluster, runs: int) -> dict[str, list[float]]:
+    """Seconds of each forward and backward of the cross entropy on this rank."""
+    steps = {kind: loss_of_parts(cluster, kind)[0] for kind in ("ours", "dtensor")}
+    return side_by_side.alternate(steps, runs)
+
+
+def loss_peak(cluster: Cluster, kind: str) -> int:
+    """Bytes that this process has more, at most, in a forward and backward of the cross entropy, than with
+    the logits alone."""
+    # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    step, logits = loss_of_parts(cluster, kind)
+    step()  # what is made only once is no part of it
+    logits.grad = None
+    meter.reset_peak_memory(cluster.device)
+    before = meter.peak_memory(cluster.device)
+    step()
+    return meter.peak_memory(cluster.device) - before

@@ -1,0 +1,70 @@
+"""Dropout with masks known beforehand, whole: each rank takes its tokens or its heads of them.
+
+The masks are a function of the step and of how many dropouts the forward has had, so that a plain model and
+a tensor parallel one drop the same numbers, wherever these are.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_TOKENS = 20  # what the masks cover: no less than the longest text with its padding
+
+
+class FixedMasks:
+    """What stands for torch's dropout and attention; `cut` says what this rank has of the whole."""
+
+    def __init__(self) -> None:
+        self._cut, self._step, self._calls = "", 0, 0
+
+    @contextmanager
+    def forward(self, step: int, cut: str) -> Iterator[None]:
+        """`cut`: "" for a plain model, "heads" for a tensor parallel one, "tokens" with sequence parallel."""
+        self._cut, self._step, self._calls = cut, step, 0
+        with (
+            mock.patch.object(F, "dropout", self._dropout),
+            mock.patch.object(F, "scaled_dot_product_attention", self._attention),
+        ):
+            yield
+
+    def _mask(self, probability: float, *shape: int) -> Tensor:
+        self._calls += 1
+        random = torch.Generator().manual_seed(1000 * self._step + self._calls)
+        return (torch.rand(shape, generator=random) >= probability) / (1 - probability)
+
+    def _dropout(self, x_btd: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        assert training and not inplace
+        batch, time, width = x_btd.shape
+        first = dist.get_rank() * time if self._cut == "tokens" else 0
+        return x_btd * self._mask(p, batch, MOST_TOKENS, width)[:, first : first + time]
+
+    def _attention(
+        self,
+        q_bhte: Tensor,
+        k_bhte: Tensor,
+        v_bhte: Tensor,
+        dropout_p: float,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> Tensor:
+        assert is_causal and enable_gqa == (q_bhte.shape[1] != k_bhte.shape[1])
+        batch, heads, time, width = q_bhte.shape
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if self._cut else (1, 0)
+        mask = self._mask(dropout_p, batch, heads * ranks, MOST_TOKENS, MOST_TOKENS)
+        mask = mask[:, rank * heads : (rank + 1) * heads, :time, :time]
+        k_bhte, v_bhte = (y.repeat_interleave(heads // y.shape[1], 1) for y in (k_bhte, v_bhte))
+        future = torch.ones(time, time, dtype=torch.bool).triu(1)
+        scores = (q_bhte @ k_bhte.mT / width**0.5).masked_fill(future, -torch.inf)
+        return (scores.softmax(-1) * mask) @ v_bhte
+
+
+class NoMasks:
+    """For models without dropout."""
+
+    def forward(self, step: int, cut: str) -> nullcontext:
+        return nullcontext()

@@ -1,0 +1,181 @@
+"""The cross entropy of cut logits is torch's of whole ones, its gradient too, with an n-th of the memory."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.tensor_parallel.equivalence import gathered
+
+
+def batch(words: int = 61, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logits of 3 * 5 tokens, (3, 5, words), and their targets, the first and the last word among them."""
+    random = torch.Generator().manual_seed(6)
+    logits = torch.randn(3, 5, words, generator=random).double() * scale
+    targets = torch.randint(words, (3, 5), generator=random)
+    targets[0, :2] = torch.tensor([0, words - 1])
+    return logits, targets
+
+
+def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-9, **options: Any) -> None:
+    """Loss and gradient, of three times the loss; what pads the vocabulary has any value and no gradient."""
+    n, words = cluster.world_size, logits.shape[-1]
+    expected = logits.detach().clone().requires_grad_()
+    loss = F.cross_entropy(expected.flatten(0, -2), targets.flatten(), **options)
+    (3 * loss).backward()
+    padded = F.pad(logits, (0, -words % n), value=12.5)
+    mine = padded.tensor_split(n, -1)[cluster.rank].clone().requires_grad_()
+    ours = vocab_parallel_cross_entropy(mine, targets, words, **options)
+    (3 * ours).backward()
+    what = f"with {options}, {words} words on {n} ranks, it"
+    grad = gathered(mine.grad, -1)
+    assert ours.shape == () and not grad[..., words:].any(), what
+    actual = {"loss": ours.detach(), "gradient": grad[..., :words]}
+    assert_same(actual, {"loss": loss.detach(), "gradient": expected.grad}, rtol, what)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_loss_and_gradient_are_torchs_of_the_whole_logits(n: int):
+    def work(cluster: Cluster) -> None:
+        for words in (60, 61, 5, max(2, n)):
+            logits, targets = batch(words)
+            compare(cluster, logits, targets)
+            compare(cluster, logits, targets, label_smoothing=0.3)
+            compare(cluster, logits, targets, ignore_index=int(targets[1, 1]))
+            targets[1:, ::2] = -100
+            compare(cluster, logits, targets, label_smoothing=1.0)
+            compare(cluster, logits, targets, label_smoothing=0.1)
+
+    run_ranks(work, n)
+
+
+def test_a_rank_whose_words_are_all_padding_has_no_share():
+    def work(cluster: Cluster) -> None:
+        for words in (1, 2, 5, 6):  # on 4 ranks, 5 are 2 2 1 0
+            compare(cluster, *batch(words))
+            if words > 1:  # with one there is nothing to lose
+                compare(cluster, *batch(words), label_smoothing=0.2)
+
+    run_ranks(work, 4)
+
+
+def test_without_a_number_of_words_nothing_is_padding():
+    def work(cluster: Cluster) -> None:
+        logits, targets = batch(12)
+        ours = vocab_parallel_cross_entropy(logits.tensor_split(2, -1)[cluster.rank], targets)
+        assert_same({"loss": ours}, {"loss": F.cross_entropy(logits.flatten(0, -2), targets.flatten())})
+
+    run_ranks(work, 2)
+
+
+def test_huge_logits_do_not_overflow_whoever_has_the_largest():
+    def work(cluster: Cluster) -> None:
+        for rank in range(cluster.world_size):
+            logits, targets = batch(6)
+            logits[..., 2 * rank : 2 * rank + 2] += 1e4
+            compare(cluster, logits, targets)
+            compare(cluster, -logits, targets)
+            compare(cluster, logits * 1e4, targets, label_smoothing=0.1)
+
+    run_ranks(work, 3)
+
+
+def test_the_largest_logit_of_all_ranks_counts_not_this_ranks():
+    """Subtracting some other number is the same in mathematics, and overflows."""
+
+    def work(cluster: Cluster) -> None:
+        logits, targets = batch(6)
+        logits[..., 3:] += 1e4
+        compare(cluster, logits, targets)
+
+    run_ranks(work, 2)
+
+
+def test_if_all_targets_are_ignored_it_is_not_a_number_and_its_gradient_zero_as_torchs():
+    def work(cluster: Cluster) -> None:
+        logits, targets = batch(6)
+        plain = logits.clone().requires_grad_()
+        expected = F.cross_entropy(plain.flatten(0, -2), torch.full_like(targets, -100).flatten())
+        mine = logits.tensor_split(2, -1)[cluster.rank].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(mine, torch.full_like(targets, -100))
+        for each in (expected, loss):
+            each.backward()
+        assert expected.isnan() and loss.isnan()
+        assert not plain.grad.any() and not mine.grad.any()
+
+    run_ranks(work, 2)
+
+
+def test_bf16_logits_are_added_up_in_float32_and_get_a_bf16_gradient():
+    def work(cluster: Cluster) -> None:
+        logits, targets = batch(61)
+        logits = logits.bfloat16()
+        exact = logits.float().requires_grad_()
+        expected = F.cross_entropy(exact.flatten(0, -2), targets.flatten())
+        expected.backward()
+        mine = F.pad(logits, (0, 1)).tensor_split(2, -1)[cluster.rank].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(mine, targets, 61)
+        loss.backward()
+        assert loss.dtype == torch.float32 and mine.grad.dtype == torch.bfloat16
+        assert_same({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-6)
+        rounded = gathered(mine.grad, -1)[..., :61].float()
+        assert_same({"gradient": rounded}, {"gradient": exact.grad}, 2**-8)
+
+    run_ranks(work, 2)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside had at once. Workspaces of kernels are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves(args) if isinstance(t, Tensor)}
+        self._alive = {reference: size for reference, size in self._alive.items() if not reference.expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference not in given or reference in self._alive:
+                    self._alive[reference] = storage.nbytes()
+        self.bytes = max(self.bytes, sum(self._alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_at_its_peak_it_has_an_nth_of_the_memory_of_the_whole_one(dtype: torch.dtype):
+    """In float32, which torch's would want of bf16 logits too."""
+    tokens, words = 64, 4096
+
+    def measure(cluster: Cluster, smoothing: float) -> tuple[int, int]:
+        targets = torch.arange(tokens)
+        peaks = []
+        for function, width in (
+            (vocab_parallel_cross_entropy, words // cluster.world_size),
+            (F.cross_entropy, words),
+        ):
+            logits = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
+            with Peak() as peak:
+                logits = logits.float() if function is F.cross_entropy else logits
+                function(logits, targets, label_smoothing=smoothing).backward()
+            peaks.append(peak.bytes)
+        return peaks[0], peaks[1]
+
+    for n in (2, 4):
+        for smoothing in (0.0, 0.1):
+            for ours, whole in run_ranks(measure, n, smoothing):
+                assert whole > 2 * tokens * words * dtype.itemsize  # the measure sees something
+                assert ours <= 1.2 / n * whole, f"{ours / whole:.3f} of the whole one's, on {n} ranks"

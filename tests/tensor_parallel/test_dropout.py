@@ -1,0 +1,134 @@
+"""Dropout: one mask for all where ranks compute the same, a mask for each where they do not."""
+
+from itertools import combinations
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from tensor_parallel.parallelize import TensorParallel, parallelize
+from tests.tensor_parallel.equivalence import gathered, gpt, text
+
+BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+
+
+def model_of(
+    cluster: Cluster, sequence_parallel: bool, seed: int = 7, dropout: float = 0.5
+) -> TensorParallel:
+    """Only rank 0's seed counts, and nothing that was drawn before."""
+    torch.manual_seed(seed + cluster.rank)
+    torch.rand(cluster.rank)
+    return parallelize(gpt(dropout=dropout, num_layers=1), None, sequence_parallel)
+
+
+def masks_of_a_step(model: TensorParallel) -> dict[str, Tensor]:
+    """What one forward in training kept: of the residual stream, at three places, and of the attention."""
+    kept: dict[str, list[Tensor]] = {"residual": [], "attention": []}
+    attend = F.scaled_dot_product_attention
+
+    def look(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        assert inputs[0].ne(0).all()
+        kept["residual"].append(output != 0)
+
+    def weights_first(q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, **options) -> Tensor:
+        """Torch's own attention, whose values are the positions themselves: its output are the weights."""
+        time = q_bhte.shape[2]
+        positions = torch.eye(time, dtype=q_bhte.dtype).expand(*k_bhte.shape[:2], time, time)
+        weights_bhtt = attend(q_bhte, k_bhte, positions, **options)
+        kept["attention"].append(weights_bhtt != 0)
+        return weights_bhtt @ v_bhte
+
+    dropouts = [model.module.dropout, model.module.blocks[0].dropout]
+    hooks = [dropout.register_forward_hook(look) for dropout in dropouts]
+    with mock.patch.object(F, "scaled_dot_product_attention", weights_first):
+        model(text()[0])
+    for hook in hooks:
+        hook.remove()
+    assert len(kept["residual"]) == 3 and len(kept["attention"]) == 1
+    return {name: torch.stack(masks) for name, masks in kept.items()}
+
+
+def alike(a: Tensor, b: Tensor) -> float:
+    """How much of two masks is the same: 0.5 for strangers, as half is kept. The future does not count."""
+    if a.shape[-1] == a.shape[-2]:
+        a, b = (mask[..., *torch.tril_indices(*mask.shape[-2:])] for mask in (a, b))
+    return (a == b).double().mean().item()
+
+
+def test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_one():
+    def look(cluster: Cluster) -> list[dict[str, Tensor]]:
+        model = model_of(cluster, False)
+        return [masks_of_a_step(model) for _ in range(2)]
+
+    found = run_ranks(look, 2)
+    for first, second in combinations(found, 2):
+        for mine, others in zip(first, second, strict=True):
+            assert torch.equal(mine["residual"], others["residual"])
+            assert 0.45 < alike(mine["attention"], others["attention"]) < 0.55
+    for before, after in found:  # another step, other masks
+        for where in before:
+            assert 0.45 < alike(before[where], after[where]) < 0.55
+        assert 0.4 < alike(after["attention"][0, :, 0], after["attention"][0, :, 1]) < 0.6  # and another head
+
+
+def test_with_sequence_parallel_the_tokens_of_different_ranks_have_different_masks():
+    def look(cluster: Cluster) -> dict[str, Tensor]:
+        return masks_of_a_step(model_of(cluster, True))
+
+    found = run_ranks(look, 3)
+    assert found[0]["residual"].shape == (3, 4, 4, 24)
+    for first, second in combinations(found, 2):
+        for where in first:
+            assert 0.45 < alike(first[where], second[where]) < 0.55
+
+
+@BOTH_MODES
+def test_the_stream_that_all_share_stays_the_same_through_training(sequence_parallel: bool):
+    def train(cluster: Cluster) -> tuple[Tensor, Tensor, float]:
+        model = model_of(cluster, sequence_parallel)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = text(11)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model.loss(model(x), y)
+            loss.backward()
+            model.finish_gradient_sync()
+            optimizer.step()
+        return torch.get_rng_state(), torch.rand(5), loss.item()
+
+    first, *others = run_ranks(train, 3)
+    for other in others:
+        assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) and first[2] == other[2]
+
+
+@BOTH_MODES
+def test_the_same_seed_drops_the_same_and_another_seed_something_else(sequence_parallel: bool):
+    def look(cluster: Cluster) -> None:
+        first, again, other = (
+            masks_of_a_step(model_of(cluster, sequence_parallel, seed)) for seed in (7, 7, 8)
+        )
+        for where in first:
+            assert torch.equal(first[where], again[where])
+            assert 0.45 < alike(first[where], other[where]) < 0.55
+
+    run_ranks(look, 2)
+
+
+@BOTH_MODES
+def test_in_evaluation_and_without_dropout_nothing_is_dropped_and_nothing_drawn(sequence_parallel: bool):
+    def look(cluster: Cluster) -> None:
+        x, _ = text(11)
+        plain = gpt(num_layers=1)(x)
+        for dropout, training in ((0.5, False), (0.0, True)):
+            model = model_of(cluster, sequence_parallel, dropout=dropout).train(training)
+            before = torch.get_rng_state()
+            y = gathered(model(x), -1)[..., :61]
+            assert_same({"logits": y}, {"logits": plain.detach()})
+            assert torch.equal(torch.get_rng_state(), before)
+
+    run_ranks(look, 2)

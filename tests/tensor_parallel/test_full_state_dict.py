@@ -1,0 +1,75 @@
+"""What a tensor parallel model saves a plain one loads, and another number of ranks."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.check import assert_same, parameters
+from lab.cluster import Cluster
+from lab.model import MLP
+from lab.ranks import run_ranks
+from tensor_parallel.parallelize import parallelize
+from tests.tensor_parallel.equivalence import gathered, gpt, text, whole
+
+BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+
+
+def trained(cluster: Cluster, tied: bool, sequence_parallel: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """The state after two steps, and the logits of the text."""
+    model = parallelize(gpt(cluster.rank, tied=tied), None, sequence_parallel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    x, y = text()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(model(x), y).backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+    return model.full_state_dict(), gathered(model(x), -1)[..., :61]
+
+
+def loads(cluster: Cluster, state: dict[str, Tensor], logits: Tensor, tied: bool, by_tokens: bool) -> None:
+    """Into a model with other weights; it computes the same, and trains on as the plain one."""
+    model, plain = parallelize(gpt(5, tied=tied), None, by_tokens), gpt(6, tied=tied)
+    model.load_full_state_dict(state)
+    plain.load_state_dict(state)
+    x, y = text()
+    assert_same({"logits": gathered(model(x), -1)[..., :61]}, {"logits": logits}, what="output")
+    assert_same(model.full_state_dict(), state, 0, "saved again, it")
+    for each, loss in ((model, lambda: model.loss(model(x), y)), (plain, lambda: loss_of_plain(plain, x, y))):
+        loss().backward()
+        if each is model:
+            model.finish_gradient_sync()
+        torch.optim.SGD(each.parameters(), lr=0.3).step()
+    assert_same(whole(model, parameters(model.module)), parameters(plain), what="parameter after loading")
+
+
+def loss_of_plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@BOTH_MODES
+def test_four_ranks_save_what_one_process_three_ranks_and_one_load(tied: bool, sequence_parallel: bool):
+    (state, logits), *others = run_ranks(trained, 4, tied, sequence_parallel)
+    for other, _ in others:
+        assert_same(other, state, 0, "on another rank, it")
+    plain = gpt(1, tied=tied)
+    plain.load_state_dict(state)
+    assert_same({"logits": plain(text()[0]).detach()}, {"logits": logits}, what="output")
+    run_ranks(loads, 3, state, logits, tied, sequence_parallel)
+    run_ranks(loads, 1, state, logits, tied, not sequence_parallel)
+
+
+def test_what_is_saved_is_a_copy_and_a_plain_models_state_has_the_same_names_and_shapes():
+    def look(cluster: Cluster) -> None:
+        for plain, same in ((gpt(), gpt()), (MLP([7, 12, 5, 12]).double(), MLP([7, 12, 5, 12]).double())):
+            model = parallelize(plain)
+            state = model.full_state_dict()
+            assert_same(state, same.state_dict(), 0, "entry")
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            assert_same(state, same.state_dict(), 0, "entry")
+            model.load_full_state_dict(state)
+            assert_same(model.full_state_dict(), same.state_dict(), 0, "entry")
+
+    run_ranks(look, 3)

@@ -1,0 +1,189 @@
+"""The layers alone: together the ranks have one layer's weight, and compute what it computes."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.model import seeded
+from lab.ranks import run_ranks
+from tensor_parallel import layers
+from tensor_parallel.functions import own_part, summed
+from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.tensor_parallel.equivalence import gathered
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(4)).double()
+
+
+def plain_linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
+    with seeded(seed):
+        return nn.Linear(inputs, outputs).double()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_weights_are_the_same_whole_ones_on_any_number_of_ranks(n: int):
+    def compare(cluster: Cluster) -> None:
+        torch.manual_seed(cluster.rank)  # is of no account
+        linear = plain_linear(24, 12, seed=3).float()
+        column, row = ColumnParallelLinear(24, 12, seed=3), RowParallelLinear(24, 12, seed=3)
+        embedding = VocabParallelEmbedding(61, 6, seed=3)
+        with seeded(3):
+            words = nn.Embedding(61, 6).weight
+        expected = {"weight": linear.weight.detach(), "bias": linear.bias.detach()}
+        assert_same({"weight": gathered(column.weight, 0), "bias": gathered(column.bias, 0)}, expected, 0)
+        assert_same({"weight": gathered(row.weight, 1), "bias": row.bias.detach()}, expected, 0)
+        padded = gathered(embedding.weight, 0)
+        assert_same({"words": padded[:61]}, {"words": words.detach()}, 0)
+        assert len(padded) == -(-61 // n) * n and not padded[61:].any()
+        assert ColumnParallelLinear(24, 12, bias=False).bias is None
+        assert RowParallelLinear(24, 12, bias=False).bias is None
+        assert not torch.equal(column.weight, ColumnParallelLinear(24, 12, seed=4).weight)
+
+    run_ranks(compare, n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["whole", "tokens"])
+def test_a_column_and_a_row_layer_are_two_plain_ones(n: int, by_tokens: bool):
+    def compare(cluster: Cluster) -> None:
+        first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
+        x, weight = numbers(2, 12, 6).requires_grad_(), numbers(2, 12, 5)
+        y = second(F.gelu(first(x)))
+        (y * weight).sum().backward()
+
+        column = ColumnParallelLinear(6, 24, sequence_parallel=by_tokens, seed=1).double()
+        row = RowParallelLinear(24, 5, sequence_parallel=by_tokens, seed=2).double()
+        mine = [own_part(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
+        part = mine[0].requires_grad_()
+        ours = row(F.gelu(column(part)))
+        (ours * mine[1]).sum().backward()
+        if by_tokens:
+            actual = {
+                "y": gathered(ours, 1),
+                "x": gathered(part.grad, 1),
+                "row.bias": summed(row.bias.grad, None),
+            }
+        else:
+            actual = {"y": ours.detach(), "x": part.grad, "row.bias": row.bias.grad}
+        actual |= {
+            "column.weight": gathered(column.weight.grad, 0),
+            "column.bias": gathered(column.bias.grad, 0),
+            "row.weight": gathered(row.weight.grad, 1),
+        }
+        expected = {"y": y.detach(), "x": x.grad, "row.bias": second.bias.grad}
+        expected |= {
+            "column.weight": first.weight.grad,
+            "column.bias": first.bias.grad,
+            "row.weight": second.weight.grad,
+        }
+        assert_same(actual, expected)
+
+    run_ranks(compare, n)
+
+
+def test_the_whole_output_may_be_gathered_and_a_whole_input_split():
+    def compare(cluster: Cluster) -> None:
+        for inputs, ours in (
+            (6, ColumnParallelLinear(6, 12, gather_output=True, seed=5)),
+            (12, RowParallelLinear(12, 12, split_input=True, seed=5)),
+        ):
+            plain = plain_linear(inputs, 12, seed=5)
+            ours.double()
+            xs = [numbers(7, inputs).requires_grad_() for _ in range(2)]
+            y, expected = ours(xs[0]), plain(xs[1])
+            for output in (y, expected):
+                output.square().sum().backward()
+            assert_same({"y": y.detach(), "x": xs[0].grad}, {"y": expected.detach(), "x": xs[1].grad})
+
+    run_ranks(compare, 3)
+
+
+def test_the_bias_of_a_row_layer_is_added_once():
+    def look(cluster: Cluster) -> None:
+        layer = RowParallelLinear(4, 3, seed=0).double()
+        layer.bias.data.copy_(torch.tensor([1.0, 2.0, 3.0]))
+        y = layer(torch.zeros(5, 2).double())
+        y.sum().backward()
+        assert_same({"y": y.detach()}, {"y": torch.tensor([[1.0, 2.0, 3.0]]).expand(5, 3)}, what="output")
+        assert_same({"bias": layer.bias.grad}, {"bias": torch.full((3,), 5.0)})
+
+    run_ranks(look, 2)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_an_embedding_finds_each_word_on_the_rank_that_has_it(n: int):
+    def compare(cluster: Cluster) -> None:
+        with seeded(3):
+            plain = nn.Embedding(61, 6).double()
+        tokens = torch.cat([torch.arange(61), torch.tensor([0, 60, 60])]).view(2, 32)[:, :24]
+        weight = numbers(2, 24, 6)
+        y = plain(tokens)
+        (y * weight).sum().backward()
+        for by_tokens in (False, True):
+            ours = VocabParallelEmbedding(61, 6, sequence_parallel=by_tokens, seed=3).double()
+            found = ours(tokens)
+            (found * (own_part(weight, 1, None) if by_tokens else weight)).sum().backward()
+            actual = {
+                "y": gathered(found, 1) if by_tokens else found.detach(),
+                "weight": gathered(ours.weight.grad, 0)[:61],
+            }
+            assert_same(actual, {"y": y.detach(), "weight": plain.weight.grad})
+
+    run_ranks(compare, n)
+
+
+def test_widths_that_do_not_divide_are_refused_in_a_sentence():
+    def refuse(cluster: Cluster) -> None:
+        with pytest.raises(WorkbookError, match=r"^7 outputs cannot be divided among 2 ranks equally\.$"):
+            ColumnParallelLinear(4, 7)
+        with pytest.raises(WorkbookError, match=r"^7 inputs cannot be divided among 2 ranks equally\.$"):
+            RowParallelLinear(7, 4)
+
+    run_ranks(refuse, 2)
+
+
+class Products(TorchDispatchMode):
+    """Notes each matrix product in `events`."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self._events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed():
+    def look(cluster: Cluster, name: str, by_tokens: bool) -> list[str]:
+        events: list[str] = []
+        original = getattr(layers, name)
+
+        class Watched:
+            def __init__(self, *args, **options) -> None:
+                events.append("launched")
+                assert by_tokens or options["async_op"]
+                self._work = original(*args, **options)
+
+            def wait(self):
+                events.append("awaited")
+                return self._work.wait()
+
+        layer = ColumnParallelLinear(6, 12, sequence_parallel=by_tokens)
+        y = layer(torch.ones(2, 4, 6, requires_grad=True))
+        with mock.patch.object(layers, name, Watched), Products(events):
+            y.sum().backward()
+        return events
+
+    for name, by_tokens in (("all_reduce", False), ("Scattering", True)):
+        for events in run_ranks(look, 2, name, by_tokens):
+            assert events == ["product", "launched", "product", "awaited"], name

@@ -1,0 +1,114 @@
+"""PyTorch's DTensors train lab's GPT as one process does, and send by comm what the formula says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from lab.check import assert_same, gradients, parameters
+from lab.cluster import Cluster
+from lab.ledger import LEDGER
+from lab.model import GPT, loss_of
+from lab.ranks import RankError, run_ranks
+from tensor_parallel.train_native import (
+    by_comm,
+    finish_gradient_sync,
+    full_state_dict,
+    shard,
+    traffic_per_step,
+)
+from tests.tensor_parallel.equivalence import RTOL, gpt, text
+
+
+def whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+def one_backward(model: GPT, x: Tensor, y: Tensor) -> Any:
+    with loss_parallel():
+        loss: Any = loss_of(model(x), y)  # a DTensor
+        loss.backward()
+    return loss.detach().full_tensor()
+
+
+def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **changes: Any) -> None:
+    """Every gradient at each of some SGD steps, and every parameter after them."""
+    what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
+    reference = gpt(0, **changes)
+    native = shard(gpt(cluster.rank, **changes), cluster.device, sequence_parallel)
+    assert_same(whole(parameters(native)), parameters(reference), 0, f"initial parameter, {what},")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, native)]
+    x, y = text()
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = loss_of(reference(x), y)
+        expected.backward()
+        loss = one_backward(native, x, y)
+        if step:  # what is Partial is whole after full_tensor(), too
+            finish_gradient_sync(native)
+        assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
+        assert_same(whole(gradients(native)), gradients(reference), RTOL, f"gradient, {what}, step {step},")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(whole(parameters(native)), parameters(reference), RTOL, f"parameter, {what},")
+    plain = gpt(1, **changes)
+    plain.load_state_dict(full_state_dict(native))
+    assert_same(parameters(plain), parameters(reference), RTOL, f"saved parameter, {what},")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, sequence_parallel)
+        compare_with_one_process(cluster, sequence_parallel, tied=False, num_kv_heads=6)
+
+    run_ranks(compare, n)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_by_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        x, y = text(16)
+        native = shard(gpt(0), cluster.device, sequence_parallel).float()
+        one_backward(native, x, y)
+        finish_gradient_sync(native)
+        untouched = gradients(native)
+        native.zero_grad()
+        before = LEDGER.total()
+        with by_comm():
+            one_backward(native, x, y)
+            finish_gradient_sync(native)
+        counted = LEDGER.total() - before
+        assert_same(whole(gradients(native)), whole(untouched), 0)
+        assert counted == traffic_per_step(cluster, native, len(x), sequence_parallel)
+        before = LEDGER.total()
+        one_backward(native, x, y)
+        assert LEDGER.total() == before  # it is over with the block
+
+    run_ranks(compare, 2)
+
+
+def test_tied_weights_stay_one_parameter():
+    def check(cluster: Cluster) -> bool:
+        model = shard(gpt(0), cluster.device)
+        return model.head.weight is model.token_embedding.weight
+
+    assert all(run_ranks(check, 2))
+
+
+def test_what_cannot_be_divided_is_refused_in_one_sentence():
+    def heads(cluster: Cluster) -> None:
+        shard(gpt(0, num_heads=12, num_kv_heads=3), cluster.device)
+
+    def tokens(cluster: Cluster) -> None:
+        shard(gpt(0), cluster.device, sequence_parallel=True)(text(13)[0])
+
+    with pytest.raises(RankError, match="3 key and value heads cannot be divided among 2 ranks equally"):
+        run_ranks(heads, 2)
+    with pytest.raises(RankError, match="13 tokens cannot be divided among 2 ranks equally"):
+        run_ranks(tokens, 2)
