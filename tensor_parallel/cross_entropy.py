@@ -32,7 +32,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Mean over the tokens not ignored, as F.cross_entropy on the whole logits; a scalar, on every rank.
 
-    `num_words` is the size of the vocabulary without padding; by default nothing is padded.
+    `num_words` is the size of the vocabulary without padding; by default nothing is padded. IndexError for a
+    target outside of it.
     """
     words = logits_tw.shape[-1]
     num_words = words * dist.get_world_size(group) if num_words is None else num_words
@@ -49,6 +50,9 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, targets: Tensor, num_words: int, group: Group, ignore: int, smoothing: float
     ) -> Tensor:
         words, pattern = logits.shape[-1], fastest_pattern("all_reduce", group)
+        counted = targets != ignore
+        if ((targets < 0) | (targets >= num_words)).logical_and(counted).any():
+            raise IndexError(f"a target is outside of the {num_words} words")
         real = min(words, max(0, num_words - dist.get_rank(group) * words))  # the rest is padding
         values = logits[:, :real].float() if logits.itemsize < 4 else logits[:, :real]
         largest = values.new_full((len(targets),), -torch.inf) if real == 0 else values.amax(-1)
@@ -66,7 +70,6 @@ class _CrossEntropy(Function):
         total, at_target, everything = sums
 
         losses = total.log() + largest - (1 - smoothing) * at_target - smoothing / num_words * everything
-        counted = targets != ignore
         ctx.save_for_backward(exps, total, mine, is_mine, counted)
         ctx.smoothing, ctx.num_words, ctx.words, ctx.dtype = smoothing, num_words, words, logits.dtype
         return losses.where(counted, 0).sum() / counted.sum()

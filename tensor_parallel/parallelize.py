@@ -91,6 +91,7 @@ class TensorParallel(nn.Module):
                 self.dims[name] = self._cut[parameter]
             elif self.sequence_parallel and not any(parameter is known for known in self._by_tokens):
                 self._by_tokens.append(parameter)
+        self._cut.clear()  # with the part of a tied head that its embedding's has replaced
 
     def forward(self, x: Tensor) -> Tensor:
         time = x.shape[1] if isinstance(self.module, GPT) else 0
@@ -118,10 +119,11 @@ class TensorParallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As torch's clip_grad_norm_ on the whole model: cut parameters add up, others count once."""
-        mine, common = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        device = next(self.module.parameters()).device
+        mine, common = torch.zeros(2, dtype=torch.float64, device=device)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                square = parameter.grad.double().square().sum().cpu()
+                square = parameter.grad.double().square().sum()
                 (mine if name in self.dims else common).add_(square)
         all_reduce(mine, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
         norm = (mine + common).sqrt()

@@ -38,7 +38,7 @@ class Run(comm.run.Run):
         self._activations: int | None = None
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
-        """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit and dropout everywhere.
+        """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
 
         s b h (10 + 24/n + 5 a s / (h n)) for each layer; with sequence parallelism the 10 are divided too.
         """

@@ -179,3 +179,12 @@ def test_at_its_peak_it_has_an_nth_of_the_memory_of_the_whole_one(dtype: torch.d
             for ours, whole in run_ranks(measure, n, smoothing):
                 assert whole > 2 * tokens * words * dtype.itemsize  # the measure sees something
                 assert ours <= 1.2 / n * whole, f"{ours / whole:.3f} of the whole one's, on {n} ranks"
+
+
+def test_a_target_outside_of_the_vocabulary_is_refused_on_all_ranks():
+    def ask(cluster) -> None:
+        for target in (-1, 7, 8):
+            with pytest.raises(IndexError, match="a target is outside of the 7 words"):
+                vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([target]), num_words=7)
+
+    run_ranks(ask, 2)

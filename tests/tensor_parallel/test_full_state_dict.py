@@ -1,6 +1,5 @@
 """What a tensor parallel model saves a plain one loads, and another number of ranks."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,8 +9,6 @@ from lab.model import MLP
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt, text, whole
-
-BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 
 
 def trained(cluster: Cluster, tied: bool, sequence_parallel: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -47,17 +44,26 @@ def loss_of_plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@BOTH_MODES
-def test_four_ranks_save_what_one_process_three_ranks_and_one_load(tied: bool, sequence_parallel: bool):
-    (state, logits), *others = run_ranks(trained, 4, tied, sequence_parallel)
-    for other, _ in others:
-        assert_same(other, state, 0, "on another rank, it")
-    plain = gpt(1, tied=tied)
-    plain.load_state_dict(state)
-    assert_same({"logits": plain(text()[0]).detach()}, {"logits": logits}, what="output")
-    run_ranks(loads, 3, state, logits, tied, sequence_parallel)
-    run_ranks(loads, 1, state, logits, tied, not sequence_parallel)
+def test_four_ranks_save_what_one_process_three_ranks_and_one_load():
+    cases = [(tied, by_tokens) for tied in (True, False) for by_tokens in (False, True)]
+
+    def save_all(cluster: Cluster) -> list[tuple[dict[str, Tensor], Tensor]]:
+        return [trained(cluster, *case) for case in cases]
+
+    def load_all(cluster: Cluster, saved: list[tuple[dict[str, Tensor], Tensor]]) -> None:
+        for (tied, by_tokens), (state, logits) in zip(cases, saved, strict=True):
+            loads(cluster, state, logits, tied, by_tokens)
+
+    first, *others = run_ranks(save_all, 4)
+    for other in others:
+        for (state, _), (same, _) in zip(first, other, strict=True):
+            assert_same(same, state, 0, "on another rank, it")
+    for (tied, _), (state, logits) in zip(cases, first, strict=True):
+        plain = gpt(1, tied=tied)
+        plain.load_state_dict(state)
+        assert_same({"logits": plain(text()[0]).detach()}, {"logits": logits}, what="output")
+    run_ranks(load_all, 3, first)
+    run_ranks(load_all, 1, [first[i] for i in (1, 0, 3, 2)])  # in the other mode
 
 
 def test_what_is_saved_is_a_copy_and_a_plain_models_state_has_the_same_names_and_shapes():

@@ -7,6 +7,7 @@ from torch import nn
 from lab.check import replicas_equal
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.memory import live_bytes
 from lab.model import MLP
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import parallelize
@@ -43,23 +44,23 @@ def test_what_all_ranks_have_counts_once_in_the_norm():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@BOTH_MODES
-def test_query_heads_that_share_keys_and_values_stay_with_them(n: int, sequence_parallel: bool):
+def test_query_heads_that_share_keys_and_values_stay_with_them(n: int):
     def compare(cluster: Cluster) -> None:
-        heads = {"num_kv_heads": 6 if n < 4 else 4}
-        compare_with_one_process(cluster, sequence_parallel, steps=2, **heads)
-        compare_with_one_process(cluster, sequence_parallel, steps=2, tied=False, num_layers=1, **heads)
+        for sequence_parallel in (False, True):
+            heads = {"num_kv_heads": 6 if n < 4 else 4}
+            compare_with_one_process(cluster, sequence_parallel, steps=2, **heads)
+            compare_with_one_process(cluster, sequence_parallel, steps=2, tied=False, num_layers=1, **heads)
 
     run_ranks(compare, n)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@BOTH_MODES
-def test_with_the_same_masks_dropout_changes_nothing_about_that(n: int, sequence_parallel: bool):
+def test_with_the_same_masks_dropout_changes_nothing_about_that(n: int):
     def compare(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, sequence_parallel, dropout=0.3, num_layers=1)
-        heads = {"num_kv_heads": 6 if n < 4 else 4}
-        compare_with_one_process(cluster, sequence_parallel, dropout=0.3, time=11, steps=2, **heads)
+        for sequence_parallel in (False, True):
+            compare_with_one_process(cluster, sequence_parallel, dropout=0.3, num_layers=1)
+            heads = {"num_kv_heads": 6 if n < 4 else 4}
+            compare_with_one_process(cluster, sequence_parallel, dropout=0.3, time=11, steps=2, **heads)
 
     run_ranks(compare, n)
 
@@ -75,39 +76,46 @@ def test_the_tokens_may_be_any_number_from_one_to_the_block_size(n: int):
     run_ranks(compare, n)
 
 
-@BOTH_MODES
-def test_more_tokens_than_the_block_size_are_refused(sequence_parallel: bool):
+def test_more_tokens_than_the_block_size_are_refused():
     def refuse(cluster: Cluster) -> None:
-        model = parallelize(gpt(num_layers=1), None, sequence_parallel)
-        with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
-            model(text(17)[0])
+        for sequence_parallel in (False, True):
+            model = parallelize(gpt(num_layers=1), None, sequence_parallel)
+            with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
+                model(text(17)[0])
 
     run_ranks(refuse, 3)
 
 
-@BOTH_MODES
-def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs(sequence_parallel: bool):
+def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs():
     def compare(cluster: Cluster) -> None:
-        for frozen in (
-            [
-                "position_embedding",
-                "blocks.0.attention.q_proj",
-                "blocks.1.mlp.up_proj.bias",
-                "final_norm.weight",
-            ],
-            ["token_embedding", "position_embedding", "blocks.0.attention_norm", "blocks.1.mlp.down_proj"],
-            ["head", "blocks.0", "blocks.1.attention.o_proj.bias"],
-        ):
-            compare_with_one_process(cluster, sequence_parallel, steps=2, clip=0.1, tied=False, frozen=frozen)
+        for sequence_parallel in (False, True):
+            for frozen in (
+                [
+                    "position_embedding",
+                    "blocks.0.attention.q_proj",
+                    "blocks.1.mlp.up_proj.bias",
+                    "final_norm.weight",
+                ],
+                [
+                    "token_embedding",
+                    "position_embedding",
+                    "blocks.0.attention_norm",
+                    "blocks.1.mlp.down_proj",
+                ],
+                ["head", "blocks.0", "blocks.1.attention.o_proj.bias"],
+            ):
+                compare_with_one_process(
+                    cluster, sequence_parallel, steps=2, clip=0.1, tied=False, frozen=frozen
+                )
 
     run_ranks(compare, 2)
 
 
-@BOTH_MODES
-def test_clipping_takes_the_norm_of_the_whole_model(sequence_parallel: bool):
+def test_clipping_takes_the_norm_of_the_whole_model():
     def compare(cluster: Cluster) -> None:
-        for clip in (1e-3, 0.1, 1e3):  # the last one changes nothing
-            compare_with_one_process(cluster, sequence_parallel, clip=clip, steps=2, num_layers=1)
+        for sequence_parallel in (False, True):
+            for clip in (1e-3, 0.1, 1e3):  # the last one changes nothing
+                compare_with_one_process(cluster, sequence_parallel, clip=clip, steps=2, num_layers=1)
 
     run_ranks(compare, 3)
 
@@ -123,39 +131,56 @@ def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers(n: int):
     run_ranks(compare, n)
 
 
-@BOTH_MODES
-def test_what_every_rank_has_whole_stays_the_same_to_the_bit(sequence_parallel: bool):
+def test_what_every_rank_has_whole_stays_the_same_to_the_bit():
     def train(cluster: Cluster) -> None:
-        model = parallelize(gpt(cluster.rank, dropout=0.1, num_layers=1).float(), None, sequence_parallel)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        x, y = text(11)
-        for _ in range(4):
-            optimizer.zero_grad()
-            model.loss(model(x), y).backward()
-            model.finish_gradient_sync()
-            model.clip_grad_norm_(1.0)
-            optimizer.step()
-        replicated = nn.ParameterList(
-            p for name, p in model.module.named_parameters() if name not in model.dims
-        )
-        assert len(replicated) == 9 and replicas_equal(cluster, replicated)
+        for sequence_parallel in (False, True):
+            model = parallelize(gpt(cluster.rank, dropout=0.1, num_layers=1).float(), None, sequence_parallel)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            x, y = text(11)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model.loss(model(x), y).backward()
+                model.finish_gradient_sync()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+            replicated = nn.ParameterList(
+                p for name, p in model.module.named_parameters() if name not in model.dims
+            )
+            assert len(replicated) == 9 and replicas_equal(cluster, replicated)
 
     run_ranks(train, 3)
 
 
-@BOTH_MODES
-def test_gradients_of_several_backwards_add_up(sequence_parallel: bool):
-    def accumulate(cluster: Cluster) -> list[torch.Tensor]:
-        model = parallelize(gpt(num_layers=1), None, sequence_parallel)
-        x, y = text()
-        (model.loss(model(x), y)).backward()
-        model.finish_gradient_sync()
-        once = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        for part in (slice(0, 2), slice(2, 4)):
-            (model.loss(model(x[part]), y[part]) / 2).backward()
-        model.finish_gradient_sync()
-        torch.testing.assert_close([p.grad for p in model.parameters()], once, rtol=1e-9, atol=1e-12)
+def test_a_rank_holds_an_nth_of_what_is_cut_and_nothing_of_the_plain_model():
+    def measure(cluster: Cluster) -> None:
+        for sequence_parallel in (False, True):
+            for tied in (False, True):
+                sizes = {name: parameter.nbytes for name, parameter in gpt(tied=tied).named_parameters()}
+                before = live_bytes({})["other"]
+                model = parallelize(gpt(tied=tied), None, sequence_parallel)
+                held = live_bytes({"parameters": model.parameters()})
+                padding = (2 - tied) * 3 * 24 * 8  # 61 words are 64 for 4 ranks
+                cut = sum(size for name, size in sizes.items() if name in model.dims) + padding
+                whole = sum(size for name, size in sizes.items() if name not in model.dims)
+                assert held == {"parameters": cut // 4 + whole, "other": before}
+                del model
+
+    run_ranks(measure, 4)
+
+
+def test_gradients_of_several_backwards_add_up():
+    def accumulate(cluster: Cluster) -> None:
+        for sequence_parallel in (False, True):
+            model = parallelize(gpt(num_layers=1), None, sequence_parallel)
+            x, y = text()
+            (model.loss(model(x), y)).backward()
+            model.finish_gradient_sync()
+            once = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            for part in (slice(0, 2), slice(2, 4)):
+                (model.loss(model(x[part]), y[part]) / 2).backward()
+            model.finish_gradient_sync()
+            torch.testing.assert_close([p.grad for p in model.parameters()], once, rtol=1e-9, atol=1e-12)
 
     run_ranks(accumulate, 2)
 

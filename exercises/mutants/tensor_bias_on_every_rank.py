@@ -1,0 +1,18 @@
+"""A row layer's bias counts n times: unseen while biases are zero, wrong once they are trained or loaded."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensor_parallel.functions import scatter_sums, split, sum_over_ranks
+
+TARGET = "tensor_parallel.layers.RowParallelLinear.forward"
+KILLER = "tests.tensor_parallel.test_layers.test_the_bias_of_a_row_layer_is_added_once"
+
+
+def mutant(self, x: Tensor) -> Tensor:
+    if self.split_input:
+        x = split(x, -1, self.group)
+    term = F.linear(x, self.weight, self.bias)
+    if self.sequence_parallel:
+        return scatter_sums(term, 1, self.group)
+    return sum_over_ranks(term, self.group)

@@ -1,0 +1,23 @@
+"""Right, but slow: the backward waits for the input's gradient before it computes the weight's."""
+
+from torch import Tensor
+
+from tensor_parallel.functions import Gathering, Scattering, summed
+
+TARGET = "tensor_parallel.layers._ColumnParallel.backward"
+KILLER = (
+    "tests.tensor_parallel.test_layers.test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed"
+)
+
+
+def mutant(ctx, *grads: Tensor):
+    x, *weights = ctx.saved_tensors
+    grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+    if ctx.by_tokens:
+        x, grad_x = Gathering(x, 1, ctx.group).wait(), Scattering(grad_x, 1, ctx.group).wait()
+    else:
+        grad_x = summed(grad_x, ctx.group)
+    outputs = [grad.flatten(0, -2) for grad in grads]
+    grad_weights = [grad.t() @ x.flatten(0, -2) for grad in outputs]
+    grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
+    return grad_x, None, None, None, *grad_weights, *grad_biases

@@ -1,0 +1,15 @@
+"""Norms and embeddings learn from a rank's own heads alone: replicas drift apart, the loss still falls."""
+
+from torch import Tensor
+
+TARGET = "tensor_parallel.layers._ColumnParallel.backward"
+KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
+
+
+def mutant(ctx, *grads: Tensor):
+    x, *weights = ctx.saved_tensors
+    grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+    outputs = [grad.flatten(0, -2) for grad in grads]
+    grad_weights = [grad.t() @ x.flatten(0, -2) for grad in outputs]
+    grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
+    return grad_x, None, None, None, *grad_weights, *grad_biases

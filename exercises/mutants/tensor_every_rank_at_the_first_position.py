@@ -1,0 +1,13 @@
+"""With sequence parallel each rank counts its tokens from 0: a text's second half is told it is the first."""
+
+from torch import Tensor, nn
+
+from tensor_parallel.functions import own_part
+
+TARGET = "tensor_parallel.parallelize.OwnPositions.forward"
+KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process_by_tokens"
+
+
+def mutant(self, positions_t: Tensor) -> Tensor:
+    mine = own_part(positions_t, 0, self._group)
+    return nn.functional.embedding(positions_t[: len(mine)], self.weight)

@@ -1,0 +1,15 @@
+"""Each rank drops the same of its heads as the others of theirs: one mask n times, less regularisation."""
+
+import contextlib
+from collections.abc import Iterator
+
+TARGET = "tensor_parallel.randomness.RankRandomness.used"
+KILLER = (
+    "tests.tensor_parallel.test_dropout"
+    ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_one"
+)
+
+
+@contextlib.contextmanager
+def mutant(self, device, probability: float = 1.0) -> Iterator[None]:
+    yield

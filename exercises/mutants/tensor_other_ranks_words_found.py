@@ -1,0 +1,16 @@
+"""Every rank adds its first word's row for words that others have: embeddings are off, training hides it."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensor_parallel.functions import scatter_sums, sum_over_ranks
+from tensor_parallel.layers import local_words
+
+TARGET = "tensor_parallel.layers.VocabParallelEmbedding.forward"
+KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
+
+
+def mutant(self, tokens: Tensor) -> Tensor:
+    mine, _ = local_words(tokens, len(self.weight), self.group)
+    term = F.embedding(mine, self.weight)
+    return scatter_sums(term, 1, self.group) if self.sequence_parallel else sum_over_ranks(term, self.group)

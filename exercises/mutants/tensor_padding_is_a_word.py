@@ -1,0 +1,12 @@
+"""What pads the vocabulary has a share of the probability: the loss is a little too large, more with n."""
+
+from torch import Tensor
+
+from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+TARGET = "tensor_parallel.parallelize.TensorParallel.loss"
+KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
+
+
+def mutant(self, logits_btw: Tensor, targets_bt: Tensor) -> Tensor:
+    return vocab_parallel_cross_entropy(logits_btw, targets_bt, None, self.group)

@@ -1,0 +1,16 @@
+"""The stream that all share was seeded with the rank added: the residual stream is another on each rank."""
+
+import torch
+import torch.distributed as dist
+
+TARGET = "tensor_parallel.randomness.RankRandomness.__init__"
+KILLER = (
+    "tests.tensor_parallel.test_dropout"
+    ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_one"
+)
+
+
+def mutant(self, group=None) -> None:
+    self._seed = 1234 + dist.get_rank(group)
+    torch.manual_seed(self._seed)
+    self._states = {}

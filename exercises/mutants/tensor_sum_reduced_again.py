@@ -1,0 +1,29 @@
+"""Gradients are n times too large behind a row layer, n * n behind two: Adam hides it, the loss falls."""
+
+from torch import Tensor
+from torch.autograd import Function
+
+from comm.collectives import Group
+from tensor_parallel.functions import summed
+
+TARGET = "tensor_parallel.functions.sum_over_ranks"
+KILLER = (
+    "tests.tensor_parallel.test_functions.test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum"
+)
+
+
+def mutant(x: Tensor, group: Group = None) -> Tensor:
+    return _SummedBothWays.apply(x, group)
+
+
+class _SummedBothWays(Function):
+    """As torch.distributed.nn's all_reduce, which is for ranks that make different things of the sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.group), None
