@@ -133,28 +133,41 @@ class TensorParallel(nn.Module):
                 parameter.grad.mul_(scale.to(parameter.grad))
         return norm
 
+    def traffic_per_block(self, batch: int, time: int) -> Traffic:
+        """What the formula says this rank sends for a GPT's block, forward and backward."""
+        if not self.sequence_parallel:
+            return self._sent([("all_reduce", self._numel(batch, time))] * 4)
+        # Two column layers gather forward and backward, and scatter backward; two row layers scatter forward
+        # and gather backward.
+        one = self._numel(batch, time)
+        return self._sent([("all_gather", one)] * 6 + [("reduce_scatter", one)] * 4)
+
     def traffic_per_step(self, batch: int, time: int, is_clipped: bool = False) -> Traffic:
-        """What the formula says a GPT's step sends: forward, backward, loss, and what is added up then."""
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        config, itemsize = self.module.config, next(self.module.parameters()).itemsize
-        tokens = batch * time
-        padded = batch * (time + -time % ranks if self.sequence_parallel else time)
-        one = padded * config.width
-        # Of a block: two column layers gather forward and backward and scatter backward, two row layers
-        # scatter forward and gather backward. The embedding is as a row layer, the head as a column layer.
-        ops = [("all_reduce", one)] * (4 * config.num_layers + 2)
+        """What the formula says a GPT's step sends: blocks, embedding, head, loss, what is added up."""
+        one, tokens = self._numel(batch, time), batch * time
+        # The embedding is as a row layer, the head as a column layer.
+        rest = [("all_reduce", one)] * 2
         if self.sequence_parallel:
-            ops = [("all_gather", one)] * (6 * config.num_layers + 3)
-            ops += [("reduce_scatter", one)] * (4 * config.num_layers + 2)
-            ops += [("all_reduce", sum(parameter.numel() for parameter in self._by_tokens))]
-        ops += [("all_reduce", tokens), ("all_reduce", 3 * tokens)]  # the cross entropy
-        total = Traffic()
-        for op, numel in ops:
-            total += cost.per_rank(op, fastest_pattern(op, self.group), numel, itemsize, ranks, rank)
-        if is_clipped:
-            pattern = fastest_pattern("all_reduce", self.group)
-            total += cost.per_rank("all_reduce", pattern, 1, 8, ranks, rank)
-        return total
+            rest = [("all_gather", one)] * 3 + [("reduce_scatter", one)] * 2
+            rest += [("all_reduce", sum(parameter.numel() for parameter in self._by_tokens))]
+        rest += [("all_reduce", tokens), ("all_reduce", 3 * tokens)]  # the cross entropy
+        blocks = [self.traffic_per_block(batch, time)] * self.module.config.num_layers
+        norm = self._sent([("all_reduce", 1)] * is_clipped, itemsize=8)
+        return sum(blocks, self._sent(rest) + norm)
+
+    def _numel(self, batch: int, time: int) -> int:
+        """Of what lies between two halves of a block, with padding."""
+        ranks = dist.get_world_size(self.group)
+        padded = time + -time % ranks if self.sequence_parallel else time
+        return batch * padded * self.module.config.width
+
+    def _sent(self, ops: list[tuple[str, int]], itemsize: int | None = None) -> Traffic:
+        place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        itemsize = itemsize or next(self.module.parameters()).itemsize
+        traffics = (
+            cost.per_rank(op, fastest_pattern(op, self.group), numel, itemsize, *place) for op, numel in ops
+        )
+        return sum(traffics, Traffic())
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """What a plain model of the same class loads; whole on every rank, so every rank must call it."""

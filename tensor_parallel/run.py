@@ -2,17 +2,19 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import comm.run
 from comm import checkpoint
 from comm.run import TrainArgs
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.ledger import LEDGER
 from lab.memory import saved_activations
 from tensor_parallel.functions import Gathering
 from tensor_parallel.parallelize import TensorParallel
@@ -36,6 +38,7 @@ class Run(comm.run.Run):
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
         super().__init__(cluster, args, run_mode, whole_batch=True)
         self._activations: int | None = None
+        self._block_bytes = self._block_formula = 0
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
         """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
@@ -48,14 +51,30 @@ class Run(comm.run.Run):
         return config.num_layers * tokens * h * (outside + 24 / n + 5 * a * config.block_size / (h * n))
 
     @contextlib.contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
-        """Around a forward: of the first one, what autograd keeps for the backward is counted."""
+    def watched(self, model: TensorParallel, x: Tensor) -> Iterator[None]:
+        """Around a forward of `x`: of the first one, what autograd keeps for the backward is counted.
+
+        And so is what the first block sends, forward and backward.
+        """
         if self._activations is not None:
             yield
             return
+        block, self._block_formula = model.module.blocks[0], model.traffic_per_block(*x.shape).bytes_sent
+        hooks = [
+            block.register_forward_pre_hook(lambda *_: self._count(-1)),
+            block.register_forward_hook(lambda *_: self._count(1)),
+            block.register_full_backward_pre_hook(lambda *_: self._count(-1)),
+        ]
+        # The last one is called when the block's backward is over; then all of them go.
+        hooks.append(block.register_full_backward_hook(lambda *_: self._count(1, hooks)))
         with saved_activations(model.parameters) as saved:
             yield
         self._activations = saved.bytes
+
+    def _count(self, sign: int, hooks: Sequence[RemovableHandle] = ()) -> None:
+        self._block_bytes += sign * LEDGER.total().bytes_sent
+        for hook in hooks:
+            hook.remove()
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """As comm.run's, of the whole model put together; all ranks must call it."""
@@ -64,6 +83,8 @@ class Run(comm.run.Run):
         whole.load_state_dict(model.full_state_dict())
         return super().finish(
             whole,
+            block_bytes=self._block_bytes,
+            block_bytes_formula=self._block_formula,
             activations_bytes=self._activations,
             activations_formula_bytes=self._activations_formula(model.sequence_parallel),
             **extras,

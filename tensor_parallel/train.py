@@ -33,7 +33,7 @@ def main(cluster: Cluster, args: Args) -> None:
         x, y = run.batch(step)
         with run.step() as this:
             optimizer.zero_grad()
-            with span("forward", "forward"), run.watched(model):
+            with span("forward", "forward"), run.watched(model, x):
                 loss = model.loss(model(x), y)
             with span("backward", "backward"):
                 loss.backward()

@@ -1,0 +1,106 @@
+"""The train scripts of this folder as users run them: what they report, checkpoints, and mistakes."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import comm.run
+from comm.cost import Link
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+from tensor_parallel import train, train_native, train_sequence_parallel
+from tensor_parallel.run import Args, Run
+
+SCRIPTS = {"tensor_parallel": train, "sequence_parallel": train_sequence_parallel}
+
+
+def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
+    """What a short run of the script reports on this rank."""
+    summaries = []
+    finish = Run.finish
+
+    def noting(self: Run, *args: Any, **extras: Any) -> dict[str, Any]:
+        summaries.append(finish(self, *args, **extras))
+        return summaries[-1]
+
+    args = dataclasses.replace(Args(steps=3, batch_size=2, size="tiny", seed=1), **changes)
+    with (
+        mock.patch.object(Run, "finish", noting),
+        mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+    ):
+        SCRIPTS[name].main(cluster, args)
+    return summaries[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_is_sent_is_the_formulas_for_a_block_and_for_the_run(n: int):
+    def report(cluster) -> list[dict[str, Any]]:
+        return [summary(cluster, name, clip=clip) for name in SCRIPTS for clip in (None, 1.0)]
+
+    for one in [one for by_rank in run_ranks(report, n) for one in by_rank]:
+        assert one["bytes_sent"] == one["bytes_formula"]
+        assert one["messages_sent"] == one["messages_formula"]
+        assert one["block_bytes"] == one["block_bytes_formula"]
+        assert (one["block_bytes"] > 0) == (n > 1)
+        assert one["replicas_equal"]
+
+
+def test_sequence_parallelism_keeps_fewer_activations():
+    def kept(cluster) -> list[int]:
+        return [summary(cluster, name, steps=1)["activations_bytes"] for name in SCRIPTS]
+
+    whole, by_tokens = run_ranks(kept, 4)[0]
+    assert by_tokens < 0.7 * whole
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks_and_in_the_other_mode(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+
+    def first(cluster) -> None:
+        summary(cluster, "tensor_parallel", steps=2, checkpoint=folder)
+
+    def rest(cluster) -> float:
+        return summary(cluster, "sequence_parallel", steps=4, checkpoint=folder, resume=True)["last_loss"]
+
+    run_ranks(first, 4)
+    in_two_parts = run_ranks(rest, 2)[0]
+    in_one_go = run_ranks(lambda cluster: summary(cluster, "tensor_parallel", steps=4)["last_loss"], 1)[0]
+    assert in_two_parts == pytest.approx(in_one_go, rel=1e-5)
+
+
+def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
+    def refuse(cluster) -> None:
+        for changes, sentence in (
+            ({"metronome": "20ms"}, "--metronome runs no layer"),
+            ({"clip": 0.0}, "--clip 0: the largest norm is a number above 0"),
+            ({"steps": 0}, "--steps 0: there must be at least one"),
+        ):
+            with pytest.raises(WorkbookError, match=sentence):
+                summary(cluster, "tensor_parallel", **changes)
+        with pytest.raises(WorkbookError, match="4 query heads cannot be divided among 3 ranks equally"):
+            summary(cluster, "sequence_parallel")
+
+    run_ranks(refuse, 3)
+
+
+def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
+    def run(cluster) -> None:
+        ours = summary(cluster, "tensor_parallel")
+        for sequence_parallel in (False, True):
+            args = train_native.Args(steps=3, batch_size=2, size="tiny", seed=1)
+            returned: list[dict[str, Any]] = []
+            finish = comm.run.Run.finish
+            with (
+                mock.patch.object(comm.run.Run, "finish", lambda *a, **k: returned.append(finish(*a, **k))),
+                mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+            ):
+                train_native.main(cluster, dataclasses.replace(args, sequence_parallel=sequence_parallel))
+            [theirs] = returned
+            assert theirs["bytes_sent"] == theirs["bytes_formula"] > 0
+            assert theirs["replicas_equal"]
+            assert theirs["last_loss"] == pytest.approx(ours["last_loss"], rel=1e-4)
+
+    run_ranks(run, 2)
