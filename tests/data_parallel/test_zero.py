@@ -63,14 +63,10 @@ def numbers() -> tuple[Tensor, Tensor]:
 def test_gradients_and_parameters_are_those_of_one_process_with_any_optimizer_and_clipping():
     def compare(cluster) -> None:
         for stage in STAGES:
-            for optimizer in OPTIMIZERS:
-                for clip in (None, 0.01):
-                    compare_with_one_process(
-                        cluster, stage, optimizer, deep_gpt, text_loss, text(), clip=clip
-                    )
+            for optimizer, clip in (("sgd", None), ("momentum", 0.01), ("adamw", 0.01), ("adamw", 1e9)):
+                compare_with_one_process(cluster, stage, optimizer, deep_gpt, text_loss, text(), (1, 2), clip)
 
-    for n in (2, 3):
-        run_ranks(compare, n, timeout=120)
+    run_ranks(compare, 3, timeout=120)
 
 
 @pytest.mark.parametrize("stage", STAGES)
