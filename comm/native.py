@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from comm import cost, slow_link
 from comm.header import RowExchange
+from comm.native_handle import NativeHandle, failed
 from comm.order import Handle, queue_of
 from comm.shards import shards_of
-from comm.wire import CommError, Group, Wire, peer_trouble
+from comm.wire import CommError, Group, Wire
 from lab import timeline
 from lab.ledger import LEDGER
 
@@ -24,59 +25,6 @@ _REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-
-class NativeHandle:
-    """torch's own work under way, with the interface of comm.order.Handle."""
-
-    def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
-        self._op, self._work, self._finish = op, work, finish
-        self._callbacks: list[Callable[[BaseException | None], None]] = []
-
-    def wait(self) -> None:
-        """Block until the operation has ended; raises CommError when a peer is gone or the time is up."""
-        if self._work is not None:
-            with timeline.span("wait", "wait"):
-                self.end()
-
-    def end(self) -> None:
-        """As `wait()`, on a thread that nobody would miss meanwhile."""
-        work, self._work = self._work, None
-        if work is None:
-            return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            failure = _failed(self._op, error)
-            self._call_back(failure)
-            raise failure from error
-        if self._finish is not None:
-            self._finish()
-        self._call_back(None)
-
-    def is_completed(self) -> bool:
-        """True once `wait()` would not block."""
-        return self._work is None or self._work.is_completed()
-
-    def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Have `callback(error)` called when it has ended: on torch's thread, or at once if it has.
-
-        Where torch cannot tell (gloo's reduce-scatter), it is called by `wait()`.
-        """
-        if self._work is None:
-            callback(None)
-            return
-        try:
-            future = self._work.get_future()
-        except RuntimeError:  # gloo's reduce-scatter has none: its last part, a slice, is done in wait()
-            self._callbacks.append(callback)
-        else:
-            future.add_done_callback(lambda future: callback(_error_of(self._op, future)))
-
-    def _call_back(self, error: BaseException | None) -> None:
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(error)
 
 
 Pending = Handle | NativeHandle
@@ -227,7 +175,7 @@ def _start(
     try:
         handle = NativeHandle(op, start(), finish)
     except RuntimeError as error:
-        raise _failed(op, error) from error
+        raise failed(op, error) from error
     if timeline.is_recording():
         handle.when_done(lambda _: _record(op, num_bytes, started))
     if not async_op:
@@ -259,7 +207,7 @@ def _start_slowly(
             try:
                 NativeHandle(op, start(), finish).end()
             except RuntimeError as error:
-                raise _failed(op, error) from error
+                raise failed(op, error) from error
             toll.pay()
 
     return queue.submit(job, async_op)
@@ -268,20 +216,6 @@ def _start_slowly(
 def _record(op: str, num_bytes: int, started: int) -> None:
     lane = "communication"
     timeline.record(op, "communication", started, timeline.now(), lane=lane, pattern="torch", bytes=num_bytes)
-
-
-def _failed(op: str, error: RuntimeError) -> CommError:
-    if isinstance(error, CommError):
-        return error
-    return CommError(f"{op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}.")
-
-
-def _error_of(op: str, future: torch.futures.Future) -> CommError | None:
-    try:
-        future.value()
-    except RuntimeError as error:
-        return _failed(op, error)
-    return None
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
