@@ -113,7 +113,8 @@ class _ColumnParallel(Function):
         grad_weights = [grad.t() @ inputs for grad in outputs]
         grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
         if reducing is not None:
-            grad_x = reducing.wait() if ctx.by_tokens else (reducing.wait(), grad_x)[1]
+            scattered = reducing.wait()
+            grad_x = scattered if ctx.by_tokens else grad_x
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
