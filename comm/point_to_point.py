@@ -28,24 +28,47 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from comm import collectives
+from comm import collectives, slow_link
 from comm.cost import Link
+from comm.order import queue_of
 from comm.rendezvous import joined
 from comm.wire import Group, Transfer, peer_wire
 from lab.cluster import Cluster
 
 
-def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
+class SlowTransfer:
+    """A message behind a slow link, and another one that says when it arrives (comm.slow_link)."""
+
+    def __init__(self, payload: Transfer, arrival: Transfer, is_received: bool) -> None:
+        self._payload, self._arrival, self._is_received = payload, arrival, is_received
+
+    def wait(self) -> None:
+        """As a transfer's; a receiver also waits for the link."""
+        self._payload.wait()
+        self._arrival.wait()
+        if self._is_received:
+            slow_link.wait_for_arrival(int(self._arrival.tensor), self._payload.tensor.nbytes)
+
+
+def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer | SlowTransfer:
     """Start sending a contiguous tensor to rank `dst` of the group; `wait()` before you change it."""
-    return peer_wire(group).isend(tensor.detach(), dst)
+    payload = peer_wire(group).isend(tensor.detach(), dst)
+    if slow_link.current() is None:
+        return payload
+    at = torch.tensor([slow_link.arrival(queue_of(group), tensor.nbytes)], device=tensor.device)
+    return SlowTransfer(payload, peer_wire(group, counted=False).isend(at, dst), is_received=False)
 
 
-def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
+def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | SlowTransfer:
     """Start receiving from rank `src` into a contiguous tensor of the size and dtype it sends.
 
     The k-th receive from a rank meets its k-th send. Nobody compares sizes here: agree on them first.
     """
-    return peer_wire(group).irecv(tensor.detach(), src)
+    payload = peer_wire(group).irecv(tensor.detach(), src)
+    if slow_link.current() is None:
+        return payload
+    at = torch.empty(1, dtype=torch.int64, device=tensor.device)
+    return SlowTransfer(payload, peer_wire(group, counted=False).irecv(at, src), is_received=True)
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:

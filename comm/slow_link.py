@@ -8,6 +8,9 @@ bytes move before either. The payload then moves at this machine's own speed, an
 time that the alpha-beta model gives (comm.cost) is slept away on the communication thread. So the
 processors are as free as behind a real network card, and what a technique hides stays hidden.
 
+A plain message (comm.point_to_point) brings the time along at which it would arrive: when its sender has
+posted it, the sender's link is free, and alpha + bytes * beta have passed. Its receiver sleeps until then.
+
 A machine slower than the link cannot be sped up. And there is one link for each group: two groups that
 would share a network card do not slow each other down.
 """
@@ -19,7 +22,7 @@ from contextlib import contextmanager
 from comm import cost
 from comm.cost import Link
 from comm.order import GroupQueue
-from lab import units
+from lab import timeline, units
 from lab.errors import WorkbookError
 
 _link: Link | None = None
@@ -81,3 +84,22 @@ class Toll:
         if self._cost:
             self._queue.link_free_at = end = self._start + self._cost
             time.sleep(max(0, end - time.perf_counter_ns()) / 1e9)
+
+
+def arrival(queue: GroupQueue, num_bytes: int) -> int:
+    """When a message of so many bytes, posted now, arrives: nanoseconds. It keeps the sender's link busy,
+    but for its latency. Only with a link in use."""
+    assert _link is not None
+    departs = max(time.perf_counter_ns(), queue.link_free_at)
+    queue.link_free_at = departs + int(num_bytes * _link.beta * 1e9)
+    return queue.link_free_at + int(_link.alpha * 1e9)
+
+
+def wait_for_arrival(at: int, num_bytes: int) -> None:
+    """Sleep until a message has arrived, as its sender says; call it once the bytes are here."""
+    if _link is not None:
+        now, takes = time.perf_counter_ns(), int((_link.alpha + num_bytes * _link.beta) * 1e9)
+        # As if it had left just now, at the latest: machines with clocks of their own may say anything.
+        at = min(at, now + takes)
+        time.sleep(max(0, at - now) / 1e9)
+        timeline.record("message", "communication", at - takes, at, lane="communication", bytes=num_bytes)

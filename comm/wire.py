@@ -135,11 +135,11 @@ _peer_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Numbers, Numb
 _peer_numbers = weakref.WeakKeyDictionary()
 
 
-def peer_wire(group: Group) -> Wire:
+def peer_wire(group: Group, counted: bool = True) -> Wire:
     """The wire for plain sends and receives of a group; its numbers go on from call to call."""
     # Only the numbers are kept: a wire holds its group, which would never be freed.
     numbers = _peer_numbers.setdefault(group_of(group), (defaultdict(int), defaultdict(int)))
-    return Wire(group, "point_to_point", "direct", numbers=numbers)
+    return Wire(group, "point_to_point", "direct", numbers=numbers, counted=counted)
 
 
 def group_of(group: Group) -> dist.ProcessGroup:

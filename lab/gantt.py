@@ -1,11 +1,13 @@
 """Events in rows, and a picture of them: a Gantt chart with a row per rank.
 
     draw([Event("F0", "forward", 0, 2_000_000), Event("B0", "backward", 2_000_000, 4_000_000)], "1f1b.svg")
+    draw_panels({"measured": events, "simulated": others}, "both.svg")    one above the other, one time axis
 
 It does not ask where events come from: `lab.timeline` records them, a simulator makes them up.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ COLORS = {
 OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100")  # Paul Tol's muted scheme
 
 # Inches: bars keep their height and a label its place whatever the number of ranks.
-MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP = 0.30, 0.16, 0.03, 0.16
+MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP, NAME_HEIGHT = 0.30, 0.16, 0.03, 0.16, 0.26
 MIN_POINTS = 1.2  # the width of a bar: what took microseconds is a tick in a picture of a second
 FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
 
@@ -89,18 +91,36 @@ def draw(
     inside a call, goes one below the other. `colors`, by kind, adds to `COLORS`. Names stand where they fit.
     The shortest event is still a visible tick, wider than it was long.
     """
+    return draw_panels({"": events}, path, title, width, colors)
+
+
+def draw_panels(
+    panels: Mapping[str, Iterable[Event]],
+    path: str | Path,
+    title: str | None = None,
+    width: float = 11.0,
+    colors: dict[str, str] | None = None,
+) -> Path:
+    """`draw` for several sets of events, by name: one above the other, with one scale of time and one legend.
+
+    Each panel's time begins with its own first event. An event with `args["chunk"]` of 1 or more is drawn
+    darker, so that one can tell which of a rank's stages it belongs to.
+    """
     # Here, because it takes half a second that training need not wait. No pyplot: it keeps figures globally.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    events = list(events)
-    if not events:
-        raise ValueError("nothing to draw: no events. Was start_recording() called before the first span?")
-    zero = min(event.start_ns for event in events)
-    last_ms = max(event.end_ns - zero for event in events) / 1e6 or 1.0
-    palette = _palette([event.kind for event in events], colors or {})
-    bars, labels, bands = _place(events)
+    shown_panels = {name: _from_zero(name, events) for name, events in panels.items()}
+    everything = [event for events in shown_panels.values() for event in events]
+    if not everything:
+        raise ValueError("nothing to draw: no panels.")
+    last_ms = max(event.end_ns for event in everything) / 1e6 or 1.0
+    palette = _palette([event.kind for event in everything], colors or {})
+    bars, labels, bands, names = _place(shown_panels)
     height = bands[-1][1] + RANK_GAP / 2
+    legend = [Patch(color=color, label=kind) for kind, color in palette.items()]
+    if most := max(_chunk(event) for event in everything):
+        legend.append(Patch(color=shade("#BBBBBB", most), label="darker: a later chunk of the rank"))
 
     figure = Figure(figsize=(width, height + (1.3 if title else 1.0)), dpi=150, layout="constrained")
     axes = figure.add_subplot(xlim=(0, last_ms), ylim=(height, 0), xlabel="time (ms)")
@@ -113,10 +133,12 @@ def draw(
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
+    for middle, name in names:
+        axes.text(0, middle, name, size=9, weight="bold", va="center", parse_math=False)
     if title:
         axes.set_title(title, loc="left", fontsize=11)
     figure.legend(
-        handles=[Patch(color=color, label=kind) for kind, color in palette.items()],
+        handles=legend,
         loc="outside lower center",
         ncols=8,
         frameon=False,
@@ -129,8 +151,8 @@ def draw(
     for top, thickness, track in bars:
         # The short ones last: a tick is wider than its event, and the bar that follows must not cover it.
         track = sorted(track, key=lambda event: -event.duration_ns)
-        spans = [((event.start_ns - zero) / 1e6, event.duration_ns / 1e6) for event in track]
-        fills = [palette[event.kind] for event in track]
+        spans = [(event.start_ns / 1e6, event.duration_ns / 1e6) for event in track]
+        fills = [shade(palette[event.kind], _chunk(event)) for event in track]
         # A white rim keeps neighbours apart, but would cover a bar that is hardly wider.
         rims = [
             "white" if length * points_per_ms > 3 else fill
@@ -149,7 +171,7 @@ def draw(
                     top + thickness / 2,
                     event.name,
                     size=size,
-                    color=_readable_on(fill),
+                    color=readable_on(fill),
                     ha="center",
                     va="center_baseline",
                     parse_math=False,
@@ -158,27 +180,63 @@ def draw(
     return Path(path)
 
 
+def shade(color: str, chunk: int) -> str:
+    """The colour for the chunk-th stage of a rank: a quarter darker for each after the first."""
+    if not chunk:
+        return color
+    from matplotlib.colors import to_hex, to_rgb
+
+    red, green, blue = to_rgb(color)
+    factor = 0.75**chunk
+    return to_hex((red * factor, green * factor, blue * factor))
+
+
+def _chunk(event: Event) -> int:
+    return int(event.args.get("chunk", 0))
+
+
+def _from_zero(panel: str, events: Iterable[Event]) -> list[Event]:
+    """The events on a clock that starts with the first of them."""
+    events = list(events)
+    if not events:
+        where = f" in the panel {panel!r}" if panel else ""
+        raise ValueError(
+            f"nothing to draw{where}: no events. Was start_recording() called before the first span?"
+        )
+    zero = min(event.start_ns for event in events)
+    return [event._replace(start_ns=event.start_ns - zero) for event in events]
+
+
 def _place(
-    events: Iterable[Event],
-) -> tuple[list[tuple[float, float, list[Event]]], list[tuple[float, str, bool]], list[tuple[float, float]]]:
+    panels: Mapping[str, Iterable[Event]],
+) -> tuple[
+    list[tuple[float, float, list[Event]]],
+    list[tuple[float, str, bool]],
+    list[tuple[float, float]],
+    list[tuple[float, str]],
+]:
     """Where everything goes, in inches from the top.
 
     Bars: top, thickness, the events of a track. Labels: middle, text, is it a rank's. Bands: a rank's top
-    and bottom.
+    and bottom. Names of panels: middle, text.
     """
-    bars, labels, bands = [], [], []
+    bars, labels, bands, names = [], [], [], []
     y = RANK_GAP / 2
-    for rank, by_lane in lanes(events).items():
-        top = y
-        for lane, spans in by_lane.items():
-            thickness = MAIN_HEIGHT if lane == MAIN_LANE else LANE_HEIGHT
-            labels.append((y + thickness / 2, f"rank {rank}" if y == top else lane, y == top))
-            for track in tracks(spans, nest=False):
-                bars.append((y, thickness, track))
-                y += thickness + TRACK_GAP
-        bands.append((top - TRACK_GAP, y))
-        y += RANK_GAP
-    return bars, labels, bands
+    for name, events in panels.items():
+        if name:
+            names.append((y + NAME_HEIGHT / 2 - TRACK_GAP, name))
+            y += NAME_HEIGHT
+        for rank, by_lane in lanes(events).items():
+            top = y
+            for lane, spans in by_lane.items():
+                thickness = MAIN_HEIGHT if lane == MAIN_LANE else LANE_HEIGHT
+                labels.append((y + thickness / 2, f"rank {rank}" if y == top else lane, y == top))
+                for track in tracks(spans, nest=False):
+                    bars.append((y, thickness, track))
+                    y += thickness + TRACK_GAP
+            bands.append((top - TRACK_GAP, y))
+            y += RANK_GAP
+    return bars, labels, bands, names
 
 
 def _palette(kinds: list[str], given: dict[str, str]) -> dict[str, str]:
@@ -193,14 +251,19 @@ def _fitting_size(text: str, points: float, sizes: tuple[float, ...]) -> float |
     """The first of the font sizes at which `text` is at most `points` wide."""
     if points < 2 * len(text):  # no font is that narrow; spares measuring thousands of slivers
         return None
+    return next((size for size in sizes if _width(text) * size <= points), None)
+
+
+@cache
+def _width(text: str) -> float:
+    """How wide the text is in points, at a font size of 1 point."""
     from matplotlib.textpath import TextPath
 
     path = TextPath((0, 0), text.replace("$", "S"), size=100)  # $ would begin a formula
-    width_at_1 = path.get_extents().width / 100
-    return next((size for size in sizes if width_at_1 * size <= points), None)
+    return path.get_extents().width / 100
 
 
-def _readable_on(color: str) -> str:
+def readable_on(color: str) -> str:
     """Black or white, whichever contrasts more (relative luminance, WCAG 2)."""
     from matplotlib.colors import to_rgb
 

@@ -7,15 +7,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from matplotlib.image import imread
 
 from lab import timeline
 from lab.cluster import Cluster
-from lab.gantt import COLORS, Event, draw, lanes, tracks
+from lab.gantt import Event, lanes, tracks
 from lab.timeline import align, gather, record, recorded, span, start_recording, stop_recording
 
 MS = 1_000_000
@@ -279,66 +277,6 @@ def test_a_track_holds_no_two_events_at_once_unless_nested_ones_are_allowed():
     assert tracks([first_call, outer], nest=True) == [[outer, first_call]], (
         "the one that holds the other first"
     )
-
-
-def where(picture: Path, colour: str) -> np.ndarray:
-    """Which pixels have exactly this colour, shape (height, width)."""
-    pixels = (imread(picture)[..., :3] * 255).round().astype(int)
-    return (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1)
-
-
-def test_the_picture_shows_each_rank_and_each_kind_in_its_colour(tmp_path):
-    events = [Event("forward", "forward", 0, 6 * MS, rank=r) for r in range(2)]
-    events += [Event("step", "optimizer", 6 * MS, 4 * MS, rank=r) for r in range(2)]
-    picture = draw(events, tmp_path / "a.png", title="two ranks")
-    forward, step = where(picture, COLORS["forward"]), where(picture, COLORS["optimizer"])
-    rows_with_forward = forward.sum(axis=1) > forward.shape[1] // 4
-    assert (rows_with_forward[1:] & ~rows_with_forward[:-1]).sum() == 2, "one row of bars per rank"
-    assert 1.2 < forward.sum() / step.sum() < 1.8, "6 ms beside 4 ms"
-
-
-def test_the_picture_can_be_an_svg_and_takes_names_that_look_like_formulas(tmp_path):
-    path = draw([Event(r"in $ or \frac$", "of no known kind", 0, MS)], tmp_path / "a.svg")
-    assert path.read_text().startswith("<?xml")
-
-
-def test_another_lane_is_a_thinner_bar_below_the_main_one(tmp_path):
-    events = [Event("f", "forward", 0, MS), Event("b", "communication", 0, MS, "communication")]
-    picture = draw(events, tmp_path / "a.png")
-    main, side = (
-        np.flatnonzero(where(picture, COLORS[kind]).sum(axis=1) > 1000)
-        for kind in ("forward", "communication")
-    )
-    assert main.max() < side.min() and 0.3 * len(main) < len(side) < 0.8 * len(main)
-
-
-@pytest.mark.parametrize("start", [0, 200 * MS, 500 * MS])
-def test_an_event_of_no_length_is_a_tick_in_its_colour_as_high_as_its_lane(start, tmp_path):
-    around = [Event("f", "forward", 0, 200 * MS), Event("b", "backward", 200 * MS, 300 * MS)]
-    tick = Event("launch", "optimizer", start, 0, "launches")
-    picture = draw([*around, tick], tmp_path / "a.png")
-    columns = where(picture, COLORS["optimizer"]).sum(axis=0) > 15  # 0.16 inches are 24; the legend's are 13
-    bars = where(picture, COLORS["forward"]) | where(picture, COLORS["backward"])
-    seen, span_of_all = np.flatnonzero(columns), np.flatnonzero(bars.sum(axis=0) > 15)
-    assert 2 <= len(seen) <= 5
-    at = (seen.mean() - span_of_all.min()) / (span_of_all.max() - span_of_all.min())
-    assert abs(at - start / (500 * MS)) < 0.005
-
-
-def test_a_tick_is_not_covered_by_the_bar_that_follows_it(tmp_path):
-    events = [Event("launch", "optimizer", 0, 30_000), Event("wait", "wait", 30_000, 500 * MS)]
-    picture = draw(events, tmp_path / "a.png")
-    columns = where(picture, COLORS["optimizer"]).sum(axis=0) > 15
-    assert 2 <= columns.sum() <= 5, "30 us of 500 ms alone would be a tenth of a pixel"
-
-
-def test_no_two_kinds_share_a_colour():
-    assert len(set(COLORS.values())) == len(COLORS) and "launch" in COLORS
-
-
-def test_a_picture_of_nothing_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="start_recording"):
-        draw([], tmp_path / "a.png")
 
 
 def test_save_writes_trace_and_picture_on_rank_0_only(tmp_path):

@@ -1,0 +1,95 @@
+"""Actions: what a rank of a pipeline does, one after the other, written down before anything runs.
+
+    F3   forward of microbatch 3              B3   its backward, whole
+    I3   its input gradient                   W3   its weight gradient           (B3 = I3 and W3)
+
+    rank 0   F0 F1 F2 B0 F3 B1 B2 B3          a schedule is a table of such rows, one for each rank;
+    rank 1   F0 F1 B0 F2 B1 F3 B2 B3          the same table is validated, drawn, simulated and executed
+    rank 2   F0 B0 F1 B1 F2 B2 F3 B3
+
+Stages are numbered along the model, 0 first. Where a rank has several, a stage's number stands before the
+letter, as in torch.distributed.pipelining: 2F0 is the forward of microbatch 0 in stage 2. (The zero-bubble
+paper, Qi et al. 2023, calls our I and W B and W.)
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
+
+# The kinds of lab.gantt and lab.timeline, which choose the colour.
+GANTT_KIND = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT_GRADIENT: "backward",
+    WEIGHT_GRADIENT: "weight",
+}
+
+_TEXT = re.compile(r"(\d+)?([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One microbatch's forward or backward, or a half of the latter, in one stage."""
+
+    kind: str
+    microbatch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Table = list[list[Action]]  # what each rank does, in its order
+
+
+def row_text(row: Sequence[Action]) -> str:
+    """A row as people write it: `F0 F1 B0`, with the stage in front where there are several."""
+    if len({action.stage for action in row}) > 1:
+        return " ".join(map(str, row))
+    return " ".join(f"{action.kind}{action.microbatch}" for action in row)
+
+
+def table_text(table: Table) -> str:
+    """One line for each rank."""
+    return "\n".join(f"rank {rank}   {row_text(row)}" for rank, row in enumerate(table))
+
+
+def parse_row(text: str, stage: int = 0) -> list[Action]:
+    """The actions of `F0 F1 2B0`; those without a number in front are of `stage`. ValueError for others."""
+    actions = []
+    for word in text.split():
+        found = _TEXT.fullmatch(word)
+        if found is None:
+            raise ValueError(f"{word!r} is no action: write F0, B0, I0 or W0, or 2F0 for stage 2.")
+        actions.append(Action(found[2], int(found[3]), int(found[1] or stage)))
+    return actions
+
+
+def placement(table: Table) -> dict[int, int]:
+    """The rank of each stage, stages in order."""
+    return dict(sorted((action.stage, rank) for rank, row in enumerate(table) for action in row))
+
+
+def num_microbatches(table: Table) -> int:
+    """How many microbatches the table is for."""
+    return 1 + max((action.microbatch for row in table for action in row), default=-1)
+
+
+def needs(action: Action, last_stage: int) -> Iterable[Action]:
+    """What must have ended, here or on another rank, before the action can begin.
+
+    Backwards are named by their input's half: whoever has `B` counts as having done `I` and `W`.
+    """
+    kind, microbatch, stage = action
+    if kind == FORWARD:
+        return [Action(FORWARD, microbatch, stage - 1)] if stage > 0 else []
+    if kind == WEIGHT_GRADIENT:
+        return [Action(INPUT_GRADIENT, microbatch, stage)]
+    own = [Action(FORWARD, microbatch, stage)]
+    return own if stage == last_stage else [*own, Action(INPUT_GRADIENT, microbatch, stage + 1)]
+
+
+def fulfils(action: Action) -> Action:
+    """The name under which `needs` asks for the action's result."""
+    return action._replace(kind=INPUT_GRADIENT) if action.kind == BACKWARD else action

@@ -1,0 +1,67 @@
+"""What activations a rank really holds, and for how many microbatches: looked up in memory, action by action.
+
+A forward makes autograd save tensors for its backward. Their storages are noted, by weak references that keep
+nothing alive, and after each action it is counted which of them are still there. So a microbatch that is kept
+too long shows, whatever the schedule says.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Place = tuple[int, int]  # stage and microbatch
+
+
+class ActivationWatch:
+    """Notes what is saved in one step. `parameters` are no activations."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._ignored = {StorageWeakRef(parameter.untyped_storage()) for parameter in parameters}
+        self._noted: dict[Place, dict[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+        self.peak_held = 0
+        self.kept_by_forward: dict[int, int] = {}
+        self.kept_for_weight: dict[int, int] = {}
+
+    @contextmanager
+    def saving(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around the forward of a microbatch."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            self._note((stage, microbatch), tensor)
+            return tensor.detach()  # an output that its own node saved would keep itself alive
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.kept_by_forward[stage] = max(
+            self._alive((stage, microbatch)), self.kept_by_forward.get(stage, 0)
+        )
+
+    def deferred(self, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
+        """After an input gradient: what is kept for the weights' gradient."""
+        for tensor in tensors:
+            self._note((stage, microbatch), tensor)
+        self.kept_for_weight[stage] = max(
+            self._alive((stage, microbatch)), self.kept_for_weight.get(stage, 0)
+        )
+
+    def look(self) -> None:
+        """After an action: what is held now, of the most that ever was."""
+        alive = [self._alive(place) for place in list(self._noted)]
+        self.peak_bytes = max(self.peak_bytes, sum(alive))
+        self.peak_held = max(self.peak_held, sum(size > 0 for size in alive))
+
+    def _note(self, place: Place, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if reference not in self._ignored:
+            self._noted.setdefault(place, {})[reference] = storage.nbytes()
+
+    def _alive(self, place: Place) -> int:
+        noted = self._noted.get(place, {})
+        for reference in [reference for reference in noted if reference.expired()]:
+            del noted[reference]
+        return sum(noted.values())

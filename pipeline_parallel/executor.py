@@ -1,0 +1,158 @@
+"""The executor: one plain loop that runs any schedule.
+
+      table ──with_messages──► program of this rank ──► for step in program: do it
+
+It knows nothing of 1F1B or zero bubbles; those are tables (schedules.py). A step of the program is an action
+(F, B, I, W), or a message: receives are posted early, sends never block (messages.py says why this cannot
+deadlock). An activation or gradient has one owner at a time: who makes it hands it over, and who uses it
+lets it go.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from comm.point_to_point import SlowTransfer, irecv, isend
+from comm.wire import Group, Transfer
+from lab.errors import WorkbookError
+from lab.timeline import span
+from pipeline_parallel.actions import (
+    BACKWARD,
+    FORWARD,
+    GANTT_KIND,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Table,
+    num_microbatches,
+    placement,
+)
+from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.messages import Message, Receive, Send, Sent, needed_by, sent_by, with_messages
+from pipeline_parallel.passes import StagePasses
+
+
+class Outcome(NamedTuple):
+    """What a step leaves on this rank, besides gradients in the parameters.
+
+    `loss`: the mean over the batch, on the last stage's rank. `input_gradient`: the gradient of `x`, on the
+    first stage's, if `x` wants one.
+    """
+
+    loss: Tensor | None
+    input_gradient: Tensor | None
+
+
+class Executor:
+    """Runs `table` on the ranks of `group`: row r on rank r.
+
+    `passes` are this rank's stages by number, and `boundaries` what each stage gets as its input, as tensors
+    without memory (boundaries.py): a gradient has the shape of the activation it is for.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        passes: Mapping[int, StagePasses],
+        boundaries: Mapping[int, Tensor],
+        rank: int,
+        group: Group = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.passes, self.group, self.device = passes, group, device
+        self.microbatches = num_microbatches(table)
+        self.last_stage = max(placement(table))
+        self.watch: ActivationWatch | None = None
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(passes))}
+        self._boundaries = boundaries
+        self._program = with_messages(table)[rank]
+        self._here: dict[Message, Tensor] = {}
+        self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
+        self._leaving: dict[Message, Transfer | SlowTransfer] = {}
+
+    def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
+        """Forward and backward of all microbatches; gradients are added to those of the parameters.
+
+        `x` is the whole batch, for the rank of the first stage, and `y` the targets, for the last one's.
+        WorkbookError if they cannot be divided into microbatches of one size.
+        """
+        self._xs = self._divided(x) if 0 in self.passes else []
+        self._ys = self._divided(y) if self.last_stage in self.passes else []
+        self._losses: list[Tensor] = []
+        self._input_gradients: list[Tensor] = []
+        for step in self._program:
+            match step:
+                case Receive(message, peer):
+                    buffer = torch.empty_like(self._boundary(message), device=self.device)
+                    self._arriving[message] = buffer, irecv(buffer, peer, self.group)
+                case Send(message, peer):
+                    self._leaving[message] = isend(self._here.pop(message).contiguous(), peer, self.group)
+                case Sent(message):
+                    with span("wait", "wait"):
+                        self._leaving.pop(message).wait()
+                case Action():
+                    self._act(step)
+        return Outcome(
+            torch.stack(self._losses).sum() if self._losses else None,
+            torch.cat(self._input_gradients) if self._input_gradients else None,
+        )
+
+    def _act(self, action: Action) -> None:
+        kind, microbatch, stage = action
+        message = needed_by(action, self.last_stage)
+        needed = None if message is None else self._take(message)
+        passes, name, chunk = self.passes[stage], str(microbatch), self._chunk_of[stage]
+        with span(name, GANTT_KIND[kind], action=kind, microbatch=microbatch, stage=stage, chunk=chunk):
+            if kind == FORWARD:
+                x = self._xs[microbatch] if needed is None else needed.requires_grad_()
+                target = self._ys[microbatch] if stage == self.last_stage else None
+                saving = nullcontext() if self.watch is None else self.watch.saving(stage, microbatch)
+                with saving:
+                    made = passes.forward(microbatch, x, target)
+            elif kind == BACKWARD:
+                made = passes.backward(microbatch, needed)
+            elif kind == INPUT_GRADIENT:
+                made = passes.backward_input(microbatch, needed)
+            elif kind == WEIGHT_GRADIENT:
+                made = passes.backward_weight(microbatch)
+        self._hand_over(action, made)
+        if self.watch is not None:
+            self._look(action)
+
+    def _hand_over(self, action: Action, made: Tensor | None) -> None:
+        message = sent_by(action, self.last_stage)
+        if message is not None and made is not None:
+            self._here[message] = made
+        elif made is not None:
+            (self._losses if action.kind == FORWARD else self._input_gradients).append(made)
+
+    def _look(self, action: Action) -> None:
+        assert self.watch is not None
+        if action.kind == INPUT_GRADIENT:
+            deferred = self.passes[action.stage].deferred(action.microbatch)
+            self.watch.deferred(action.stage, action.microbatch, deferred)
+        self.watch.look()
+
+    def _take(self, message: Message) -> Tensor:
+        """What another stage has made: of this rank, or of another one, then it may have to come yet."""
+        if message in self._here:
+            return self._here.pop(message)
+        tensor, transfer = self._arriving.pop(message)
+        with span("wait", "wait"):
+            transfer.wait()
+        return tensor
+
+    def _boundary(self, message: Message) -> Tensor:
+        return self._boundaries[max(message.stage, message.reader)]
+
+    def _divided(self, batch: Tensor | None) -> list[Tensor]:
+        assert batch is not None, "the first stage wants x, the last one y"
+        if len(batch) % self.microbatches:
+            raise WorkbookError(
+                f"A batch of {len(batch)} cannot be divided into {self.microbatches} equal microbatches."
+            )
+        parts = batch.detach().chunk(self.microbatches)
+        return [part.requires_grad_(batch.requires_grad) for part in parts]

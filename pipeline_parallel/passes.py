@@ -1,0 +1,137 @@
+"""The passes of one stage: forward, backward, or its halves, of one microbatch after the other.
+
+    passes = Passes(stage, loss_of=loss_of, microbatches=8)      # loss_of: the last stage has one
+    y = passes.forward(3, x)
+    dx = passes.backward(3, dy)      # or passes.backward_input(3, dy), and later passes.backward_weight(3)
+
+What a microbatch leaves behind for its backward lives from its forward to its backward, and no longer. The
+output itself is not kept: autograd is told to begin at its place in the graph (a gradient edge), and
+what only the next stage needs is gone as soon as it has been sent.
+
+With `recompute` only the input is kept, and the backward computes the forward again (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from pipeline_parallel.deferred import Jobs, deferring
+from pipeline_parallel.stage import Stage
+
+LossOf = Callable[[Tensor, Tensor], Tensor]
+
+
+class StagePasses(Protocol):
+    """What the executor asks of a stage."""
+
+    def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
+        """The stage's output, or with a target the microbatch's share of the loss."""
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """From the output's gradient (None: the loss's) to the input's (None: it needs none)."""
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """As `backward`, but leaves the weights' gradients to `backward_weight`."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """What `backward_input` has left."""
+
+    def deferred(self, microbatch: int) -> list[Tensor]:
+        """The tensors that `backward_weight` will need."""
+
+
+class Passes:
+    """The passes of a stage by autograd.
+
+    `microbatches` divides the loss, so that gradients add up to those of the mean. `split` prepares forwards
+    for `backward_input` and `backward_weight`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        microbatches: int,
+        loss_of: LossOf | None = None,
+        recompute: bool = False,
+        split: bool = False,
+    ) -> None:
+        self.stage, self.microbatches, self.loss_of = stage, microbatches, loss_of
+        self.recompute, self.split = recompute, split
+        self._begun: dict[int, tuple[Tensor, GradientEdge | None]] = {}
+        self.jobs: dict[int, Jobs] = {}
+
+    def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
+        jobs = Jobs() if self.split else None
+        if jobs is not None:
+            self.jobs[microbatch] = jobs
+        if self.recompute:
+            y = checkpoint(self._compute, x, target, jobs, use_reentrant=False)
+        else:
+            y = self._compute(x, target, jobs)
+        self._begun[microbatch] = x, get_gradient_edge(y) if y.requires_grad else None
+        return y.detach()
+
+    def _compute(self, x: Tensor, target: Tensor | None, jobs: Jobs | None) -> Tensor:
+        if jobs is not None:
+            with deferring(jobs):
+                y = self.stage(x)
+        else:
+            y = self.stage(x)
+        if target is None:
+            return y
+        assert self.loss_of is not None, "a target is for the last stage, which has a loss"
+        return self.loss_of(y, target) / self.microbatches
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, edge = self._begun.pop(microbatch)
+        if edge is not None:  # a frozen stage at the very beginning has no gradient to compute
+            torch.autograd.backward([edge], [dy])
+        return x.grad
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        return self.backward(microbatch, dy)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self.jobs.pop(microbatch).run()
+
+    def deferred(self, microbatch: int) -> list[Tensor]:
+        return self.jobs[microbatch].tensors
+
+
+class ClockPasses:
+    """The passes of a stage by the clock: each takes `seconds`, a whole backward twice that, and computes
+    nothing. What it passes on has the true shape, so that communication stays real."""
+
+    def __init__(
+        self, output_like: Tensor, input_like: Tensor, seconds: float, device: torch.device | str = "cpu"
+    ) -> None:
+        self.seconds = seconds
+        self._y = torch.zeros_like(output_like, device=device)
+        self._dx = torch.zeros_like(input_like, device=device)
+
+    def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
+        self._tick(1)
+        return self._y if target is None else self._y.new_zeros(())
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        self._tick(2)
+        return self._dx
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        self._tick(1)
+        return self._dx
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._tick(1)
+
+    def deferred(self, microbatch: int) -> list[Tensor]:
+        return []
+
+    def _tick(self, times: int) -> None:
+        time.sleep(times * self.seconds)

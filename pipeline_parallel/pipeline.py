@@ -1,0 +1,181 @@
+"""A model as a pipeline: cut into stages, of which this rank keeps its own, and run by a schedule.
+
+    pipeline = Pipeline(GPT(config), one_f_one_b(4, 8), loss_of, example=x[:len(x) // 8])
+    loss, _ = pipeline.step(x, y)             # forward and backward of 8 microbatches
+    pipeline.finish_gradient_sync()           # an embedding that two stages share gets the sum
+    optimizer.step()
+
+Every rank makes the whole model, with the same seed, and lets go of what is not its own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.collectives import broadcast
+from comm.point_to_point import irecv, isend, recv, send
+from comm.wire import Group
+from lab.errors import WorkbookError
+from lab.ledger import Traffic
+from lab.timeline import span
+from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.executor import Executor, Outcome
+from pipeline_parallel.messages import has_split_backward
+from pipeline_parallel.passes import ClockPasses, LossOf, Passes, StagePasses
+from pipeline_parallel.stage import Stage, cut, parts_of, ties
+
+DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+MAX_DIMS = 8
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of `model`, which `table` says how to run on the ranks of `group`.
+
+    `example`: a microbatch of the input, for the rank of the first stage. `costs`: of each part (stage.py),
+    for the cut; by default layers count alike. `recompute`: stages keep only their input for the backward,
+    all of them (True) or those given. `tick`: seconds of a forward of all of a rank's stages, which the clock
+    takes instead of them. WorkbookError where table and ranks, or parts and stages, do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: Table,
+        loss_of: LossOf,
+        example: Tensor,
+        group: Group = None,
+        costs: Sequence[float] | None = None,
+        recompute: bool | Sequence[int] = False,
+        tick: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        if len(table) != num_ranks:
+            raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {num_ranks}.")
+        self.group, self.table, self.rank_of = group, table, placement(table)
+        parts = parts_of(model)
+        cuts = cut([part.cost for part in parts] if costs is None else costs, len(self.rank_of))
+        stages = [Stage(model, [parts[i] for i in of_stage]) for of_stage in cuts]
+        self.layout = self._layout(model, stages)
+        self.ties = [tie for tie in ties(stages) if self.rank_of[tie[0][0]] != self.rank_of[tie[1][0]]]
+        own = [stage for stage, rank in self.rank_of.items() if rank == self.rank]
+        self.stages = nn.ModuleDict({str(stage): stages[stage] for stage in own})
+        self.boundaries = self._exchange_boundaries(example)
+        self._make_ties_equal()
+        recomputed = set(self.rank_of if recompute is True else recompute or ())
+
+        def passes(stage: int) -> StagePasses:
+            is_last, microbatches = stage == len(stages) - 1, num_microbatches(table)
+            if tick is not None:
+                inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
+                return ClockPasses(outputs, inputs, tick / len(own), example.device)
+            is_split = has_split_backward(table)
+            loss = loss_of if is_last else None
+            return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split)
+
+        self.executor = Executor(
+            table, {stage: passes(stage) for stage in own}, self.boundaries, self.rank, group, example.device
+        )
+
+    def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
+        """Forward and backward of the whole batch, as Executor.step."""
+        return self.executor.step(x, y)
+
+    def finish_gradient_sync(self) -> None:
+        """Give both copies of what two stages share the sum of their gradients."""
+        for mine, peer in self._shared():
+            with span("tied gradient", "wait"):
+                gradient = torch.zeros_like(mine) if mine.grad is None else mine.grad
+                others = torch.empty_like(gradient)
+                arriving, leaving = irecv(others, peer, self.group), isend(gradient, peer, self.group)
+                arriving.wait()
+                leaving.wait()  # before the sum overwrites what is sent
+                mine.grad = gradient.add_(others)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers by their names in the whole model, on every rank; all must call it."""
+        own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
+        whole = {}
+        for name, (stage, like) in self.layout.items():
+            is_own = self.rank_of[stage] == self.rank
+            tensor = own[name].clone() if is_own else torch.empty_like(like, device=self.executor.device)
+            broadcast(tensor, root=self.rank_of[stage], group=self.group)
+            whole[name] = tensor
+        return whole
+
+    def load_full_state_dict(self, whole: dict[str, Tensor]) -> None:
+        """Take this rank's part of what `full_state_dict` gave, or the whole model's own state."""
+        for stage in self.stages.values():
+            names = stage.state_dict()
+            stage.load_state_dict({name: whole[name] for name in names})
+
+    def named_own_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters under their names in the whole model; a shared one's copy under its own."""
+        return {
+            name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()
+        }
+
+    def traffic_per_step(self) -> Traffic:
+        """What this rank sends in a step: m activations over each boundary to another rank, and m gradients
+        back; and the gradient of what two stages share."""
+        sent = messages = 0
+        for boundary, like in self.boundaries.items():
+            before, after = self.rank_of.get(boundary - 1), self.rank_of.get(boundary)
+            if before is None or after is None or before == after or self.rank not in (before, after):
+                continue
+            messages += num_microbatches(self.table)
+            sent += num_microbatches(self.table) * like.nbytes
+        for parameter, _ in self._shared():
+            messages += 1
+            sent += parameter.nbytes
+        return Traffic(sent, messages)
+
+    def _exchange_boundaries(self, example: Tensor) -> dict[int, Tensor]:
+        """What this rank's stages get, and hand on: shape and dtype, as tensors without memory.
+
+        Boundary s is the input of stage s. Each stage is told by the one before, and tells the next one.
+        """
+        boundaries: dict[int, Tensor] = {}
+        for stage in sorted(map(int, self.stages)):
+            if stage == 0:
+                boundaries[0] = example.to("meta")
+            elif stage not in boundaries:
+                boundaries[stage] = self._receive_like(self.rank_of[stage - 1])
+            boundaries[stage + 1] = self.stages[str(stage)].output_like(boundaries[stage])
+            follower = self.rank_of.get(stage + 1, self.rank)
+            if follower != self.rank:
+                self._send_like(boundaries[stage + 1], follower)
+        return boundaries
+
+    def _send_like(self, like: Tensor, peer: int) -> None:
+        numbers = [DTYPES.index(like.dtype), like.dim(), *like.shape, *[0] * (MAX_DIMS - like.dim())]
+        send(torch.tensor(numbers), peer, self.group)
+
+    def _receive_like(self, peer: int) -> Tensor:
+        numbers = torch.empty(2 + MAX_DIMS, dtype=torch.int64)
+        recv(numbers, peer, self.group)
+        dtype, dims, *shape = numbers.tolist()
+        return torch.empty(shape[:dims], dtype=DTYPES[dtype], device="meta")
+
+    def _make_ties_equal(self) -> None:
+        for (stage, _), _ in self.ties:
+            is_earlier = self.rank_of[stage] == self.rank
+            for mine, peer in self._shared():
+                send(mine, peer, self.group) if is_earlier else recv(mine, peer, self.group)
+
+    def _shared(self) -> list[tuple[nn.Parameter, int]]:
+        """This rank's copies of what a stage of another rank has, too, and that rank."""
+        return [
+            (self.stages[str(stage)].get_parameter(name), self.rank_of[other])
+            for tie in self.ties
+            for (stage, name), (other, _) in (tie, tie[::-1])
+            if self.rank_of[stage] == self.rank
+        ]
+
+    @staticmethod
+    def _layout(model: nn.Module, stages: list[Stage]) -> dict[str, tuple[int, Tensor]]:
+        """The stage of each parameter and buffer, and its shape, by its name in the whole model's order."""
+        stage_of = {name: i for i, stage in reversed(list(enumerate(stages))) for name in stage.state_dict()}
+        return {name: (stage_of[name], tensor.to("meta")) for name, tensor in model.state_dict().items()}

@@ -1,0 +1,240 @@
+"""The tables: as written out by hand, as torch has them, and right for any numbers."""
+
+import re
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from lab.replace import replaced
+from pipeline_parallel import schedules
+from pipeline_parallel.actions import Action, Table, parse_row, placement
+from pipeline_parallel.schedules import (
+    SCHEDULES,
+    clock_cycles,
+    gpipe,
+    interleaved_1f1b,
+    naive,
+    one_f_one_b,
+    stages_per_rank,
+    table_of,
+    zb_h1,
+    zb_v,
+)
+from pipeline_parallel.validate import held, validate
+
+SIZES = [(p, m) for p in range(1, 5) for m in range(1, 10)]
+some_ranks, some_microbatches, some_chunks = st.integers(1, 7), st.integers(1, 24), st.integers(1, 4)
+
+
+def written(*rows: str) -> Table:
+    """Rows as F0 B0 on the stage of the rank's number, or as 2F0 B0 where that is said."""
+    return [parse_row(row, stage) for stage, row in enumerate(rows)]
+
+
+def in_torchs_tables(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Table:
+    """Torch's own table where ranks have several stages; it asks the stages for their numbers only."""
+    stages = [
+        mock.Mock(group_size=ranks, group_rank=0, num_stages=chunks * ranks, stage_index=i * ranks)
+        for i in range(chunks)
+    ]
+    order = get_schedule_class(name)(stages, microbatches).pipeline_order
+    return [
+        [
+            Action(a.computation_type.value, a.microbatch_index, a.stage_index)
+            for a in order[rank]
+            if a is not None
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def run_by_torch(name: str, stages: int, microbatches: int) -> Table:
+    """What torch does where a rank has one stage: the stages send nothing and write down their calls."""
+
+    def row_of(rank: int) -> list[Action]:
+        row: list[Action] = []
+        stage = mock.MagicMock(stage_index=rank, num_stages=stages, is_last=False, device="cpu")
+        for messages in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+            getattr(stage, messages).return_value = []
+        stage.forward_one_chunk.side_effect = lambda k, *_, **__: row.append(Action("F", k, rank))
+        stage.backward_one_chunk.side_effect = lambda k, **_: row.append(Action("B", k, rank))
+        get_schedule_class(name)(stage, microbatches)._step_microbatches()
+        return row
+
+    return [row_of(rank) for rank in range(stages)]
+
+
+def test_naive_finishes_a_microbatch_before_the_next():
+    assert naive(2, 3) == written("F0 B0 F1 B1 F2 B2", "F0 B0 F1 B1 F2 B2")
+
+
+def test_gpipe_does_all_forwards_and_then_all_backwards_in_the_same_order():
+    assert gpipe(2, 3) == written("F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2")
+
+
+def test_1f1b_warms_up_less_on_each_further_rank():
+    assert one_f_one_b(3, 4) == written(
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    )
+    assert one_f_one_b(4, 2) == written("F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1")
+
+
+def test_interleaved_goes_through_its_chunks_round_by_round():
+    assert interleaved_1f1b(2, 4, chunks=2) == written(
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    )
+
+
+def test_interleaved_puts_what_the_ranks_do_not_divide_into_the_first_rounds():
+    first = [action.microbatch for action in interleaved_1f1b(4, 11)[3] if action.kind == "F"]
+    assert first == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 6, 7, 8, 9, 10]
+
+
+def test_zb_h1_puts_off_the_weight_gradients_by_as_many_backwards_as_the_ranks_number():
+    assert zb_h1(3, 4) == written(
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    )
+
+
+def test_zb_v_turns_round_on_the_last_rank():
+    assert zb_v(2, 3) == written(
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2",
+        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
+    )
+    assert zb_v(2, 1) == written("0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0")
+
+
+def test_clock_cycles_are_the_diagonals():
+    assert list(clock_cycles(3, 2)) == [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+    assert list(clock_cycles(1, 3)) == [[(0, 0)], [(0, 1)], [(0, 2)]]
+
+
+@given(some_ranks, some_microbatches)
+def test_clock_cycles_are_gpipes_forwards_as_soon_as_they_can_be(stages: int, microbatches: int):
+    ticks = list(clock_cycles(microbatches, stages))
+    assert len(ticks) == microbatches + stages - 1
+    for stage, row in enumerate(gpipe(stages, microbatches)):
+        forwards = [(action.microbatch, stage) for action in row if action.kind == "F"]
+        assert [pair for tick in ticks for pair in tick if pair[1] == stage] == forwards
+        assert [i for i, tick in enumerate(ticks) if stage in dict(map(reversed, tick))] == [
+            stage + microbatch for microbatch, _ in forwards
+        ]
+
+
+@pytest.mark.parametrize("function", [naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v])
+def test_the_pictures_show_the_tables(function):
+    rows = re.findall(r"^ +rank \d   (.*)", function.__doc__, re.MULTILINE)
+    letters = [re.findall(r"([FBIW])(\d)", row, re.IGNORECASE) for row in rows]
+    microbatches = 1 + max(int(microbatch) for row in letters for _, microbatch in row)
+    table = function(len(rows), microbatches)
+    shown = [
+        [(a.kind if a.stage < len(rows) else a.kind.lower(), str(a.microbatch)) for a in row] for row in table
+    ]
+    assert shown == letters and rows
+
+
+@pytest.mark.parametrize("name, ours", [("GPipe", gpipe), ("1F1B", one_f_one_b)])
+def test_gpipe_and_1f1b_are_in_the_order_in_which_torch_runs_them(name: str, ours):
+    # Not torch's tables of them: its 1F1B's counts the last rank's forwards from 1, and is never run.
+    for stages, microbatches in SIZES:
+        if name == "1F1B" and microbatches < stages:
+            with pytest.raises(ValueError):  # ours does with less: the ranks are just idle for longer
+                run_by_torch(name, stages, microbatches)
+        else:
+            assert ours(stages, microbatches) == run_by_torch(name, stages, microbatches)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_interleaved_is_torchs_wherever_torch_has_one(chunks: int):
+    for ranks, microbatches in SIZES:
+        if microbatches % max(1, microbatches // ranks):
+            with pytest.raises(ValueError):  # torch wants rounds of one size; ours differ by one
+                in_torchs_tables("Interleaved1F1B", ranks, microbatches, chunks)
+        else:
+            theirs = in_torchs_tables("Interleaved1F1B", ranks, microbatches, chunks)
+            assert interleaved_1f1b(ranks, microbatches, chunks) == theirs
+
+
+def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_stage_a_rank():
+    for ranks, microbatches in SIZES:
+        if microbatches % max(1, microbatches // ranks):
+            with pytest.raises(ValueError):  # rounds again, which mean nothing for one stage
+                in_torchs_tables("InterleavedZeroBubble", ranks, microbatches)
+        else:
+            assert zb_h1(ranks, microbatches) == in_torchs_tables(
+                "InterleavedZeroBubble", ranks, microbatches
+            )
+
+
+def test_zb_v_is_torchs():
+    for ranks, microbatches in SIZES:
+        assert zb_v(ranks, microbatches) == in_torchs_tables("ZBVZeroBubble", ranks, microbatches, 2)
+
+
+@given(some_ranks, some_microbatches)
+def test_schedules_of_whole_stages_are_valid_and_hold_what_they_say(p: int, m: int):
+    validate(naive(p, m), max_held=1)
+    validate(gpipe(p, m), max_held=m)
+    validate(one_f_one_b(p, m), max_held=[p - rank for rank in range(p)])
+    validate(zb_h1(p, m), max_held=p)
+    assert [max(held(row)) for row in one_f_one_b(p, m)] == [min(m, p - rank) for rank in range(p)]
+    assert [max(held(row)) for row in zb_h1(p, m)] == [min(m, p)] * p
+
+
+@given(some_ranks, some_microbatches, some_chunks)
+def test_interleaved_is_valid_and_holds_its_warmup_and_one(p: int, m: int, chunks: int):
+    table = interleaved_1f1b(p, m, chunks)
+    largest_round = -(-m // max(1, m // p))
+    bound = [(chunks - 1) * largest_round + 2 * (p - 1 - rank) + 1 for rank in range(p)]
+    validate(table, max_held=bound)
+    assert [max(held(row)) for row in table] == [min(chunks * m, most) for most in bound]
+    assert placement(table) == {stage: stage % p for stage in range(chunks * p)}
+
+
+@given(some_ranks, some_microbatches)
+def test_zb_v_is_valid_and_holds_as_much_everywhere_as_1f1b_on_rank_0(p: int, m: int):
+    table = zb_v(p, m)
+    validate(table, max_held=2 * p)
+    if m >= 2 * p - 1:
+        assert [max(held(row)) for row in table] == [2 * p] * p
+    assert placement(table) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_schedule_is_called_alike_by_its_name(name: str):
+    table = table_of(name, 3, 4, chunks=5)
+    assert len(table) == 3
+    assert len(placement(table)) == 3 * stages_per_rank(name, chunks=5)
+    assert SCHEDULES[name](3, 4, 5) == table
+
+
+def test_a_replaced_schedule_is_what_its_name_gives():
+    with replaced("pipeline_parallel.schedules.one_f_one_b", schedules.gpipe):
+        assert table_of("1f1b", 2, 3) == gpipe(2, 3)
+
+
+def test_what_cannot_be_scheduled_is_said_in_a_sentence():
+    for function in (naive, gpipe, one_f_one_b, zb_h1):
+        with pytest.raises(ValueError, match="needs stages of at least 1, not 0"):
+            function(0, 1)
+    for function in (interleaved_1f1b, zb_v):
+        with pytest.raises(ValueError, match="needs ranks of at least 1, not 0"):
+            function(0, 1)
+    for function in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v):
+        with pytest.raises(ValueError, match="needs microbatches of at least 1, not -1"):
+            function(2, -1)
+    with pytest.raises(ValueError, match="needs chunks of at least 1, not 0"):
+        interleaved_1f1b(2, 2, chunks=0)
+    with pytest.raises(ValueError, match="needs microbatches"):
+        clock_cycles(0, 2)
+    for ask in (lambda: table_of("1f2b", 2, 2), lambda: stages_per_rank("1f2b")):
+        with pytest.raises(ValueError, match="no schedule '1f2b': choose one of naive, gpipe, 1f1b"):
+            ask()

@@ -1,0 +1,173 @@
+"""A validator is worth what it rejects: each way to break a table, and what is said about it."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab.errors import WorkbookError
+from pipeline_parallel.actions import FORWARD, Action, Table, fulfils, needs, parse_row
+from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, table_of
+from pipeline_parallel.validate import ScheduleError, held, validate
+
+
+def written(*rows: str) -> Table:
+    return [parse_row(row, stage) for stage, row in enumerate(rows)]
+
+
+def said_of(table: Table, max_held=None) -> list[str]:
+    """The lines of the error: its sentence, an empty one, one for each rank."""
+    with pytest.raises(ScheduleError) as error:
+        validate(table, max_held)
+    lines = str(error.value).split("\n")
+    assert len(lines) == 2 + len(table) and lines[1] == ""
+    assert all(line.startswith(f"rank {rank}") for rank, line in enumerate(lines[2:]))
+    return [lines[0], *lines[2:]]
+
+
+def test_swapped_actions_that_deadlock_show_who_waits_for_whom():
+    assert said_of(written("F0 B0 F1 B1", "F0 F1 B0 B1", "F0 B0 F1 B1")) == [
+        "The ranks wait for each other: 0B0 of rank 0 for 1B0 of rank 1, 1F1 of rank 1 for 0F1 of rank 0.",
+        "rank 0   0F0 [0B0] 0F1  0B1   waits for 1B0 of rank 1",
+        "rank 1   1F0 [1F1] 1B0  1B1   waits for 0F1 of rank 0",
+        "rank 2   2F0  2B0 [2F1] 2B1   waits for 1F1 of rank 1",
+    ]
+
+
+def test_a_deadlock_says_nothing_of_ranks_that_came_to_their_end():
+    assert said_of(
+        written("0F0 0F1 2F0 2F1 2B1 0B1 2B0 0B0", "1F0 1F1 1B0 1B1", "3F0 3F1 3B0 3B1"),
+    ) == [
+        "The ranks wait for each other: 0B1 of rank 0 for 1B1 of rank 1, 1B0 of rank 1 for 2B0 of rank 0.",
+        "rank 0   0F0  0F1  2F0  2F1  2B1 [0B1] 2B0  0B0   waits for 1B1 of rank 1",
+        "rank 1   1F0  1F1 [1B0] 1B1                       waits for 2B0 of rank 0",
+        "rank 2   3F0  3F1  3B0  3B1",
+    ]
+
+
+def test_a_missing_weight_gradient_is_named():
+    assert said_of(written("F0 F1 B0 B1", "F0 I0 F1 I1 W1")) == [
+        "Stage 1 never does W0.",
+        "rank 0   0F0  0F1  0B0  0B1",
+        "rank 1  [1F0][1I0] 1F1  1I1  1W1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ("F0 B0 F1", "Stage 1 never does B1."),
+        ("F0 B0 B1", "Stage 1 never does F1."),
+        ("F0 B0", "Stage 1 never does F1 and B1."),
+        ("F0 B0 F1 W1", "Stage 1 never does I1."),
+        ("F0 B0 F1 B1 W1", "Stage 1 does W1 beside B1, which has it in it."),
+        ("F0 B0 F1 F0 B1", "1F0 of rank 1 does again what 1F0 of rank 1 has done."),
+        ("F0 B0 F1 I1 W1 B1", "1B1 of rank 1 does again what 1I1 of rank 1 has done."),
+        ("B0 F0 F1 B1", "Rank 1 does 1B0 before 1F0, which it needs."),
+        ("F0 B0 F1 W1 I1", "Rank 1 does 1W1 before 1I1, which it needs."),
+    ],
+)
+def test_a_broken_row_is_named_and_marked(row: str, sentence: str):
+    said = said_of(written("F0 F1 B0 B1", row))
+    assert said[0] == sentence
+    assert "[" in said[2] or "never does F1 and B1" in sentence
+    assert said[2].replace("[", " ").replace("]", " ").split() == ["rank", "1", *map(str, parse_row(row, 1))]
+
+
+def test_a_stage_on_two_ranks_is_marked_where_it_does_not_belong():
+    assert said_of(written("F0 F1 1F0 B0 B1", "F1 B0 B1")) == [
+        "Stage 1 is on rank 1 and on rank 0, but has its weights on one only.",
+        "rank 0   0F0  0F1 [1F0] 0B0  0B1",
+        "rank 1   1F1  1B0  1B1",
+    ]
+
+
+def test_a_stage_left_out_is_named():
+    assert said_of(written("F0 B0", "2F0 2B0"))[0] == "No rank has stage 1."
+    assert said_of([[], []]) == ["No rank has stage 0.", "rank 0", "rank 1"]
+
+
+def test_what_is_no_action_is_named():
+    for action in (Action("X", 0, 0), Action(FORWARD, -1, 0), Action(FORWARD, 0, -1)):
+        sentence, row = said_of([[Action(FORWARD, 0, 0), action, Action("B", 0, 0)]])
+        assert sentence == f"{action} of rank 0 is no action." and f"[{action}]" in row
+
+
+def test_holding_too_many_is_marked_where_it_begins():
+    table = written("F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2")
+    validate(table, max_held=3)
+    validate(table, max_held=[3, 1])
+    for max_held in (2, [2, 1]):
+        assert said_of(table, max_held) == [
+            "Rank 0 holds 3 stages' microbatches in 0F2, but has room for 2.",
+            "rank 0   0F0  0F1 [0F2] 0B0  0B1  0B2",
+            "rank 1   1F0  1B0  1F1  1B1  1F2  1B2",
+        ]
+
+
+def test_a_microbatch_is_held_until_its_weight_gradient_has_ended():
+    assert list(held(parse_row("F0 I0 F1 W0 B1"))) == [1, 1, 2, 2, 1]
+
+
+def test_columns_are_aligned_also_where_numbers_are_long():
+    table = one_f_one_b(11, 12)
+    table[10][0], table[10][1] = table[10][1], table[10][0]
+    lines = said_of(table)[1:]
+    assert lines[0].startswith("rank 0    0F0    0F1 ") and lines[10].startswith("rank 10  [10B0] [10F0] ")
+
+
+def test_the_error_travels_between_processes():
+    with pytest.raises(ScheduleError) as error:
+        validate([])
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    assert isinstance(error.value, WorkbookError)
+
+
+schedule = st.builds(
+    table_of, st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3)
+)
+
+
+@given(schedule, st.data())
+def test_no_action_can_be_left_out_or_done_twice_or_moved_to_another_rank(table: Table, data: st.DataObject):
+    rank = data.draw(st.integers(0, len(table) - 1))
+    i = data.draw(st.integers(0, len(table[rank]) - 1))
+    action = table[rank][i]
+    without = [[a for a in row if a != action] for row in table]
+    said_of(without)
+    elsewhere = data.draw(st.integers(0, len(table) - 1))
+    at = data.draw(st.integers(0, len(table[elsewhere])))
+    said_of([[*row[:at], action, *row[at:]] if r == elsewhere else row for r, row in enumerate(table)])
+    if elsewhere != rank:
+        said_of([[*row[:at], action, *row[at:]] if r == elsewhere else row for r, row in enumerate(without)])
+
+
+def comes_to_its_end(table: Table) -> bool:
+    """The same question answered without cleverness: look at every rank again until none goes on."""
+    last = max(action.stage for row in table for action in row)
+    left, done = [list(row) for row in table], set()
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for row in left:
+            if row and done.issuperset(needs(row[0], last)):
+                done.add(fulfils(row.pop(0)))
+                goes_on = True
+    return not any(left)
+
+
+@given(schedule, st.data())
+def test_any_order_is_accepted_exactly_if_it_comes_to_its_end(table: Table, data: st.DataObject):
+    for _ in range(data.draw(st.integers(1, 3))):
+        row = data.draw(st.sampled_from(table))
+        i = data.draw(st.integers(0, len(row) - 1))
+        row.insert(data.draw(st.integers(0, len(row) - 1)), row.pop(i))
+    if comes_to_its_end(table):
+        validate(table)
+    else:
+        said_of(table)
+
+
+def test_a_thousand_ranks_can_be_proved():
+    validate(one_f_one_b(1000, 64), max_held=1000)
