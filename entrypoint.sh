@@ -25,6 +25,11 @@ fsdp                                   data_parallel/train_fsdp.py              
 tensor_parallel                        tensor_parallel/train.py                        every layer cut among the ranks, which share each batch
 sequence_parallel                      tensor_parallel/train_sequence_parallel.py      and what is whole on every rank cut by tokens
 tensor_parallel_native                 tensor_parallel/train_native.py                 PyTorch's own parallelize_module in the same loop
+pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages, one rank works at a time
+pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: all microbatches forward, then all backward
+pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 one forward, one backward: fewer activations
+pipeline_interleaved                   pipeline_parallel/train_interleaved.py          several small stages a rank: a smaller bubble
+pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          the backward in two: the bubble filled with weight gradients
 TABLE
 }
 

@@ -1,4 +1,4 @@
-"""What the train scripts of all lessons share and no lesson is about: arguments, data, report, checkpoints.
+"""What the train scripts of all lessons share and no lesson is about: data, report, checkpoints.
 
 run = Run(cluster, args, "data_parallel_overlap")
 model = OverlapDataParallel(run.model(), pattern=run.pattern)
@@ -12,19 +12,20 @@ for step in run.steps(model, optimizer):       # goes on from a checkpoint; save
 run.finish(model)
 """
 
-import dataclasses
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from comm import checkpoint, cost, refuse, slow_link
+from comm.arguments import TrainArgs
 from comm.calibrate import measure_all_reduce
 from comm.collectives import all_reduce, fastest_pattern
+from comm.cost import Link
 from lab import timeline
 from lab.check import digest, replicas_equal
 from lab.cluster import Cluster
@@ -42,50 +43,6 @@ from lab.text import check_same_corpus, global_batch, load_corpus, rank_slice, s
 WARMUP = 2  # steps that are neither timed nor drawn
 WATCHED = 200  # steps whose spans are recorded; a long run must not fill the memory with them
 DRAWN = 3  # steps in a picture; more make no clearer one
-
-
-@dataclasses.dataclass
-class TrainArgs:
-    """Train a small GPT on the source of Python's standard library."""
-
-    steps: int = 60
-    batch_size: int = 24
-    """Windows of text in a step, over all ranks: the same batch whatever their number."""
-    size: Literal["tiny", "small", "13m"] = "small"
-    """Of the model (lab.model)."""
-    lr: float = 1e-3
-    seed: int = 0
-    link: str | None = None
-    """Slow all communication down to a link, such as 1gbit or 200mbit,0.2ms; needs no root."""
-    metronome: str | None = None
-    """Replace computing by a clock: so long, such as 20ms, for a layer's forward, twice for its backward."""
-    checkpoint: str | None = None
-    """A folder for the checkpoint, written at the end and at Ctrl-C."""
-    resume: bool = False
-    """Go on from the checkpoint in that folder."""
-    trace: str | None = None
-    """A folder for trace.json (Perfetto) and timeline.png."""
-    json: bool = False
-    """Print the summary as one JSON line at the end."""
-
-
-@dataclasses.dataclass
-class Args(TrainArgs):
-    """Train a small GPT on the source of Python's standard library."""
-
-    pattern: (
-        Literal["ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"]
-        | None
-    ) = None
-    """Who reduces (comm.collectives); None is cma on gloo, torch on nccl."""
-
-
-@dataclasses.dataclass
-class AccumulationArgs(Args):
-    """Train a small GPT on the source of Python's standard library, in microbatches."""
-
-    grad_acc_steps: int = 1
-    """Microbatches of a step; gradients add up over them and are reduced once."""
 
 
 class Run:
@@ -110,7 +67,7 @@ class Run:
             self._images, self._labels, *_ = load_digits()
         self.pattern = getattr(args, "pattern", None) or fastest_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
-        self._link = measure_all_reduce(self.pattern, device=cluster.device)
+        self._link = self._measured_link()
         self._formula = Traffic()
         self._stop: StopRequest | None = None
         self._everybody_stops = False
@@ -135,6 +92,10 @@ class Run:
             raise WorkbookError("--metronome takes the GPT; leave --model out.")
         if args.trace is not None:
             refuse.unwritable(self._cluster, "--trace", args.trace)
+
+    def _measured_link(self) -> Link:
+        """alpha and beta of what the lesson sends."""
+        return measure_all_reduce(self.pattern, device=self._cluster.device)
 
     def model(self) -> nn.Module:
         """Another seed on each rank, as a careless user might have it: the wrapper must make them equal."""
@@ -247,9 +208,12 @@ class Run:
         )
         if args.trace is not None:
             drawn = windows[WARMUP : WARMUP + DRAWN] or windows
-            events = [event for step in per_step(timeline.recorded(), drawn) for event in step]
-            timeline.save(cluster, args.trace, f"{self._run_mode}, {cluster.world_size} ranks", events)
+            self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
         return summary
+
+    def _draw(self, folder: str, events: list[Event]) -> None:
+        """Write what --trace asks for, of this rank's events of some steps."""
+        timeline.save(self._cluster, folder, f"{self._run_mode}, {self._cluster.world_size} ranks", events)
 
     def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
         """The step's time by its lesson's model, if there is one."""

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from comm import cost
+from comm.arguments import AccumulationArgs
 from comm.collectives import CommError, Group, all_reduce
 from comm.rendezvous import joined
-from comm.run import AccumulationArgs
 from data_parallel.run import Run
 from lab import timeline
 from lab.cluster import Cluster

@@ -23,9 +23,9 @@ import tyro
 from torch import Tensor, nn
 
 from comm import cost
+from comm.arguments import Args
 from comm.collectives import Group, all_reduce, broadcast
 from comm.rendezvous import joined
-from comm.run import Args
 from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.ledger import Traffic

@@ -21,8 +21,8 @@ import dataclasses
 import torch
 import tyro
 
+from comm.arguments import AccumulationArgs
 from comm.rendezvous import joined
-from comm.run import AccumulationArgs
 from data_parallel.run import Run
 from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
 from lab.cluster import Cluster

@@ -26,9 +26,9 @@ import tyro
 from torch import Tensor, nn
 
 from comm import cost
+from comm.arguments import AccumulationArgs
 from comm.collectives import Group, Work, all_reduce, broadcast
 from comm.rendezvous import joined
-from comm.run import AccumulationArgs
 from data_parallel.in_order import InOrder
 from data_parallel.run import Run
 from lab.cluster import Cluster

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from comm.arguments import AccumulationArgs
 from comm.collectives import broadcast
-from comm.run import AccumulationArgs, Run
+from comm.run import Run
 from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
 from data_parallel.sharded_optimizer import ShardedOptimizer

@@ -5,9 +5,11 @@ rank 1    action()  ─── disk full ──┤  everybody  ├── raises "
 rank 2    action()  ─── fine ───────┘  tells all  └── raises "the disk is full"
 """
 
+import io
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lab.cluster import Cluster
@@ -19,8 +21,9 @@ T = TypeVar("T")
 def on_all(what: str, action: Callable[[], T]) -> list[T]:
     """What `action` returned on each rank. All ranks call it, and all raise if `action` failed on any.
 
-    They raise a WorkbookError, the first rank's. An error of the operating system becomes one that says
-    "cannot `what`: ..."; a rank where any other came up raises that.
+    It returns what torch.load takes with weights_only: numbers, texts, bytes, tensors, and tuples, lists and
+    dicts of these. They raise a WorkbookError, the first rank's. An error of the operating system becomes one
+    that says "cannot `what`: ..."; a rank where any other came up raises that.
     """
     mine: Exception | None = None
     outcome: tuple[Any, str] = None, ""
@@ -29,8 +32,7 @@ def on_all(what: str, action: Callable[[], T]) -> list[T]:
     except Exception as error:
         mine = error
         outcome = None, str(error) if isinstance(error, WorkbookError) else f"cannot {what}: {reason(error)}"
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = _exchanged(outcome)
     failures = [failure for _, failure in outcomes if failure]
     if not failures:
         return [value for value, _ in outcomes]
@@ -42,6 +44,25 @@ def on_all(what: str, action: Callable[[], T]) -> list[T]:
 def on_main(cluster: Cluster, what: str, action: Callable[[], T]) -> T:
     """What `action` returned on rank 0, the only one to do it. All raise, as above, if it failed there."""
     return on_all(what, lambda: action() if cluster.is_main else None)[0]  # type: ignore[return-value]
+
+
+def _exchanged(value: Any) -> list[Any]:
+    """Every rank's value. Not all_gather_object, which unpickles whatever comes over the network."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    file = io.BytesIO()
+    torch.save(value, file)
+    mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(mine)] = mine
+    everyones = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyones, padded)
+    files = (
+        io.BytesIO(one[: int(size)].cpu().numpy().tobytes())
+        for one, size in zip(everyones, sizes, strict=True)
+    )
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 def reason(error: BaseException) -> str:

@@ -16,15 +16,21 @@ Place = tuple[int, int]  # stage and microbatch
 
 
 class ActivationWatch:
-    """Notes what is saved in one step. `parameters` are no activations."""
+    """Notes what is saved in one step."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._ignored = {StorageWeakRef(parameter.untyped_storage()) for parameter in parameters}
+    def __init__(self) -> None:
+        self._ignored: set[StorageWeakRef] = set()
         self._noted: dict[Place, dict[StorageWeakRef, int]] = {}
         self.peak_bytes = 0
         self.peak_held = 0
         self.kept_by_forward: dict[int, int] = {}
         self.kept_for_weight: dict[int, int] = {}
+
+    def ignore(self, tensors: Iterable[Tensor | None]) -> None:
+        """Parameters and batches are saved for the backward, too, but are no activations."""
+        self._ignored |= {
+            StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None
+        }
 
     @contextmanager
     def saving(self, stage: int, microbatch: int) -> Iterator[None]:

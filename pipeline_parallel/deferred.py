@@ -35,6 +35,7 @@ class Jobs:
         self.waiting.append(job)
         self.tensors += tensors
 
+    @torch.no_grad()
     def run(self) -> None:
         """Compute them, add them to the parameters' gradients, and forget what they needed."""
         self.tensors.clear()

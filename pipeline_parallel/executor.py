@@ -81,6 +81,8 @@ class Executor:
         """
         self._xs = self._divided(x) if 0 in self.passes else []
         self._ys = self._divided(y) if self.last_stage in self.passes else []
+        if self.watch is not None:
+            self.watch.ignore([x, y])
         self._losses: list[Tensor] = []
         self._input_gradients: list[Tensor] = []
         for step in self._program:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 import comm.run
 from comm import checkpoint
-from comm.run import TrainArgs
+from comm.arguments import TrainArgs
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER

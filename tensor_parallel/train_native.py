@@ -54,9 +54,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from comm import cost
+from comm.arguments import TrainArgs
 from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, reduce_scatter
 from comm.rendezvous import joined
-from comm.run import Run, TrainArgs
+from comm.run import Run
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import Traffic

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from comm.run import Args, Run
+from comm.arguments import Args
+from comm.run import Run
 from lab import checkpoint, timeline
 from lab.cluster import Cluster
 from lab.errors import Stopped, WorkbookError

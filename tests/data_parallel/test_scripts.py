@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
+from comm.arguments import AccumulationArgs
 from comm.cost import Link
-from comm.run import AccumulationArgs, Run
+from comm.run import Run
 from data_parallel import (
     train_bucket_overlap,
     train_ddp,

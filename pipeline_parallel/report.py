@@ -1,0 +1,102 @@
+"""A run's report: makespan and bubble measured, simulated, by formula; activations held and predicted.
+
+      measured     from the spans of all ranks, on one clock
+      simulated    the same table, with this run's own seconds for each stage (or the clock's) and its link
+      formula      theory.py, for stages that take equally long and messages that take no time
+
+Where the three differ, something was not as regular as the theory: stages of different lengths, messages, or
+ranks that share a core.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from comm.cost import Link
+from lab.gantt import Event
+from pipeline_parallel import measured, theory
+from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.simulate import Costs, Simulation, simulate
+
+
+class Seen(NamedTuple):
+    """What one rank tells the others for the report; bytes by stage, and of each boundary it knows."""
+
+    peak_bytes: int
+    peak_held: int
+    kept_by_forward: dict[int, int]
+    kept_for_weight: dict[int, int]
+    boundaries: dict[int, int]
+
+    @classmethod
+    def of(cls, watch: ActivationWatch, boundaries: dict[int, int]) -> "Seen":
+        return cls(
+            watch.peak_bytes, watch.peak_held, watch.kept_by_forward, watch.kept_for_weight, boundaries
+        )
+
+
+class Report:
+    """On rank 0: `events` are the actions of all ranks' steps (measured.py), `seen` what each rank saw.
+
+    `tick`: the clock's seconds, under the metronome.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        table: Table,
+        events: Sequence[Event],
+        seen: Sequence[Seen],
+        link: Link,
+        tick: float | None,
+    ) -> None:
+        self._schedule, self._table, self._seen, self._tick = schedule, table, seen, tick
+        self._stages = len(placement(table))
+        self.steps = measured.by_step(events)
+        chunks = self._stages // len(table)
+        self.costs = (
+            measured.costs(events, self._stages)
+            if tick is None
+            else Costs.equal(self._stages, *[tick / chunks] * 3)
+        )
+        sizes = {boundary: size for one in seen for boundary, size in one.boundaries.items()}
+        inner = [sizes[boundary] for boundary in range(1, self._stages)]
+        self.simulation: Simulation = simulate(table, self.costs, link, inner)
+
+    def figures(self) -> dict[str, Any]:
+        """What the summary shows. Bubbles are shares of the makespan; lists have a value for each rank."""
+        ranks, microbatches = len(self._table), num_microbatches(self._table)
+        chunks = self._stages // ranks
+        of_rank = [
+            sum(seconds) / ranks
+            for seconds in (self.costs.forward, self.costs.input_gradient, self.costs.weight_gradient)
+        ]
+        regular = (self._schedule, ranks, microbatches, chunks, *of_rank)
+        figures = {
+            "makespan_seconds": statistics.median(map(measured.makespan, self.steps)),
+            "makespan_simulated_seconds": self.simulation.makespan,
+            "makespan_formula_seconds": theory.makespan(*regular),
+            "bubble": statistics.median(measured.bubble(step, ranks) for step in self.steps),
+            "bubble_simulated": self.simulation.bubble,
+            "bubble_formula": theory.bubble(*regular),
+        }
+        if self._tick is None:
+            figures |= self._activations(chunks)
+        return figures
+
+    def _activations(self, chunks: int) -> dict[str, Any]:
+        by_forward, for_weight = [0] * self._stages, [0] * self._stages
+        for one in self._seen:
+            for stage, size in one.kept_by_forward.items():
+                by_forward[stage] = size
+            for stage, size in one.kept_for_weight.items():
+                for_weight[stage] = size
+        ranks, microbatches = len(self._table), num_microbatches(self._table)
+        held = [theory.held(self._schedule, ranks, microbatches, chunks, rank) for rank in range(ranks)]
+        return {
+            "activations_bytes": [one.peak_bytes for one in self._seen],
+            "activations_predicted_bytes": self.simulation.peak_bytes(by_forward, for_weight),
+            "microbatches_held": [one.peak_held for one in self._seen],
+            "microbatches_held_formula": held,
+        }

@@ -1,0 +1,197 @@
+"""What the scripts of this folder share beyond comm.run: a model cut into stages, checkpoints, the report."""
+
+import dataclasses
+import io
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import comm.run
+from comm import checkpoint, slow_link
+from comm.arguments import TrainArgs
+from comm.cost import Link
+from comm.point_to_point import measure_link
+from comm.run import WARMUP, WATCHED
+from lab import timeline
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.gantt import Event, draw_panels
+from lab.meter import Step
+from lab.model import GPT, BabyCNN, loss_of
+from lab.overlap import per_step
+from lab.together import on_all
+from pipeline_parallel import measured
+from pipeline_parallel.actions import Table
+from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.executor import Outcome
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.report import Report, Seen
+from pipeline_parallel.stage import measured_costs
+from pipeline_parallel.validate import validate
+
+
+@dataclasses.dataclass
+class Args(TrainArgs):
+    """Train a small GPT on the source of Python's standard library, cut into stages."""
+
+    microbatches: int = 8
+    """Into how many parts a batch is divided; they follow each other through the stages."""
+    model: Literal["gpt", "baby_cnn"] = "gpt"
+    """Text, or handwritten digits."""
+    layers: int = 8
+    """Blocks of the GPT, whatever its --size."""
+    balance: Literal["layers", "time"] = "layers"
+    """What stages get equal shares of: layers, or the time that these take on rank 0."""
+    recompute: bool = False
+    """Keep only each stage's input for the backward, and compute its forward again."""
+    metronome: str | None = None
+    """Replace computing by a clock: so long, such as 20ms, for each of a microbatch's forward, input gradient
+    and weight gradient on a rank."""
+
+
+@dataclasses.dataclass
+class ChunkedArgs(Args):
+    """Train a small GPT on the source of Python's standard library, cut into several stages for each rank."""
+
+    chunks: int = 2
+    """Stages of each rank."""
+
+
+class Run(comm.run.Run):
+    """One rank's side of a pipeline run: all ranks see the whole batch, the first and the last use it."""
+
+    def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
+        for option, number in (("--microbatches", args.microbatches), ("--layers", args.layers)):
+            if number < 1:
+                raise WorkbookError(f"{option} {number}: there must be at least one.")
+        if args.batch_size % args.microbatches:
+            raise WorkbookError(
+                f"--microbatches {args.microbatches} must divide the {args.batch_size} examples of a batch."
+            )
+        super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
+        self._args: Args = args
+        self._config = dataclasses.replace(self._config, num_layers=args.layers)
+
+    def _measured_link(self) -> Link:
+        return measure_link() if self._cluster.world_size > 1 else Link(0.0, 0.0)
+
+    def model(self) -> nn.Module:
+        """The whole model, the same on each rank: stages of several ranks make one."""
+        seed = self._args.seed
+        model = GPT(self._config, seed=seed) if self._args.model == "gpt" else BabyCNN(seed=seed)
+        return model.to(self._cluster.device)
+
+    def pipeline(self, table: Table, schedule: str) -> Pipeline:
+        """This rank's stages of the model; `schedule` is the name that the formulas know (theory.py)."""
+        validate(table)
+        args, model = self._args, self.model()
+        x, _ = self.batch(0)
+        example = x[: len(x) // args.microbatches]
+        self._pipeline = Pipeline(
+            model,
+            table,
+            loss_of,
+            example,
+            costs=self.costs(model, example),
+            recompute=args.recompute,
+            tick=self._tick,
+        )
+        self._schedule, self._watch = schedule, ActivationWatch()
+        self._watch.ignore(self._pipeline.parameters())
+        return self._pipeline
+
+    def costs(self, model: nn.Module, example: Tensor) -> list[float] | None:
+        """What --balance says that each part of the model costs, on all ranks the same."""
+        if self._args.balance == "layers":
+            return None
+        is_main = self._cluster.is_main
+        return on_all("measure the model", lambda: measured_costs(model, example) if is_main else [])[0]
+
+    def step(self) -> AbstractContextManager[Step]:
+        """Time one step. In the first, which does not count, activations are watched."""
+        if hasattr(self, "_pipeline"):
+            self._pipeline.executor.watch = None if self._meter.windows else self._watch
+        return super().step()
+
+    def loss(self, outcome: Outcome) -> Tensor:
+        """The loss of the batch, on all ranks: the last stage's has it, the others add nothing."""
+        nothing = torch.zeros((), device=self._cluster.device)
+        return self.mean_loss(nothing if outcome.loss is None else outcome.loss * self._cluster.world_size)
+
+    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
+        """As comm.run's, of the whole model put together; all ranks must call it."""
+        assert isinstance(model, Pipeline)
+        timeline.stop_recording()
+        whole = self.model()
+        whole.load_state_dict(model.full_state_dict())
+        self._report_of_ranks = self._reported(model)
+        figures = self._report_of_ranks.figures() if self._report_of_ranks else {}
+        return super().finish(whole, **figures, **extras)
+
+    def _reported(self, pipeline: Pipeline) -> Report | None:
+        """All ranks' actions and activations, brought together on rank 0."""
+        windows = self._meter.windows
+        steps = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
+        mine = [
+            event._replace(args={**event.args, "step": number})
+            for number, events in enumerate(steps)
+            for event in events
+            if "action" in event.args
+        ]
+        boundaries = {boundary: like.nbytes for boundary, like in pipeline.boundaries.items()}
+        seen = [Seen(*one) for one in on_all("report", lambda: tuple(Seen.of(self._watch, boundaries)))]
+        events = timeline.gather(self._cluster, timeline.align(self._cluster), mine)
+        if events is None:
+            return None
+        link = slow_link.current() or self._link
+        return Report(self._schedule, pipeline.table, events, seen, link, self._tick)
+
+    def _draw(self, folder: str, events: list[Event]) -> None:
+        """The trace of some steps, and one of them measured and simulated, one above the other."""
+        cluster = self._cluster
+        everyones = timeline.gather(cluster, timeline.align(cluster), events)
+        if everyones is None or self._report_of_ranks is None:
+            return
+        timeline.write_chrome_trace(Path(folder) / "trace.json", everyones)
+        panels = {
+            "measured": measured.median_step(self._report_of_ranks.steps),
+            "simulated": self._report_of_ranks.simulation.events(),
+        }
+        title = f"{self._run_mode}, {cluster.world_size} ranks, {self._args.microbatches} microbatches"
+        draw_panels(panels, Path(folder) / "timeline.png", title)
+
+    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """A checkpoint as one process would write it, but for the optimizer's state, which goes by name."""
+        assert isinstance(model, Pipeline)
+        state = {"made_with": self._made_with(), "step": done, "model": model.full_state_dict()}
+        by_parameter = optimizer.state
+        mine = {
+            name: by_parameter[parameter]
+            for name, parameter in model.named_own_parameters().items()
+            if parameter in by_parameter
+        }
+        packed = io.BytesIO()
+        torch.save(mine, packed)
+        state["optimizer"] = {}
+        for one in on_all("save", packed.getvalue):
+            state["optimizer"] |= torch.load(io.BytesIO(one), map_location="cpu", weights_only=True)
+        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
+
+    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        assert isinstance(model, Pipeline)
+        state = checkpoint.load(self._cluster, self._args.checkpoint or "")
+        self._check_resumed(state)
+        model.load_full_state_dict(state["model"])
+        names = {parameter: name for name, parameter in model.named_own_parameters().items()}
+        order = [names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        by_name = state["optimizer"]
+        known = {i: by_name[name] for i, name in enumerate(order) if name in by_name}
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": known})
+        return state["step"]
+
+    def _made_with(self) -> dict[str, Any]:
+        """Any schedule, on any number of ranks, goes on."""
+        return super()._made_with() | {"run_mode": "pipeline", "layers": self._args.layers}

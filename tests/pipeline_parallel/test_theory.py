@@ -1,0 +1,124 @@
+"""Every formula equals the simulator to the last digit wherever it claims to hold, and not beyond."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline_parallel import theory
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
+from pipeline_parallel.simulate import Costs, Simulation, simulate
+
+ALWAYS = [name for name in SCHEDULES if name != "zb_v"]  # these have a formula whatever the seconds
+
+
+def simulated(schedule: str, p: int, m: int, v: int, f: int, i: int, w: int) -> Simulation:
+    """The schedule with each rank's seconds shared out evenly, and exactly, among its stages."""
+    n = stages_per_rank(schedule, v)
+    costs = Costs.equal(n * p, Fraction(f, n), Fraction(i, n), Fraction(w, n))
+    return simulate(table_of(schedule, p, m, v), costs)
+
+
+def formula_beside_simulator(schedule: str, p: int, m: int, v: int, f: int, i: int, w: int) -> None:
+    of = (schedule, p, m, v, Fraction(f), Fraction(i), Fraction(w))
+    simulation = simulated(schedule, p, m, v, f, i, w)
+    assert simulation.makespan == theory.makespan(*of)
+    assert simulation.bubble == theory.bubble(*of)
+    assert simulation.idle == [theory.idle(*of)] * p
+
+
+ranks = st.integers(1, 7)
+microbatches = st.integers(1, 20)
+chunks = st.integers(1, 4)
+seconds = st.integers(0, 9)
+
+
+@pytest.mark.parametrize("schedule", ALWAYS)
+@settings(max_examples=40)
+@given(ranks, microbatches, chunks, seconds, seconds, seconds)
+def test_a_formula_equals_the_simulator_whatever_the_numbers(schedule: str, p, m, v, f, i, w):
+    formula_beside_simulator(schedule, p, m, v, f, i, w)
+
+
+@given(ranks, st.integers(0, 10), seconds, seconds, seconds)
+def test_zb_vs_formula_equals_the_simulator_where_a_rank_can_be_kept_busy(p, more, f, w, rest):
+    i = max(f, w) + rest
+    w = max(w, -(-i // 2))
+    formula_beside_simulator("zb_v", p, 2 * p - 1 + more, 1, f, i, w)
+
+
+@given(ranks, microbatches, seconds)
+def test_zb_vs_formula_equals_the_simulator_for_equal_times_and_any_number_of_microbatches(p, m, each):
+    formula_beside_simulator("zb_v", p, m, 1, each, each, each)
+
+
+@given(microbatches, seconds, seconds, seconds)
+def test_a_single_rank_has_no_bubble_in_any_schedule(m, f, i, w):
+    for schedule in SCHEDULES:
+        assert theory.idle(schedule, 1, m, 2, f, i, w) == 0
+        formula_beside_simulator(schedule, 1, m, 2, f, i, w)
+
+
+@pytest.mark.parametrize("p", [3, 4])
+def test_zb_v_has_no_formula_exactly_where_the_simulator_contradicts_it(p: int):
+    for m in (2 * p - 1, 2 * p + 2):
+        for f, i, w in [(a, b, c) for a in range(4) for b in range(5) for c in range(4)]:
+            holds = simulated("zb_v", p, m, 1, f, i, w).idle[0] == Fraction(p - 1, 2) * i
+            assert holds == (theory.makespan("zb_v", p, m, 1, f, i, w) is not None), (m, f, i, w)
+    assert theory.bubble("zb_v", p, 2 * p - 1, 1, 2, 1, 1) is None
+    assert theory.makespan("zb_v", p, 2 * p - 2, 1, 2, 2, 1) is None  # one microbatch too few
+    assert simulated("zb_v", p, 2 * p - 2, 1, 2, 2, 1).idle[0] > p - 1
+
+
+@given(ranks, microbatches, chunks)
+def test_every_rank_holds_at_most_what_the_formula_says_and_so_much_at_some_time(p, m, v):
+    for schedule in SCHEDULES:
+        expected = [theory.held(schedule, p, m, v, rank) for rank in range(p)]
+        assert simulated(schedule, p, m, v, 1, 1, 1).peak_held == expected, schedule
+
+
+def test_the_formulas_agree_with_the_papers_for_many_microbatches():
+    p, m, v, f, i, w = 4, 8, 2, 3, 4, 2
+    b = i + w
+
+    def idle(schedule: str) -> float:
+        return theory.idle(schedule, p, m, v, f, i, w)
+
+    assert idle("gpipe") == idle("1f1b") == (p - 1) * (f + b) == 27
+    assert theory.bubble("gpipe", p, m, v, f, i, w) == pytest.approx((p - 1) / (m + p - 1))
+    assert idle("interleaved") == (p - 1) * (f + b) / v == 13.5
+    assert idle("zb_h1") == (p - 1) * (f + i - w) == 15
+    assert theory.makespan("naive", p, m, v, f, i, w) == m * p * (f + b) == 288
+    assert theory.idle("zb_v", p, m, v, 2, 2, 2) == (p - 1) * 2 / 2 == 3
+
+
+@given(st.integers(2, 7), microbatches, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+def test_zb_h1s_bubble_is_below_1f1bs_and_the_busiest_rank_holds_no_more(p, m, f, i, w):
+    zero, plain = (simulated(name, p, m, 1, f, i, w) for name in ("zb_h1", "1f1b"))
+    assert zero.bubble < plain.bubble
+    assert max(zero.peak_held) <= max(plain.peak_held)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_with_equal_times_zb_h1_has_a_third_of_1f1bs_idle_time_and_zb_v_a_sixth(p: int):
+    plain, h1, v = (theory.idle(name, p, 2 * p, 1, 1, 1, 1) for name in ("1f1b", "zb_h1", "zb_v"))
+    assert plain == 3 * h1 == 6 * v
+
+
+@given(ranks, st.integers(0, 10))
+def test_zb_v_ranks_are_never_idle_between_their_own_first_and_last_action(p, more):
+    simulation = simulated("zb_v", p, 2 * p - 1 + more, 1, 2, 2, 2)
+    for rank, row in enumerate(simulation.rows):
+        assert row[-1].end - row[0].start == simulation.busy[rank]
+        assert row[0].start == rank  # half of f
+
+
+def test_nothing_to_do_is_no_bubble():
+    assert theory.bubble("1f1b", 4, 8, 1, 0, 0, 0) == 0.0
+
+
+def test_an_unknown_schedule_has_no_formula():
+    for ask in (lambda: theory.makespan("2f2b", 2, 2, 1, 1, 1, 1), lambda: theory.held("2f2b", 2, 2, 1, 0)):
+        with pytest.raises(ValueError, match="no formula for schedule '2f2b': choose one of naive, gpipe"):
+            ask()
