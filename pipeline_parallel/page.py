@@ -1,0 +1,186 @@
+"""One HTML file that plays, scrubs and compares schedules; it works from a file, without a network.
+
+    python pipeline_parallel/page.py --out schedules.html
+    python pipeline_parallel/page.py --out slow.html --ranks 4 --weight-gradient 0.5 --messages 0 0.25 1
+
+The timelines are those of `pipeline_parallel.simulate`, one for each schedule and setting, written into the
+page, so it knows nothing of schedules itself. All schedules train the same model: where a rank has n stages,
+each of them takes 1/n of the rank's seconds and holds 1/n of its activations.
+
+A link opens it as one wants it: schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from comm.cost import Link
+from lab.gantt import COLORS, Event, readable_on, shade
+from pipeline_parallel.actions import (
+    FORWARD,
+    GANTT_KIND,
+    WEIGHT_GRADIENT,
+    Action,
+    fulfils,
+    needs,
+    num_microbatches,
+    placement,
+)
+from pipeline_parallel.measured import costs as measured_costs
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
+from pipeline_parallel.simulate import Costs, Simulation, Timed, simulate
+
+TITLES = {
+    "naive": ("naive", "one microbatch at a time: one rank works, the others wait"),
+    "gpipe": ("GPipe", "all forwards, then all backwards: every microbatch is held at once"),
+    "1f1b": ("1F1B", "a backward as soon as there is one: the same bubble, far less held"),
+    "interleaved": ("interleaved 1F1B", "several thin stages a rank: fills sooner, holds and sends more"),
+    "zb_h1": ("ZB-H1", "the backward in two: weight gradients wait and fill the gaps"),
+    "zb_v": ("ZB-V", "two stages a rank, down and back up: where F = I = W, nearly no gap is left"),
+}
+DIGITS = 9  # of a second's fraction; enough to add up, short enough to embed
+
+
+@dataclass(frozen=True)
+class PageArgs:
+    """Write a page that plays pipeline schedules."""
+
+    out: Path = Path("schedules.html")
+    ranks: tuple[int, ...] = (2, 4, 8)
+    microbatches_per_rank: tuple[int, ...] = (1, 2, 4)
+    chunks: int = 2
+    """Stages a rank has in interleaved 1F1B."""
+    forward: float = 1.0
+    """Time one microbatch takes in all of a rank's layers."""
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    messages: tuple[float, ...] = (0.0, 0.5)
+    """Time an activation or its gradient spends on the link between two ranks, one setting for each."""
+
+
+def write_page(
+    path: str | Path, args: PageArgs | None = None, measured: Mapping[str, Iterable[Event]] | None = None
+) -> Path:
+    """Write the page for `args` (its `out` does not matter) to `path`.
+
+    `measured` are runs that happened, under the name of their schedule or any other: the executor's events of
+    one step of all ranks. The page opens with them, each beside a simulation of it from its own costs.
+    """
+    args = args or PageArgs()
+    sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
+    if not sizes or not args.messages:
+        raise ValueError("a page of nothing: give at least one each of ranks, microbatches and messages.")
+    runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
+    real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
+    data = {"runs": runs + real, "open": _opening(args, real)}
+    fills = {
+        "style": _part("page.css") + _colors(max(len(each) for run in runs + real for each in run["stages"])),
+        "costs": f"For one microbatch, a rank's layers take time {args.forward:g} forward, "
+        f"{args.input_gradient:g} for the input's gradient and {args.weight_gradient:g} for the weights'.",
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "script": _part("page.js") + _part("page_words.js"),
+    }
+    page = re.sub(r"{{(\w+)}}", lambda found: fills[found[1]], _part("page.html"))
+    Path(path).write_text(page, encoding="utf-8")
+    return Path(path)
+
+
+def _part(name: str) -> str:
+    return (Path(__file__).parent / name).read_text("utf-8")
+
+
+def simulation(args: PageArgs, name: str, ranks: int, microbatches: int, message: float) -> Simulation:
+    """What the page shows of a schedule: the same model whatever the number of stages."""
+    stages = stages_per_rank(name, args.chunks)
+    seconds = (args.forward, args.input_gradient, args.weight_gradient)
+    costs = Costs.equal(ranks * stages, *(each / stages for each in seconds))
+    table = table_of(name, ranks, microbatches, args.chunks)
+    return simulate(table, costs, Link(0.0, message), message_bytes=1)
+
+
+def _simulated(args: PageArgs, ranks: int, microbatches: int, message: float) -> Iterator[dict[str, Any]]:
+    for name in SCHEDULES:
+        title, idea = TITLES.get(name, (name, ""))
+        run = _packed(simulation(args, name, ranks, microbatches, message))
+        yield {"name": name, "title": title, "idea": idea, "message": f"{message:g}", **run}
+
+
+def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """A run that happened, and what the simulator makes of its order and its median costs."""
+    events = sorted((event for event in events if "action" in event.args), key=lambda event: event.start_ns)
+    if not events:
+        raise ValueError(f"the measured run {label!r} has no events of actions.")
+    zero = events[0].start_ns
+    rows: list[list[Timed]] = [[] for _ in range(1 + max(event.rank for event in events))]
+    for event in events:
+        action = Action(event.args["action"], event.args["microbatch"], event.args["stage"])
+        rows[event.rank].append(Timed(action, (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9))
+    table = [[timed.action for timed in row] for row in rows]
+    again = simulate(table, measured_costs(events, len(placement(table))))
+    title, _ = TITLES.get(label, (label, ""))
+    for what, run, idea in (
+        ("measured", Simulation(rows), "what happened, in seconds"),
+        ("simulated", again, "the same order, from the median costs of its stages"),
+    ):
+        names = {"name": f"{what} {label}", "title": f"{title}, {what}", "idea": idea}
+        yield {**names, "message": "as measured", **_packed(run)}
+
+
+def _packed(simulated: Simulation) -> dict[str, Any]:
+    """What the page needs to know of a timeline. A cell: the action, its start and end, what it needs."""
+    table = [[timed.action for timed in row] for row in simulated.rows]
+    rank_of = placement(table)
+    giver = {fulfils(action): str(action) for row in table for action in row}
+    forwards = [end - start for row in simulated.rows for action, start, end in row if action.kind == FORWARD]
+
+    def cell(timed: Timed) -> list[Any]:
+        needed = [giver[need] for need in needs(timed.action, max(rank_of))]
+        return [str(timed.action), round(timed.start, DIGITS), round(timed.end, DIGITS), *needed]
+
+    return {
+        "ranks": len(table),
+        "microbatches": num_microbatches(table),
+        "stages": [[stage for stage, rank in rank_of.items() if rank == row] for row in range(len(table))],
+        "makespan": round(simulated.makespan, DIGITS),
+        "bubble": round(simulated.bubble, DIGITS),
+        "peak": simulated.peak_held,
+        "forward": sum(forwards) / (len(table) * num_microbatches(table)),  # sets the pace of playing
+        "rows": [[cell(timed) for timed in row] for row in simulated.rows],
+    }
+
+
+def _opening(args: PageArgs, real: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings the page opens with: those of the first measured run, or the middle ones."""
+    if real:
+        return {key: real[0][key] for key in ("ranks", "microbatches", "message")} | {
+            "show": [run["name"] for run in real]
+        }
+    ranks = args.ranks[len(args.ranks) // 2]
+    return {
+        "ranks": ranks,
+        "microbatches": ranks * args.microbatches_per_rank[len(args.microbatches_per_rank) // 2],
+        "message": f"{args.messages[0]:g}",
+        "show": ["gpipe", "1f1b", "zb_h1"],
+    }
+
+
+def _colors(chunks: int) -> str:
+    """Style rules for a kind (F, B, I, W) in a rank's first stage (c0), its second and so on."""
+    rules = []
+    for chunk in range(max(2, chunks)):
+        for kind, gantt_kind in GANTT_KIND.items():
+            fill, band = (shade(COLORS[name], chunk) for name in (gantt_kind, GANTT_KIND[WEIGHT_GRADIENT]))
+            ink = readable_on(fill)
+            rules.append(f".{kind}.c{chunk} {{ --fill: {fill}; --band: {band}; --ink-on: {ink}; }}")
+    return "\n".join(rules)
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(PageArgs)
+    size = write_page(chosen.out, chosen).stat().st_size
+    print(f"{chosen.out}: {size / 1e6:.1f} MB, open it in any browser")

@@ -1,0 +1,298 @@
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lab.gantt import COLORS, Event
+from pipeline_parallel.actions import GANTT_KIND
+from pipeline_parallel.page import PageArgs, simulation, write_page
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
+from tests.pipeline_parallel.browser import NAMES, Browser, find_chromium
+
+ARGS = PageArgs(ranks=(2, 4), forward=1.0, input_gradient=1.25, weight_gradient=0.5, messages=(0.0, 0.25))
+ALL = "show=" + ",".join(SCHEDULES)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(tmp_path_factory.mktemp("page") / "schedules.html", ARGS)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    if find_chromium() is None:
+        say = pytest.fail if os.environ.get("CI_CHROMIUM_REQUIRED") == "1" else pytest.skip
+        say(f"no Chromium ({', '.join(NAMES)}) on PATH: apt-get install chromium")
+    with Browser() as browser:
+        yield browser
+    deadline = time.monotonic() + 5  # a killed process is gone a moment later
+    while (left := processes_of(browser.folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left and not browser.folder.exists(), "the browser leaves no process and no folder"
+
+
+def processes_of(folder: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found += [path.parent.name] if str(folder).encode() in path.read_bytes() else []
+    return found
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """The module's one browser, as if new; whatever a test does, the page must not complain."""
+    chromium.resize(1280, 800)
+    chromium.requests.clear()
+    chromium.errors.clear()
+    yield chromium
+    chromium.js("0")  # brings what was still to be reported
+    assert chromium.errors == []
+
+
+def shown(browser: Browser) -> list[str]:
+    return browser.js("[...document.querySelectorAll('figure')].map(each => each.dataset.run)")
+
+
+def time_of(browser: Browser) -> float:
+    return float(browser.js("Number(document.getElementById('time').value)"))
+
+
+def fact(browser: Browser, name: str, what: str) -> str:
+    return browser.js(f"document.querySelector('[data-run=\"{name}\"] dd.{what}').textContent")
+
+
+def scrub(browser: Browser, time: float) -> None:
+    browser.js(
+        f"document.getElementById('time').value = {time};"
+        "document.getElementById('time').dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+
+
+def choose(browser: Browser, name: str, value: object) -> None:
+    browser.click(f'[name="{name}"][value="{value}"]')
+
+
+def agree_with_the_simulator(browser: Browser, ranks: int, microbatches: int, message: float) -> None:
+    """All that the page shows, in numbers, is what Python computes."""
+    assert shown(browser) == list(SCHEDULES)
+    for name in SCHEDULES:
+        truth = simulation(ARGS, name, ranks, microbatches, message)
+        stages = stages_per_rank(name, ARGS.chunks)
+        assert fact(browser, name, "bubble") == f"{100 * truth.bubble:.1f} %"
+        assert float(fact(browser, name, "makespan")) == pytest.approx(truth.makespan, rel=1e-3)
+        assert float(fact(browser, name, "peak-held").split()[0]) == max(truth.peak_held) / stages
+
+
+def test_the_page_is_one_file_that_names_no_other(page):
+    text = page.read_text("utf-8")
+    assert not re.search(r"https?:|\bfetch\b|XMLHttpRequest|WebSocket|\bimport\b|url\(|@import", text)
+    assert "{{" not in text and "default-src 'none'" in text
+    assert re.findall(r"""\b(?:src|href)\s*=\s*["']([^"']*)""", text) == ["data:,"]
+
+
+def test_the_page_has_the_colours_of_the_charts(page):
+    for kind, name in GANTT_KIND.items():
+        assert f".{kind}.c0 {{ --fill: {COLORS[name]};" in page.read_text("utf-8")
+    sources = [path.read_text("utf-8") for path in Path("pipeline_parallel").glob("page*")]
+    assert not any(
+        color.lower() in text.lower() for color in COLORS.values() for text in sources if color != "#000000"
+    )
+
+
+def test_the_data_cannot_end_the_script_it_stands_in(tmp_path):
+    label = "</script><script>alert(1)</script>"
+    events = [Event("0", "forward", 0, 10**9, args={"action": "F", "microbatch": 0, "stage": 0})]
+    events += [Event("0", "backward", 10**9, 10**9, args={"action": "B", "microbatch": 0, "stage": 0})]
+    text = write_page(tmp_path / "a.html", ARGS, {label: events}).read_text("utf-8")
+    assert label not in text and text.count("</script>") == 2
+    data = re.search(r'type="application/json">(.*?)</script>', text, re.S)
+    assert label in json.loads(data[1])["runs"][-1]["name"]
+
+
+def test_a_page_of_nothing_and_a_run_of_nothing_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing"):
+        write_page(tmp_path / "a.html", PageArgs(ranks=()))
+    with pytest.raises(ValueError, match="'empty'"):
+        write_page(tmp_path / "a.html", ARGS, {"empty": [Event("x", "wait", 0, 1)]})
+
+
+def test_the_page_asks_the_network_for_nothing_and_complains_of_nothing(browser, page):
+    browser.open(page, ALL)
+    choose(browser, "ranks", 2)
+    browser.js("new Promise(done => setTimeout(done, 100))")
+    assert browser.requests == [page.as_uri()] and browser.errors == []
+
+
+def test_play_moves_the_time_and_pause_stops_it(browser, page):
+    browser.open(page, "time=1")
+    browser.click("#play")
+    assert browser.js("document.getElementById('play').textContent") == "Pause"
+    browser.until("document.getElementById('time').value > 1.5")
+    browser.click("#play")
+    at = time_of(browser)
+    browser.js("new Promise(done => setTimeout(done, 100))")
+    assert time_of(browser) == at > 1.5
+    assert browser.js("document.getElementById('play').textContent") == "Play"
+
+
+def test_space_plays_to_the_end_and_then_again_from_the_start(browser, page):
+    browser.open(page, "show=1f1b")
+    end = simulation(ARGS, "1f1b", 4, 8, 0.0).makespan
+    scrub(browser, end - 0.3)
+    browser.key(" ")
+    browser.until("document.getElementById('play').textContent === 'Play'")
+    assert time_of(browser) == end
+    browser.key(" ")
+    browser.until("document.getElementById('time').value < 5")
+    browser.key(" ")
+
+
+def test_at_any_time_exactly_those_cells_run_and_so_much_is_held(browser, page):
+    browser.open(page, ALL)
+    truths = {name: simulation(ARGS, name, 4, 8, 0.0).rows for name in SCHEDULES}
+    for wanted in (0.0, 3.3, 12.25, 17.8, 1000.0):
+        scrub(browser, wanted)
+        at = time_of(browser)  # it ends with the last schedule
+        for name, rows in truths.items():
+            chart, stages = f"document.querySelector('[data-run=\"{name}\"]')", stages_per_rank(name)
+            running = browser.js(
+                f"[...{chart}.querySelectorAll('.running')].map(cell => cell.dataset.action)"
+            )
+            assert running == [str(a) for row in rows for a, start, end in row if start <= at < end]
+            held = browser.js(f"[...{chart}.querySelectorAll('text.held')].map(each => each.textContent)")
+            assert [float(count) * stages for count in held] == [
+                sum(a.kind == "F" and start <= at for a, start, _ in row)
+                - sum(a.kind in "BW" and end <= at for a, _, end in row)
+                for row in rows
+            ]
+
+
+def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, page):
+    browser.open(page, ALL)
+    agree_with_the_simulator(browser, 4, 8, 0.0)
+    choose(browser, "message", 0.25)
+    agree_with_the_simulator(browser, 4, 8, 0.25)
+    choose(browser, "microbatches", 16)
+    agree_with_the_simulator(browser, 4, 16, 0.25)
+    choose(browser, "ranks", 2)  # and as many microbatches a rank as before
+    agree_with_the_simulator(browser, 2, 8, 0.25)
+
+
+def test_two_schedules_stand_one_above_the_other_with_one_scale_of_time(browser, page):
+    browser.open(page, "show=gpipe")
+    choose(browser, "schedules", "zb_h1")
+    assert shown(browser) == ["gpipe", "zb_h1"]
+    first, second = (
+        browser.js(
+            f"Object.fromEntries([...document.querySelectorAll('[data-run={name}] .cell')].map(cell =>"
+            " [cell.dataset.action, cell.firstChild.getBoundingClientRect().toJSON()]))"
+        )
+        for name in ("gpipe", "zb_h1")
+    )
+    for cell in ("0F0", "0F3", "3F0"):  # until here the two do the same
+        assert first[cell]["x"] == pytest.approx(second[cell]["x"]) and first[cell]["y"] < second[cell]["y"]
+    cursors = browser.js(
+        "[...document.querySelectorAll('.cursor')].map(line => line.getBoundingClientRect().x)"
+    )
+    assert cursors[0] == cursors[1]
+    choose(browser, "schedules", "gpipe")
+    assert shown(browser) == ["zb_h1"]
+
+
+def test_the_keyboard_steps_and_jumps(browser, page):
+    browser.open(page, "show=1f1b&time=0")
+    moments = sorted(
+        {time for row in simulation(ARGS, "1f1b", 4, 8, 0.0).rows for timed in row for time in timed[1:]}
+    )
+    for expected in (*moments[1:5], *moments[3:1:-1]):
+        browser.key("ArrowRight" if expected > time_of(browser) else "ArrowLeft")
+        assert time_of(browser) == pytest.approx(expected)
+    browser.key("End")
+    assert time_of(browser) == pytest.approx(moments[-1])
+    browser.key("Home")
+    assert time_of(browser) == 0
+
+
+def test_settings_can_be_chosen_by_keyboard_and_keep_the_focus(browser, page):
+    browser.open(page, "ranks=2&microbatches=4&show=1f1b&time=3")
+    browser.key("Tab")
+    for key, ranks, microbatches in (("ArrowRight", "4", "8"), ("ArrowLeft", "2", "4")):
+        browser.key(key)
+        assert browser.js("[document.activeElement.name, document.activeElement.value]") == ["ranks", ranks]
+        assert browser.js("document.querySelector('[name=microbatches]:checked').value") == microbatches
+        assert time_of(browser) == 3, "arrows did not step"
+    for _ in range(3):
+        browser.key("Tab")
+    browser.key(" ")  # the first schedule, which was not shown
+    assert shown(browser) == ["naive", "1f1b"]
+
+
+def test_a_link_opens_the_settings_in_which_it_was_copied(browser, page):
+    browser.open(page, "ranks=2&microbatches=2&message=0.25&show=naive")
+    choose(browser, "schedules", "zb_v")
+    link = browser.js("location.hash")
+    browser.open(page, "ranks=5")
+    assert shown(browser) == ["gpipe", "1f1b", "zb_h1"], "no such setting: as without a link"
+    browser.open(page, link[1:])
+    assert shown(browser) == ["naive", "zb_v"]
+    assert fact(browser, "zb_v", "bubble") == f"{100 * simulation(ARGS, 'zb_v', 2, 2, 0.25).bubble:.1f} %"
+
+
+def test_a_cell_says_what_it_is_and_what_it_waits_for(browser, page):
+    words = "document.getElementById('words').innerText"
+    browser.open(page, "show=1f1b")
+    browser.mouse("Moved", *browser.middle('[data-action="1F0"] rect'))
+    said = browser.js(words)
+    assert "forward of microbatch 0 in stage 1, on rank 1" in said and "needs 0F0 from rank 0" in said
+    assert "idle for 1 until the result of 0F0" in said
+    browser.mouse("Moved", 5, 5)
+    assert browser.js("document.getElementById('words').hidden")
+    browser.js("document.querySelector('#speed').focus()")
+    for key in ("Tab", "Tab", "ArrowDown", "ArrowRight"):  # the slider, the first cell, rank 1, its next
+        browser.key(key)
+    assert "1F1: forward of microbatch 1" in browser.js(words)
+    assert "needs 0F1" in browser.js("document.activeElement.getAttribute('aria-label')")
+
+
+@pytest.mark.parametrize("width", [320, 768, 1280])
+def test_no_width_is_too_narrow(browser, page, width):
+    browser.resize(width, 700, mobile=width < 700)
+    browser.open(page, ALL + "&ranks=4&microbatches=16")
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    right = browser.js(
+        "Math.max(...[...document.querySelectorAll('svg, .cell')]"
+        ".map(each => each.getBoundingClientRect().right))"
+    )
+    assert right <= width
+
+
+def test_a_measured_run_stands_beside_what_its_own_costs_predict(browser, tmp_path):
+    truth = simulation(ARGS, "zb_h1", 3, 6, 0.0)
+    halves = {"backward": "I", "weight": "W", "forward": "F"}
+    events = [
+        event._replace(
+            start_ns=event.start_ns // 1000 + 10**12,  # milliseconds, on a clock that has been running
+            duration_ns=event.duration_ns // 1000,
+            args=event.args | {"action": halves[event.kind]},
+        )
+        for event in truth.events()
+    ]
+    wait = Event("wait", "wait", 0, 10**9)
+    browser.open(write_page(tmp_path / "measured.html", ARGS, {"zb_h1": [wait, *events]}))
+    assert shown(browser) == ["measured zb_h1", "simulated zb_h1"]
+    for name in shown(browser):
+        assert fact(browser, name, "bubble") == f"{100 * truth.bubble:.1f} %"
+        assert float(fact(browser, name, "makespan")) == pytest.approx(truth.makespan / 1000, rel=1e-3)
+        cells = browser.js(
+            f"[...document.querySelectorAll('[data-run=\"{name}\"] .cell')].map(cell => cell.dataset.action)"
+        )
+        assert cells == [str(timed.action) for row in truth.rows for timed in row]
+    choose(browser, "message", "0")
+    assert shown(browser) == list(SCHEDULES), "the nearest setting, all of it"
+    assert browser.js("document.querySelector('[name=ranks]:checked').value") in ("2", "4")
