@@ -2,7 +2,8 @@
 
 A forward makes autograd save tensors for its backward. Their storages are noted, by weak references that keep
 nothing alive, and after each action it is counted which of them are still there. So a microbatch that is kept
-too long shows, whatever the schedule says.
+too long shows, whatever the schedule says. What a recomputation saves comes and goes within one backward, and
+is not seen.
 """
 
 from collections.abc import Iterable, Iterator

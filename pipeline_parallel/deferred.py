@@ -112,7 +112,8 @@ class _Linear(torch.autograd.Function):
             if bias is not None and bias.requires_grad:
                 _add_to(bias, rows_of_dy.sum(0))
 
-        ctx.jobs.add(weights, x, dy)
+        if any(ctx.needs_input_grad[2:]):
+            ctx.jobs.add(weights, x, dy)
         return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -147,7 +148,8 @@ class _Conv2d(torch.autograd.Function):
             if has_bias:
                 _add_to(bias, db)
 
-        ctx.jobs.add(weights, x, dy)
+        if any(ctx.needs_input_grad[2:4]):
+            ctx.jobs.add(weights, x, dy)
         dx = gradients(True, False, False)[0] if ctx.needs_input_grad[1] else None
         return None, dx, None, None, *[None] * len(ctx.settings)
 

@@ -8,15 +8,15 @@ deadlock). An activation or gradient has one owner at a time: who makes it hands
 lets it go.
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from comm.point_to_point import SlowTransfer, irecv, isend
-from comm.wire import Group, Transfer
+from comm.wire import CommError, Group, Transfer
 from lab.errors import WorkbookError
 from lab.timeline import span
 from pipeline_parallel.actions import (
@@ -77,10 +77,13 @@ class Executor:
         """Forward and backward of all microbatches; gradients are added to those of the parameters.
 
         `x` is the whole batch, for the rank of the first stage, and `y` the targets, for the last one's.
-        WorkbookError if they cannot be divided into microbatches of one size.
+        WorkbookError if they cannot be divided into microbatches of the example's size.
         """
-        self._xs = self._divided(x) if 0 in self.passes else []
-        self._ys = self._divided(y) if self.last_stage in self.passes else []
+        xs, ys = self._divided(x), self._divided(y)  # on all ranks that have one, so that all refuse it
+        self._xs = xs if 0 in self.passes else []
+        self._ys = ys if self.last_stage in self.passes else []
+        if self._xs:
+            self._check_fits(self._xs[0])
         if self.watch is not None:
             self.watch.ignore([x, y])
         self._losses: list[Tensor] = []
@@ -88,19 +91,21 @@ class Executor:
         for step in self._program:
             match step:
                 case Receive(message, peer):
-                    buffer = torch.empty_like(self._boundary(message), device=self.device)
-                    self._arriving[message] = buffer, irecv(buffer, peer, self.group)
+                    self._post(message, peer)
                 case Send(message, peer):
-                    self._leaving[message] = isend(self._here.pop(message).contiguous(), peer, self.group)
+                    with _named(message):  # no variable here: it would hold the tensor until the next one
+                        self._leaving[message] = isend(self._here.pop(message).contiguous(), peer, self.group)
                 case Sent(message):
-                    with span("wait", "wait"):
+                    with span("wait", "wait"), _named(message):
                         self._leaving.pop(message).wait()
                 case Action():
                     self._act(step)
-        return Outcome(
+        outcome = Outcome(
             torch.stack(self._losses).sum() if self._losses else None,
             torch.cat(self._input_gradients) if self._input_gradients else None,
         )
+        self._xs, self._ys, self._losses, self._input_gradients = [], [], [], []
+        return outcome
 
     def _act(self, action: Action) -> None:
         kind, microbatch, stage = action
@@ -138,23 +143,48 @@ class Executor:
             self.watch.deferred(action.stage, action.microbatch, deferred)
         self.watch.look()
 
+    def _post(self, message: Message, peer: int) -> None:
+        like = self._boundaries[max(message.stage, message.reader)]
+        buffer = torch.empty_like(like, device=self.device)
+        with _named(message):
+            self._arriving[message] = buffer, irecv(buffer, peer, self.group)
+
     def _take(self, message: Message) -> Tensor:
         """What another stage has made: of this rank, or of another one, then it may have to come yet."""
         if message in self._here:
             return self._here.pop(message)
         tensor, transfer = self._arriving.pop(message)
-        with span("wait", "wait"):
+        with span("wait", "wait"), _named(message):
             transfer.wait()
         return tensor
 
-    def _boundary(self, message: Message) -> Tensor:
-        return self._boundaries[max(message.stage, message.reader)]
+    def _check_fits(self, x: Tensor) -> None:
+        expected = self._boundaries[0]
+        if (x.shape, x.dtype) != (expected.shape, expected.dtype):
+            raise WorkbookError(
+                f"A microbatch is {list(x.shape)} of {x.dtype}, but the pipeline was made for "
+                f"{list(expected.shape)} of {expected.dtype}: give it such an example, or such batches."
+            )
 
     def _divided(self, batch: Tensor | None) -> list[Tensor]:
-        assert batch is not None, "the first stage wants x, the last one y"
+        if batch is None:
+            return []
         if len(batch) % self.microbatches:
             raise WorkbookError(
                 f"A batch of {len(batch)} cannot be divided into {self.microbatches} equal microbatches."
             )
         parts = batch.detach().chunk(self.microbatches)
         return [part.requires_grad_(batch.requires_grad) for part in parts]
+
+
+@contextmanager
+def _named(message: Message) -> Iterator[None]:
+    """Let what goes wrong with a message say which stages it was between."""
+    try:
+        yield
+    except CommError as error:
+        what = "activation" if message.kind == FORWARD else "gradient"
+        raise CommError(
+            f"The {what} of microbatch {message.microbatch} did not get from stage {message.stage} "
+            f"to stage {message.reader}. {error}"
+        ) from error

@@ -89,13 +89,16 @@ class Passes:
         return self.loss_of(y, target) / self.microbatches
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        dx = self.backward_input(microbatch, dy)
+        if self.split:
+            self.backward_weight(microbatch)
+        return dx
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, edge = self._begun.pop(microbatch)
         if edge is not None:  # a frozen stage at the very beginning has no gradient to compute
             torch.autograd.backward([edge], [dy])
         return x.grad
-
-    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        return self.backward(microbatch, dy)
 
     def backward_weight(self, microbatch: int) -> None:
         self.jobs.pop(microbatch).run()

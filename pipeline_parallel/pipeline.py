@@ -160,18 +160,21 @@ class Pipeline(nn.Module):
         return torch.empty(shape[:dims], dtype=DTYPES[dtype], device="meta")
 
     def _make_ties_equal(self) -> None:
-        for (stage, _), _ in self.ties:
-            is_earlier = self.rank_of[stage] == self.rank
-            for mine, peer in self._shared():
-                send(mine, peer, self.group) if is_earlier else recv(mine, peer, self.group)
+        """The later stage's copy of what two share becomes the earlier one's."""
+        for (earlier, name), (later, its_name) in self.ties:
+            if self.rank_of[earlier] == self.rank:
+                send(self.stages[str(earlier)].get_parameter(name), self.rank_of[later], self.group)
+            elif self.rank_of[later] == self.rank:
+                recv(self.stages[str(later)].get_parameter(its_name), self.rank_of[earlier], self.group)
 
     def _shared(self) -> list[tuple[nn.Parameter, int]]:
-        """This rank's copies of what a stage of another rank has, too, and that rank."""
+        """This rank's copies of what a stage of another rank trains, too, and that rank."""
         return [
-            (self.stages[str(stage)].get_parameter(name), self.rank_of[other])
+            (parameter, self.rank_of[other])
             for tie in self.ties
             for (stage, name), (other, _) in (tie, tie[::-1])
             if self.rank_of[stage] == self.rank
+            and (parameter := self.stages[str(stage)].get_parameter(name)).requires_grad
         ]
 
     @staticmethod

@@ -2,7 +2,8 @@
 
       measured     from the spans of all ranks, on one clock
       simulated    the same table, with this run's own seconds for each stage (or the clock's) and its link
-      formula      theory.py, for stages that take equally long and messages that take no time
+      formula      theory.py, for stages that take equally long and messages that take no time; where it
+                   has none for these f, i and w (zb_v's want to be alike), for three of their mean
 
 Where the three differ, something was not as regular as the theory: stages of different lengths, messages, or
 ranks that share a core.
@@ -73,6 +74,8 @@ class Report:
             for seconds in (self.costs.forward, self.costs.input_gradient, self.costs.weight_gradient)
         ]
         regular = (self._schedule, ranks, microbatches, chunks, *of_rank)
+        if theory.makespan(*regular) is None:
+            regular = (*regular[:4], *[sum(of_rank) / 3] * 3)
         figures = {
             "makespan_seconds": statistics.median(map(measured.makespan, self.steps)),
             "makespan_simulated_seconds": self.simulation.makespan,

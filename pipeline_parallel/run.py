@@ -27,6 +27,7 @@ from pipeline_parallel import measured
 from pipeline_parallel.actions import Table
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.executor import Outcome
+from pipeline_parallel.page import write_page
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import Report, Seen
 from pipeline_parallel.stage import measured_costs
@@ -64,9 +65,9 @@ class Run(comm.run.Run):
     """One rank's side of a pipeline run: all ranks see the whole batch, the first and the last use it."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
-        for option, number in (("--microbatches", args.microbatches), ("--layers", args.layers)):
-            if number < 1:
-                raise WorkbookError(f"{option} {number}: there must be at least one.")
+        for option in ("microbatches", "layers", "chunks"):
+            if (number := getattr(args, option, 1)) < 1:
+                raise WorkbookError(f"--{option} {number}: there must be at least one.")
         if args.batch_size % args.microbatches:
             raise WorkbookError(
                 f"--microbatches {args.microbatches} must divide the {args.batch_size} examples of a batch."
@@ -162,6 +163,7 @@ class Run(comm.run.Run):
         }
         title = f"{self._run_mode}, {cluster.world_size} ranks, {self._args.microbatches} microbatches"
         draw_panels(panels, Path(folder) / "timeline.png", title)
+        write_page(Path(folder) / "schedules.html", measured={self._schedule: panels["measured"]})
 
     def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A checkpoint as one process would write it, but for the optimizer's state, which goes by name."""

@@ -136,7 +136,8 @@ def measured_costs(model: nn.Module, x: Tensor, repeats: int = 5) -> list[float]
             inputs = x.detach().requires_grad_(x.is_floating_point())
             start = time.perf_counter()
             y = stage(inputs)
-            y.backward(torch.ones_like(y))
+            if y.requires_grad:
+                y.backward(torch.ones_like(y))
             seconds.append(time.perf_counter() - start)
         costs.append(statistics.median(seconds[1:]))
         x = y.detach()
