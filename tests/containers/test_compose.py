@@ -92,6 +92,20 @@ def test_a_model_cut_among_four_nodes_trains_as_on_one(up):
     assert figures["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-5)
 
 
+def test_a_pipeline_of_four_nodes_trains_as_one_and_holds_what_the_schedule_says(up):
+    args = "--json --steps 5 --size tiny"
+    nodes = up(RUN_MODE="pipeline_1f1b", WORLD_SIZE="4", ARGS=args)
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    figures = nodes["node0"].json()
+    assert (figures["run_mode"], figures["world_size"]) == ("pipeline_1f1b", 4)
+    assert figures["bytes_sent"] == figures["bytes_formula"] > 0
+    assert figures["microbatches_held"] == [4, 3, 2, 1]
+    assert figures["activations_bytes"] == figures["activations_predicted_bytes"]
+    assert figures["bubble"] >= figures["bubble_formula"] == pytest.approx(3 / 11)
+    alone = up(RUN_MODE="pipeline_1f1b", WORLD_SIZE="1", ARGS=args)["node0"].json()
+    assert figures["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-5)
+
+
 def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
     args = "--json --steps 5 --size 13m --batch-size 2 --metronome 20ms"
     settings = {"RUN_MODE": "data_parallel_bucket_overlap", "WORLD_SIZE": "2"}
