@@ -11,6 +11,7 @@ A link opens it as one wants it: schedules.html#ranks=4&microbatches=8&show=gpip
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -180,7 +181,22 @@ def _colors(chunks: int) -> str:
     return "\n".join(rules)
 
 
+def main(args: PageArgs) -> None:
+    for option in ("forward", "input_gradient", "weight_gradient"):
+        if not 0 < getattr(args, option) < math.inf:
+            raise SystemExit(f"--{option.replace('_', '-')}: a time is a number above 0.")
+    if args.chunks < 1:
+        raise SystemExit(f"--chunks {args.chunks}: there must be at least one.")
+    if any(not 0 <= message < math.inf for message in args.messages):
+        raise SystemExit("--messages: a time is a number, 0 or more.")
+    try:
+        size = write_page(args.out, args).stat().st_size
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    except OSError as error:
+        raise SystemExit(f"--out {args.out}: cannot write there ({error.strerror}).") from error
+    print(f"{args.out}: {size / 1e6:.1f} MB, open it in any browser")
+
+
 if __name__ == "__main__":
-    chosen = tyro.cli(PageArgs)
-    size = write_page(chosen.out, chosen).stat().st_size
-    print(f"{chosen.out}: {size / 1e6:.1f} MB, open it in any browser")
+    main(tyro.cli(PageArgs))
