@@ -86,8 +86,8 @@ class Executor:
             self._check_fits(self._xs[0])
         if self.watch is not None:
             self.watch.ignore([x, y])
-        self._losses: list[Tensor] = []
-        self._input_gradients: list[Tensor] = []
+        self._losses: dict[int, Tensor] = {}
+        self._input_gradients: dict[int, Tensor] = {}
         for step in self._program:
             match step:
                 case Receive(message, peer):
@@ -101,10 +101,10 @@ class Executor:
                 case Action():
                     self._act(step)
         outcome = Outcome(
-            torch.stack(self._losses).sum() if self._losses else None,
-            torch.cat(self._input_gradients) if self._input_gradients else None,
+            torch.stack(_in_order(self._losses)).sum() if self._losses else None,
+            torch.cat(_in_order(self._input_gradients)) if self._input_gradients else None,
         )
-        self._xs, self._ys, self._losses, self._input_gradients = [], [], [], []
+        self._xs, self._ys, self._losses, self._input_gradients = [], [], {}, {}
         return outcome
 
     def _act(self, action: Action) -> None:
@@ -134,7 +134,7 @@ class Executor:
         if message is not None and made is not None:
             self._here[message] = made
         elif made is not None:
-            (self._losses if action.kind == FORWARD else self._input_gradients).append(made)
+            (self._losses if action.kind == FORWARD else self._input_gradients)[action.microbatch] = made
 
     def _look(self, action: Action) -> None:
         assert self.watch is not None
@@ -175,6 +175,10 @@ class Executor:
             )
         parts = batch.detach().chunk(self.microbatches)
         return [part.requires_grad_(batch.requires_grad) for part in parts]
+
+
+def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:
+    return [tensor for _, tensor in sorted(by_microbatch.items())]
 
 
 @contextmanager
