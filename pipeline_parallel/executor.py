@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from comm.channels import Channels
 from comm.point_to_point import SlowTransfer, irecv, isend
 from comm.wire import CommError, Group, Transfer
 from lab.errors import WorkbookError
@@ -50,7 +51,8 @@ class Executor:
     """Runs `table` on the ranks of `group`: row r on rank r.
 
     `passes` are this rank's stages by number, and `boundaries` what each stage gets as its input, as tensors
-    without memory (boundaries.py): a gradient has the shape of the activation it is for.
+    without memory (Pipeline makes them): a gradient has the shape of the activation it is for. `apart` is
+    Channels'.
     """
 
     def __init__(
@@ -61,14 +63,16 @@ class Executor:
         rank: int,
         group: Group = None,
         device: torch.device | str = "cpu",
+        apart: bool | None = None,
     ) -> None:
-        self.passes, self.group, self.device = passes, group, device
+        self.passes, self.device = passes, device
         self.microbatches = num_microbatches(table)
         self.last_stage = max(placement(table))
         self.watch: ActivationWatch | None = None
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(passes))}
         self._boundaries = boundaries
-        self._program = with_messages(table)[rank]
+        self._rank, self._program = rank, with_messages(table)[rank]
+        self._channels = Channels(group, apart)
         self._here: dict[Message, Tensor] = {}
         self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
         self._leaving: dict[Message, Transfer | SlowTransfer] = {}
@@ -93,8 +97,7 @@ class Executor:
                 case Receive(message, peer):
                     self._post(message, peer)
                 case Send(message, peer):
-                    with _named(message):  # no variable here: it would hold the tensor until the next one
-                        self._leaving[message] = isend(self._here.pop(message).contiguous(), peer, self.group)
+                    self._send(message, peer)
                 case Sent(message):
                     with span("wait", "wait"), _named(message):
                         self._leaving.pop(message).wait()
@@ -147,7 +150,12 @@ class Executor:
         like = self._boundaries[max(message.stage, message.reader)]
         buffer = torch.empty_like(like, device=self.device)
         with _named(message):
-            self._arriving[message] = buffer, irecv(buffer, peer, self.group)
+            self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
+
+    def _send(self, message: Message, peer: int) -> None:
+        tensor = self._here.pop(message).contiguous()
+        with _named(message):
+            self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
 
     def _take(self, message: Message) -> Tensor:
         """What another stage has made: of this rank, or of another one, then it may have to come yet."""

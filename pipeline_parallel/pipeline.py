@@ -55,6 +55,7 @@ class Pipeline(nn.Module):
         if len(table) != num_ranks:
             raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {num_ranks}.")
         self.group, self.table, self.rank_of = group, table, placement(table)
+        self.device = example.device
         parts = parts_of(model)
         cuts = cut([part.cost for part in parts] if costs is None else costs, len(self.rank_of))
         stages = [Stage(model, [parts[i] for i in of_stage]) for of_stage in cuts]
@@ -70,13 +71,13 @@ class Pipeline(nn.Module):
             is_last, microbatches = stage == len(stages) - 1, num_microbatches(table)
             if tick is not None:
                 inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
-                return ClockPasses(outputs, inputs, tick / len(own), example.device)
+                return ClockPasses(outputs, inputs, tick / len(own), self.device)
             is_split = has_split_backward(table)
             loss = loss_of if is_last else None
             return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split)
 
         self.executor = Executor(
-            table, {stage: passes(stage) for stage in own}, self.boundaries, self.rank, group, example.device
+            table, {stage: passes(stage) for stage in own}, self.boundaries, self.rank, group, self.device
         )
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
@@ -89,7 +90,12 @@ class Pipeline(nn.Module):
             with span("tied gradient", "wait"):
                 gradient = torch.zeros_like(mine) if mine.grad is None else mine.grad
                 others = torch.empty_like(gradient)
-                arriving, leaving = irecv(others, peer, self.group), isend(gradient, peer, self.group)
+                # nccl has one queue for both directions: what one rank sends first the other receives first.
+                if self.rank < peer:
+                    leaving = isend(gradient, peer, self.group)
+                arriving = irecv(others, peer, self.group)
+                if self.rank > peer:
+                    leaving = isend(gradient, peer, self.group)
                 arriving.wait()
                 leaving.wait()  # before the sum overwrites what is sent
                 mine.grad = gradient.add_(others)
@@ -100,7 +106,7 @@ class Pipeline(nn.Module):
         whole = {}
         for name, (stage, like) in self.layout.items():
             is_own = self.rank_of[stage] == self.rank
-            tensor = own[name].clone() if is_own else torch.empty_like(like, device=self.executor.device)
+            tensor = own[name].clone() if is_own else torch.empty_like(like, device=self.device)
             broadcast(tensor, root=self.rank_of[stage], group=self.group)
             whole[name] = tensor
         return whole
@@ -151,10 +157,10 @@ class Pipeline(nn.Module):
 
     def _send_like(self, like: Tensor, peer: int) -> None:
         numbers = [DTYPES.index(like.dtype), like.dim(), *like.shape, *[0] * (MAX_DIMS - like.dim())]
-        send(torch.tensor(numbers), peer, self.group)
+        send(torch.tensor(numbers, device=self.device), peer, self.group)
 
     def _receive_like(self, peer: int) -> Tensor:
-        numbers = torch.empty(2 + MAX_DIMS, dtype=torch.int64)
+        numbers = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device)
         recv(numbers, peer, self.group)
         dtype, dims, *shape = numbers.tolist()
         return torch.empty(shape[:dims], dtype=DTYPES[dtype], device="meta")
