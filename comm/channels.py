@@ -10,23 +10,36 @@ So on nccl messages to lower ranks get a group of their own. Then each queue has
 order of the sends is that of the receives.
 """
 
+import torch
 import torch.distributed as dist
 
 from comm.wire import Group, group_of, names_of
 
 
 class Channels:
-    """The group to use for messages from one rank to another. All ranks of `group` must make it together.
+    """The group to use for messages from one rank to another.
 
+    `group` is the caller's own, perhaps another one on other ranks: *all* ranks there are make it together.
     `apart`: whether the directions get groups of their own; None is yes on nccl, and no elsewhere.
     """
 
     def __init__(self, group: Group = None, apart: bool | None = None) -> None:
-        whole = group_of(group)
         self._up = self._down = group
-        if dist.get_backend(whole) == "nccl" if apart is None else apart:
-            self._down = dist.new_group(names_of(whole), use_local_synchronization=True)
+        if dist.get_backend(group) == "nccl" if apart is None else apart:
+            for members in _everyones(names_of(group_of(group))):
+                made = dist.new_group(members)  # which every rank has to call, of the group or not
+                self._down = made if dist.get_rank() in members else self._down
 
     def of(self, source: int, destination: int) -> Group:
         """Where `source` sends to `destination`, and that one receives from `source`: ranks of the group."""
         return self._up if source < destination else self._down
+
+
+def _everyones(members: list[int]) -> list[list[int]]:
+    """The groups of all ranks, each once, in the same order everywhere."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=device)
+    mine[members] = 1
+    rows = [torch.empty_like(mine) for _ in range(len(mine))]
+    dist.all_gather(rows, mine)
+    return [list(one) for one in sorted({tuple(row.nonzero().flatten().tolist()) for row in rows})]
