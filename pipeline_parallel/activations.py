@@ -22,6 +22,7 @@ class ActivationWatch:
     def __init__(self) -> None:
         self._ignored: set[StorageWeakRef] = set()
         self._noted: dict[Place, dict[StorageWeakRef, int]] = {}
+        self._known: set[StorageWeakRef] = set()  # what two stages of a rank save belongs to the first
         self.peak_bytes = 0
         self.peak_held = 0
         self.kept_by_forward: dict[int, int] = {}
@@ -64,11 +65,13 @@ class ActivationWatch:
     def _note(self, place: Place, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        if reference not in self._ignored:
+        if reference not in self._ignored | self._known:
+            self._known.add(reference)
             self._noted.setdefault(place, {})[reference] = storage.nbytes()
 
     def _alive(self, place: Place) -> int:
         noted = self._noted.get(place, {})
         for reference in [reference for reference in noted if reference.expired()]:
             del noted[reference]
+            self._known.discard(reference)
         return sum(noted.values())

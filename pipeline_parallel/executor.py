@@ -83,6 +83,8 @@ class Executor:
         `x` is the whole batch, for the rank of the first stage, and `y` the targets, for the last one's.
         WorkbookError if they cannot be divided into microbatches of the example's size.
         """
+        if (x is None and 0 in self.passes) or (y is None and self.last_stage in self.passes):
+            raise WorkbookError("The rank of the first stage needs x, and that of the last one y.")
         xs, ys = self._divided(x), self._divided(y)  # on all ranks that have one, so that all refuse it
         self._xs = xs if 0 in self.passes else []
         self._ys = ys if self.last_stage in self.passes else []
