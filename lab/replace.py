@@ -7,10 +7,15 @@ replacement is written wherever the original is bound, not only where it was def
 
 import contextlib
 import importlib
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from typing import Any
 
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _active: dict[str, Any] = {}
 
 
@@ -27,16 +32,16 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     """
     owner, name = _locate(path)
     original = owner.__dict__[name]
-    own_bindings = _bindings(implementation)
+    own_bindings = _bindings(implementation, path)
     previous = _active.get(path)
     _active[path] = implementation
-    for place, binding in [(owner, name), *_bindings(original)]:
+    for place, binding in [(owner, name), *_bindings(original, path)]:
         setattr(place, binding, implementation)
     try:
         yield
     finally:
         # Modules that were first imported meanwhile have the implementation under the original's name.
-        for place, binding in [(owner, name), *_bindings(implementation)]:
+        for place, binding in [(owner, name), *_bindings(implementation, path)]:
             if (place, binding) not in own_bindings:
                 setattr(place, binding, original)
         if previous is None:
@@ -73,11 +78,26 @@ def _locate(path: str) -> tuple[Any, str]:
     raise LookupError(f"Nothing to replace at {path}: no function or class has that name.")
 
 
-def _bindings(value: Any) -> list[tuple[Any, str]]:
-    """Where modules bind this very object: the modules and the names."""
+def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
+    """Where modules bind this very object, which is to be at `path`: the modules and the names.
+
+    A library binds nothing of ours, so it is searched only for what is at home in a library. That is not
+    for the search's sake: reading an object counts a reference, and so a rank that reads thousands of modules
+    has to copy the pages with them, which it shares with the process that it was forked from.
+    """
+    packages = {name.partition(".")[0] for name in list(sys.modules)}
+    if not _is_library(path.partition(".")[0]):
+        packages = {name for name in packages if not _is_library(name)}
     return [
         (module, binding)
-        for module in list(sys.modules.values())
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in packages
         for binding, bound in list(getattr(module, "__dict__", {}).items())
         if bound is value
     ]
+
+
+def _is_library(package: str) -> bool:
+    """Whether it is Python's own or was installed: a notebook, a script and what is made by hand are not."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return file is not None and file.startswith(_LIBRARIES)
