@@ -121,6 +121,8 @@ class _Watch:
             for kill in (os.killpg, os.kill):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(process.pid, signal.SIGKILL)
+        # Only now wait: the kernel takes milliseconds to take a rank apart, and does it on every core.
+        for process in self.processes:
             process.join()
         for key in list(self.selector.get_map().values()):
             _close(key.fileobj)
