@@ -1,4 +1,7 @@
 import importlib
+import json
+import sys
+import types
 
 import pytest
 
@@ -123,3 +126,12 @@ def test_a_name_that_does_not_exist_is_told(path: str):
     with pytest.raises(LookupError, match=f"Nothing to replace at {path}"):
         with replaced(path, print):
             pass
+
+
+def test_what_is_at_home_in_a_library_is_replaced_in_libraries_and_here(monkeypatch):
+    by_hand = types.ModuleType("made_by_hand")
+    by_hand.decoder = original = json.decoder.JSONDecoder
+    monkeypatch.setitem(sys.modules, "made_by_hand", by_hand)
+    with replaced("json.decoder.JSONDecoder", Forgetful):
+        assert json.JSONDecoder is by_hand.decoder is Forgetful
+    assert json.JSONDecoder is by_hand.decoder is original
