@@ -46,9 +46,16 @@ class RankError(RuntimeError):
 def preload(*modules: str) -> None:
     """Name modules the forkserver should import before it forks, so that no rank has to.
 
-    Counts only before the first `run_ranks` of this process.
+    Counts only before the first `run_ranks` or `warm_up` of this process.
     """
     _preload.extend(modules)
+
+
+def warm_up() -> None:
+    """Start the forkserver now, so that it imports while the caller still does something else."""
+    with _main_module_hidden():
+        _context.set_forkserver_preload(_preload)
+        ensure_running()
 
 
 def run_ranks(
@@ -97,9 +104,8 @@ class _Watch:
         self.failures: dict[int, tuple[float, RankError]] = {}
 
     def results(self) -> list[Any]:
+        warm_up()
         with _main_module_hidden():
-            _context.set_forkserver_preload(_preload)
-            ensure_running()
             for job in self.jobs:
                 self._start(job)
         deadline = time.monotonic() + self.timeout

@@ -6,24 +6,8 @@ from hypothesis import settings
 
 from lab import ranks
 
-ranks.preload(
-    "pytest",
-    "hypothesis",
-    "comm.collectives",
-    "comm.cost",
-    "comm.point_to_point",
-    "comm.rendezvous",
-    "data_parallel.train_bucket_overlap",
-    "data_parallel.sharded_checkpoint",
-    "data_parallel.train_ddp",
-    "data_parallel.train_fsdp",
-    "data_parallel.train_naive",
-    "data_parallel.train_overlap",
-    "data_parallel.train_zero3",
-    "tensor_parallel.train_native",
-    "lab.check",
-    "lab.metronome",
-)
+ranks.preload("tests.preloaded")
+ranks.warm_up()  # meanwhile pytest collects
 
 settings.register_profile(
     "workbook", deadline=None, max_examples=20, derandomize=bool(os.environ.get("CI")), print_blob=True

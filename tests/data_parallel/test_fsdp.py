@@ -14,7 +14,6 @@ from comm.run import Run
 from data_parallel import train_fsdp
 from data_parallel.train_fsdp import Args, full_state_dict, shard, shares_of, traffic_per_step
 from data_parallel.zero_memory import MemoryReport
-from lab import ranks
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -23,8 +22,6 @@ from lab.memory import saved_activations
 from lab.model import BabyCNN
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
-
-ranks.preload("data_parallel.train_fsdp")
 
 
 def whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -18,13 +18,11 @@ from data_parallel import (
     train_naive_grad_accumulation,
     train_overlap,
 )
-from lab import ranks
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.summary import FIELDS
 
 # An optimizer imports torch._dynamo: a second or more in every rank that is new.
-ranks.preload("torch._dynamo", "matplotlib.backends.backend_agg", "matplotlib.font_manager")
 
 SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "naive": (train_naive, train_naive.Args, {}),

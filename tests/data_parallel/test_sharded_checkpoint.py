@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from comm.collectives import all_gather
 from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
-from lab import ranks
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-
-ranks.preload("data_parallel.sharded_checkpoint")  # DCP takes a while to import
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "first.weight": (3, 5),

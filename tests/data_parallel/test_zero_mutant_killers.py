@@ -13,15 +13,12 @@ from data_parallel import sharded_checkpoint
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.gradient_shard import GradientShard
 from data_parallel.sharded_optimizer import ShardedOptimizer
-from lab import ranks
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.memory import live_bytes
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import EitherWay, Odd, examples, mine, odd_loss
 from tests.data_parallel.sharded import Blocks, Sharded, compare_with_one_process, total, whole
-
-ranks.preload("data_parallel.sharded_checkpoint", "data_parallel.train_zero3")
 
 
 class Layer(nn.Module):

@@ -17,13 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from lab import checkpoint, ranks, sharded_checkpoint
+from lab import checkpoint, sharded_checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from lab.sharded_checkpoint import METADATA, Items, Range
-
-ranks.preload("lab.sharded_checkpoint")  # DCP takes a while to import
 
 NUMEL = 11
 

@@ -7,15 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lab import ranks
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.model import GPT, MLP, GPTConfig, loss_of
 from tensor_parallel.functions import Gathering
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.masks import FixedMasks, NoMasks
-
-ranks.preload("tensor_parallel.parallelize")
 
 RTOL = 1e-9
 

@@ -1,0 +1,32 @@
+"""What the forkserver of the tests imports before it forks: all that a test may send to its ranks.
+
+A rank looks up what is pickled by its name, and so imports the module that has it. Where no bytecode is
+kept (PYTHONDONTWRITEBYTECODE) every rank of every test would compile the same files anew.
+"""
+
+import contextlib
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What is imported by libraries only once it is needed: for traces, by name look-ups, tables and checkpoints.
+for name in (
+    *("matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.font_manager"),
+    *("encodings.idna", "rich._emoji_codes", "torch.utils.serialization.config"),
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+# An optimizer's first step imports too.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+
+for folder in (*ROOT.glob("*_parallel"), *(ROOT / name for name in ("comm", "lab", "exercises", "tests"))):
+    for path in sorted(folder.rglob("*.py")):
+        if path.stem not in ("__init__", "conftest", "preloaded") and "containers" not in path.parts:
+            # Whoever asks for a file that cannot be imported is told why.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
