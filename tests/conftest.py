@@ -2,9 +2,11 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 from lab import ranks
+from tests.passed import PASSED
 
 ranks.preload("tests.preloaded")
 ranks.warm_up()  # meanwhile pytest collects
@@ -13,3 +15,11 @@ settings.register_profile(
     "workbook", deadline=None, max_examples=20, derandomize=bool(os.environ.get("CI")), print_blob=True
 )
 settings.load_profile("workbook")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call" and report.passed and not hasattr(item, "callspec"):
+        PASSED.add(item.function)
+    return report
