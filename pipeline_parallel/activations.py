@@ -65,7 +65,7 @@ class ActivationWatch:
     def _note(self, place: Place, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        if reference not in self._ignored | self._known:
+        if reference not in self._ignored and reference not in self._known:
             self._known.add(reference)
             self._noted.setdefault(place, {})[reference] = storage.nbytes()
 

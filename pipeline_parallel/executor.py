@@ -8,8 +8,8 @@ deadlock). An activation or gradient has one owner at a time: who makes it hands
 lets it go.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -101,8 +101,7 @@ class Executor:
                 case Send(message, peer):
                     self._send(message, peer)
                 case Sent(message):
-                    with span("wait", "wait"), _named(message):
-                        self._leaving.pop(message).wait()
+                    self._wait(message, self._leaving.pop(message))
                 case Action():
                     self._act(step)
         outcome = Outcome(
@@ -150,23 +149,34 @@ class Executor:
 
     def _post(self, message: Message, peer: int) -> None:
         like = self._boundaries[max(message.stage, message.reader)]
-        buffer = torch.empty_like(like, device=self.device)
-        with _named(message):
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        try:
             self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
+        except CommError as error:
+            raise _named(message, error) from error
 
     def _send(self, message: Message, peer: int) -> None:
         tensor = self._here.pop(message).contiguous()
-        with _named(message):
+        try:
             self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
+        except CommError as error:
+            raise _named(message, error) from error
 
     def _take(self, message: Message) -> Tensor:
         """What another stage has made: of this rank, or of another one, then it may have to come yet."""
         if message in self._here:
             return self._here.pop(message)
         tensor, transfer = self._arriving.pop(message)
-        with span("wait", "wait"), _named(message):
-            transfer.wait()
+        self._wait(message, transfer)
         return tensor
+
+    @staticmethod
+    def _wait(message: Message, transfer: Transfer | SlowTransfer) -> None:
+        with span("wait", "wait"):
+            try:
+                transfer.wait()
+            except CommError as error:
+                raise _named(message, error) from error
 
     def _check_fits(self, x: Tensor) -> None:
         expected = self._boundaries[0]
@@ -191,14 +201,10 @@ def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:
     return [tensor for _, tensor in sorted(by_microbatch.items())]
 
 
-@contextmanager
-def _named(message: Message) -> Iterator[None]:
-    """Let what goes wrong with a message say which stages it was between."""
-    try:
-        yield
-    except CommError as error:
-        what = "activation" if message.kind == FORWARD else "gradient"
-        raise CommError(
-            f"The {what} of microbatch {message.microbatch} did not get from stage {message.stage} "
-            f"to stage {message.reader}. {error}"
-        ) from error
+def _named(message: Message, error: CommError) -> CommError:
+    """What went wrong with a message, and between which stages."""
+    what = "activation" if message.kind == FORWARD else "gradient"
+    return CommError(
+        f"The {what} of microbatch {message.microbatch} did not get from stage {message.stage} "
+        f"to stage {message.reader}. {error}"
+    )

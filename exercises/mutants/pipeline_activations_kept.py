@@ -1,0 +1,15 @@
+"""1F1B takes GPipe's memory: what a microbatch left behind is looked up for its backward, and stays."""
+
+import torch
+
+TARGET = "pipeline_parallel.passes.Passes.backward_input"
+KILLER = (
+    "tests.pipeline_parallel.test_mutant_killers.test_1f1b_holds_no_more_microbatches_than_ranks_come_after"
+)
+
+
+def mutant(self, microbatch: int, dy):
+    x, edge = self._begun[microbatch]
+    if edge is not None:
+        torch.autograd.backward([edge], [dy])
+    return x.grad

@@ -1,0 +1,14 @@
+"""With a split backward biases stay what they were: the weights' gradient alone was put off."""
+
+from pipeline_parallel.deferred import _add_to
+
+TARGET = "pipeline_parallel.deferred._Linear.backward"
+KILLER = (
+    "tests.pipeline_parallel.test_mutant_killers.test_a_split_backward_computes_every_weights_gradient_once"
+)
+
+
+def mutant(ctx, dy):
+    (x,), weight = ctx.saved_tensors, ctx.weight
+    ctx.jobs.add(lambda: _add_to(weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)), x, dy)
+    return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None

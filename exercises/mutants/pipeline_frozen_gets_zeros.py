@@ -1,0 +1,13 @@
+"""Weight decay shrinks a frozen embedding: where there is no gradient, both copies exchange zeros."""
+
+TARGET = "pipeline_parallel.pipeline.Pipeline._shared"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_a_frozen_embedding_gets_no_gradient"
+
+
+def mutant(self):
+    return [
+        (self.stages[str(stage)].get_parameter(name), self.rank_of[other])
+        for tie in self.ties
+        for (stage, name), (other, _) in (tie, tie[::-1])
+        if self.rank_of[stage] == self.rank
+    ]

@@ -1,0 +1,18 @@
+"""One input buffer for all microbatches, its gradient never cleared: earlier ones are handed back again."""
+
+import torch
+
+TARGET = "pipeline_parallel.passes.Passes.backward_input"
+KILLER = (
+    "tests.pipeline_parallel.test_mutant_killers"
+    ".test_a_stage_between_others_hands_back_the_gradient_of_its_own_input"
+)
+
+
+def mutant(self, microbatch: int, dy):
+    x, edge = self._begun.pop(microbatch)
+    if edge is not None:
+        torch.autograd.backward([edge], [dy])
+    before = getattr(self, "_before", None)
+    self._before = x.grad if before is None or x.grad is None else x.grad + before
+    return self._before

@@ -1,0 +1,17 @@
+"""The input's gradient has its rows in another order, where backwards do not come as forwards did."""
+
+from pipeline_parallel.actions import FORWARD
+from pipeline_parallel.messages import sent_by
+
+TARGET = "pipeline_parallel.executor.Executor._hand_over"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_whole_backwards_may_stand_beside_split_ones"
+
+
+def mutant(self, action, made) -> None:
+    message = sent_by(action, self.last_stage)
+    if message is not None and made is not None:
+        self._here[message] = made
+    elif made is not None and action.kind == FORWARD:
+        self._losses[action.microbatch] = made
+    elif made is not None:
+        self._input_gradients[len(self._input_gradients)] = made

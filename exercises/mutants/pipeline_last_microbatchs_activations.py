@@ -1,0 +1,15 @@
+"""Right where a stage holds one microbatch: a backward takes the last forward's activations off a stack."""
+
+import torch
+
+TARGET = "pipeline_parallel.passes.Passes.backward_input"
+KILLER = (
+    "tests.pipeline_parallel.test_mutant_killers.test_a_backward_uses_the_activations_of_its_own_microbatch"
+)
+
+
+def mutant(self, microbatch: int, dy):
+    x, edge = self._begun.popitem()[1]
+    if edge is not None:
+        torch.autograd.backward([edge], [dy])
+    return x.grad

@@ -1,0 +1,13 @@
+"""Gradients are as many times too large as there are microbatches: more of them, and training diverges."""
+
+from typing import Any
+
+from pipeline_parallel.passes import Passes
+
+TARGET = "pipeline_parallel.passes.Passes"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_over_all_microbatches"
+
+
+class mutant(Passes):
+    def __init__(self, stage: Any, microbatches: int, *args: Any, **options: Any) -> None:
+        super().__init__(stage, 1, *args, **options)

@@ -1,0 +1,16 @@
+"""With recomputation and dropout training is noisier: the forward is recomputed with masks drawn anew."""
+
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+TARGET = "pipeline_parallel.passes.Passes.forward"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_recomputation_drops_out_the_same"
+
+
+def mutant(self, microbatch: int, x, target=None):
+    if self.recompute:
+        y = checkpoint(self._compute, x, target, None, use_reentrant=False, preserve_rng_state=False)
+    else:
+        y = self._compute(x, target, None)
+    self._begun[microbatch] = x, get_gradient_edge(y) if y.requires_grad else None
+    return y.detach()

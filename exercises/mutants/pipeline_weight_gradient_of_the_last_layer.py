@@ -1,0 +1,16 @@
+"""A stage learns in one of its layers: the loop over what a split backward has put off ends too early."""
+
+import torch
+
+TARGET = "pipeline_parallel.deferred.Jobs.run"
+KILLER = (
+    "tests.pipeline_parallel.test_mutant_killers.test_a_split_backward_computes_every_weights_gradient_once"
+)
+
+
+@torch.no_grad()
+def mutant(self) -> None:
+    self.tensors.clear()
+    if self.waiting:
+        self.waiting.pop()()
+    self.waiting.clear()

@@ -1,0 +1,14 @@
+"""Only the last microbatch teaches: a stage clears its gradients before each backward, as in a plain loop."""
+
+import torch
+
+TARGET = "pipeline_parallel.passes.Passes.backward_input"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_gradients_of_the_microbatches_add_up"
+
+
+def mutant(self, microbatch: int, dy):
+    x, edge = self._begun.pop(microbatch)
+    self.stage.zero_grad()
+    if edge is not None:
+        torch.autograd.backward([edge], [dy])
+    return x.grad

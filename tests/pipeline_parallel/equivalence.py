@@ -1,0 +1,196 @@
+"""Pipelines against one process: the loss, every gradient at each of some steps, every parameter after them.
+
+All ranks make the same model and compare what they have of it; each call says the bytes it has sent, too, and
+leaves nothing behind.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from comm.wire import Group
+from lab.check import Tensors, assert_same
+from lab.cluster import Cluster
+from lab.ledger import LEDGER
+from lab.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
+from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.passes import Passes
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import SCHEDULES, table_of
+
+RTOL, LEARNING_RATE = 1e-9, 0.3
+VOCABULARY, TIME = 13, 5
+
+Batch = tuple[Tensor, Tensor]
+
+# Name and chunks, with interleaving in two and in three.
+ALL_SCHEDULES = [*((name, 2) for name in SCHEDULES), ("interleaved", 3)]
+
+
+def gpt(**changes: Any) -> GPT:
+    sizes = {"vocab_size": VOCABULARY, "block_size": TIME, "num_layers": 3, "num_heads": 2, "width": 8}
+    return GPT(GPTConfig(**{**sizes, **changes})).double()
+
+
+def text(rows: int) -> Batch:
+    tokens = torch.randint(VOCABULARY, (rows, TIME + 1), generator=torch.Generator().manual_seed(2))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def mlp(layers: int) -> MLP:
+    """Layers of different widths, so that a tensor of another boundary does not fit."""
+    return MLP([5 + i % 4 for i in range(layers)] + [6]).double()
+
+
+def vectors(rows: int, width: int = 5) -> Batch:
+    random = torch.Generator().manual_seed(3)
+    return torch.randn(rows, width, generator=random).double(), torch.randint(6, (rows,), generator=random)
+
+
+def cnn() -> BabyCNN:
+    return BabyCNN().double()
+
+
+def images(rows: int) -> Batch:
+    random = torch.Generator().manual_seed(4)
+    x = torch.randn(rows, 1, 8, 8, generator=random).double()
+    return x, torch.randint(10, (rows,), generator=random)
+
+
+def own_gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
+    """A copy of each of this rank's gradients, by its name in the whole model."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in pipeline.named_own_parameters().items()
+    }
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """As own_gradients; a tied one under both of its names."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of each parameter; a tied one under both of its names."""
+    return {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def only(whole: Tensors, part: Tensors) -> dict[str, Tensor | None]:
+    """What is in `part` of the whole model's tensors."""
+    return {name: whole[name] for name in part}
+
+
+def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
+    executor = pipeline.executor
+    assert not executor._here, f"{what}: made and not used: {list(executor._here)}"
+    assert not executor._arriving, f"{what}: received and not used: {list(executor._arriving)}"
+    assert not executor._leaving, f"{what}: sent and not waited for: {list(executor._leaving)}"
+    for stage, passes in executor.passes.items():
+        assert isinstance(passes, Passes)
+        assert not passes._begun, f"{what}: stage {stage} waits for backwards of {list(passes._begun)}"
+        assert not passes.jobs, f"{what}: stage {stage} waits for weight gradients of {list(passes.jobs)}"
+
+
+class OneProcess(NamedTuple):
+    """How it trains: at each step the loss, the input's gradient if it wants one, and the parameters'."""
+
+    initial: dict[str, Tensor]
+    steps: list[tuple[Tensor, Tensor | None, dict[str, Tensor | None]]]
+    trained: dict[str, Tensor]
+
+
+_known: dict[Any, OneProcess] = {}
+
+
+def of_one_process(make: Callable[[], nn.Module], batch: Batch, steps: int) -> OneProcess:
+    """Remembered, for many schedules are compared with the same."""
+    maker = (make.func, make.args, *make.keywords.items()) if isinstance(make, partial) else make
+    key = maker, steps, *(tensor.numpy().tobytes() for tensor in batch)
+    if key not in _known:
+        model, found = make(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        initial = parameters_of(model)
+        for step in range(steps):
+            optimizer.zero_grad()
+            x = input_at(step, batch[0])
+            loss = loss_of(model(x), batch[1])
+            loss.backward()
+            found.append((loss.detach(), x.grad, gradients_of(model)))
+            optimizer.step()
+        _known[key] = OneProcess(initial, found, parameters_of(model))
+    return _known[key]
+
+
+def input_at(step: int, x: Tensor) -> Tensor:
+    """Every other step a float input wants a gradient, too."""
+    return x.clone().requires_grad_(x.is_floating_point() and step % 2 == 0)
+
+
+def compare_with_one_process(
+    cluster: Cluster,
+    make: Callable[[], nn.Module],
+    table: Table,
+    batch: Batch,
+    steps: int = 2,
+    spoil: Callable[[nn.Module], Any] = lambda model: None,
+    group: Group = None,
+    recompute: bool | Sequence[int] = False,
+    costs: Sequence[float] | None = None,
+    what: str = "",
+) -> Pipeline:
+    """`spoil` changes what this rank makes a pipeline of, and not what it is compared with."""
+    x, y = batch
+    rank_of, microbatches = placement(table), num_microbatches(table)
+    expected, model = of_one_process(make, batch, steps), make()
+    what += f" {type(model).__name__}, {len(rank_of)} stages on {len(table)} ranks, m={microbatches}"
+    what += f", recompute={recompute}" if recompute else ""
+    spoil(model)
+    example = x[: len(x) // microbatches]
+    pipeline = Pipeline(model, table, loss_of, example, group=group, recompute=recompute, costs=costs)
+    del model
+    is_first, is_last = (rank_of[stage] == pipeline.rank for stage in (0, len(rank_of) - 1))
+    own = pipeline.named_own_parameters()
+    initial = {name: parameter.detach() for name, parameter in own.items()}
+    assert_same(initial, only(expected.initial, own), 0, f"initial parameter,{what},")
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE)
+    for step, (loss, input_gradient, gradients) in enumerate(expected.steps):
+        where = f"{what}, step {step}"
+        optimizer.zero_grad()
+        before = LEDGER.total()
+        outcome = pipeline.step(input_at(step, x), y)
+        pipeline.finish_gradient_sync()
+        sent = LEDGER.total() - before
+        wanted = {"loss": loss if is_last else None, "input": input_gradient if is_first else None}
+        given = {"loss": outcome.loss, "input": outcome.input_gradient}
+        assert_same(given, wanted, RTOL, f"result,{where},")
+        assert_same(own_gradients(pipeline), only(gradients, own), RTOL, f"gradient,{where},")
+        assert sent == pipeline.traffic_per_step(), f"{where}: {sent}, and {pipeline.traffic_per_step()}"
+        assert_nothing_is_left(pipeline, where)
+        optimizer.step()
+    trained = {name: parameter.detach() for name, parameter in own.items()}
+    assert_same(trained, only(expected.trained, own), RTOL, f"parameter,{what},")
+    return pipeline
+
+
+def compare_schedule(
+    cluster: Cluster,
+    name: str,
+    microbatches: int,
+    make: Callable[[], nn.Module],
+    batch_of: Callable[[int], Batch],
+    chunks: int = 2,
+    rows: int = 2,
+    **options: Any,
+) -> None:
+    """compare_with_one_process of the schedule of that name on all ranks; `rows` of each microbatch."""
+    table = table_of(name, cluster.world_size, microbatches, chunks)
+    batch, what = batch_of(rows * microbatches), f" {name}{options.pop('what', '')}"
+    compare_with_one_process(cluster, make, table, batch, what=what, **options)

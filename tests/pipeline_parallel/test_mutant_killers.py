@@ -1,0 +1,154 @@
+"""Small tests for what goes wrong in pipelines, short enough to be run against a wrong implementation."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.model import MLP, loss_of
+from lab.ranks import run_ranks
+from pipeline_parallel.actions import parse_row
+from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import table_of
+from tests.pipeline_parallel.equivalence import (
+    RTOL,
+    Batch,
+    cnn,
+    compare_schedule,
+    compare_with_one_process,
+    gpt,
+    images,
+    mlp,
+    own_gradients,
+    text,
+    vectors,
+)
+
+
+def compare(
+    *names: str,
+    make: Callable[[], nn.Module] = lambda: mlp(4),
+    batch_of: Callable[[int], Batch] = vectors,
+    microbatches: int = 3,
+    n: int = 2,
+    group_timeout: float | None = None,
+    **options: Any,
+) -> None:
+    """Loss, gradients and parameters with one process, of each of the schedules."""
+
+    def work(cluster: Cluster) -> None:
+        for name in names:
+            compare_schedule(cluster, name, microbatches, make, batch_of, **options)
+
+    run_ranks(work, n, timeout=20, group_timeout=group_timeout)
+
+
+def test_the_loss_is_the_mean_over_all_microbatches():
+    compare("gpipe", "1f1b")
+
+
+def test_gradients_of_the_microbatches_add_up():
+    compare("gpipe", "1f1b", steps=1)
+
+
+def test_a_backward_uses_the_activations_of_its_own_microbatch():
+    compare("gpipe", "1f1b", n=3, make=partial(mlp, 3), steps=1)
+
+
+def test_a_stage_between_others_hands_back_the_gradient_of_its_own_input():
+    compare("1f1b", n=3, make=partial(mlp, 3), steps=1)
+
+
+def test_messages_meet_the_receives_that_are_meant_for_them():
+    """Boundaries of one size: a message fits where another one is expected."""
+    compare("interleaved", "zb_v", make=lambda: MLP([6] * 5).double(), batch_of=partial(vectors, width=6))
+
+
+def test_a_split_backward_computes_every_weights_gradient_once():
+    compare("zb_h1", "zb_v")
+    compare("zb_h1", make=cnn, batch_of=images, steps=1)
+
+
+def test_both_copies_of_a_tied_embedding_get_both_gradients():
+    compare("1f1b", make=partial(gpt, num_layers=2), batch_of=text)
+
+
+def test_a_frozen_embedding_gets_no_gradient():
+    def make() -> nn.Module:
+        model = gpt(num_layers=2)
+        model.head.weight.requires_grad_(False)
+        return model
+
+    compare("1f1b", "zb_v", make=make, batch_of=text)
+
+
+def test_whole_backwards_may_stand_beside_split_ones():
+    def work(cluster: Cluster) -> None:
+        table = [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)]
+        compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_tied_copies_are_equal_before_the_first_step():
+    def work(cluster: Cluster) -> None:
+        def spoil(model: nn.Module) -> None:
+            if cluster.rank == 1:
+                model.head.weight.data.normal_()
+
+        compare_schedule(cluster, "1f1b", 2, partial(gpt, num_layers=2), text, spoil=spoil)
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even():
+    options = {"make": partial(gpt, num_layers=2), "batch_of": text, "microbatches": 1, "steps": 1}
+    for n in (3, 2):
+        compare("1f1b", n=n, group_timeout=3, **options)
+
+
+def test_recomputation_drops_out_the_same():
+    def work(cluster: Cluster) -> None:
+        x, y = text(2)
+        gradients = []
+        for recompute in (False, True):
+            model = gpt(num_layers=2, dropout=0.5)
+            pipeline = Pipeline(model, table_of("gpipe", 2, 2), loss_of, x[:1], recompute=recompute)
+            torch.manual_seed(cluster.rank)
+            pipeline.step(x, y)
+            gradients.append(own_gradients(pipeline))
+        assert_same(gradients[1], gradients[0], RTOL)
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_1f1b_holds_no_more_microbatches_than_ranks_come_after():
+    def work(cluster: Cluster) -> None:
+        x, y = vectors(6)
+        pipeline = Pipeline(mlp(2), table_of("1f1b", 2, 6), loss_of, x[:1])
+        pipeline.executor.watch = watch = ActivationWatch()
+        watch.ignore(pipeline.parameters())
+        pipeline.step(x, y)
+        most = 2 - cluster.rank
+        assert watch.peak_held == most, f"rank {cluster.rank} held {watch.peak_held}, and not {most}"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_when_weight_gradients_are_computed_nothing_they_needed_is_left():
+    def work(cluster: Cluster) -> None:
+        x, y = vectors(6)
+        pipeline = Pipeline(mlp(4), table_of("zb_h1", 2, 3), loss_of, x[:2])
+        pipeline.executor.watch = watch = ActivationWatch()
+        watch.ignore(pipeline.parameters())
+        for _ in range(2):
+            pipeline.step(x, y)
+            held = [place for place in watch._noted if watch._alive(place)]
+            assert not held, f"stages and microbatches {held} are still held"
+
+    run_ranks(work, 2, timeout=20)
