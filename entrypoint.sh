@@ -30,6 +30,7 @@ pipeline_afab                          pipeline_parallel/train_afab.py          
 pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 one forward, one backward: fewer activations
 pipeline_interleaved                   pipeline_parallel/train_interleaved.py          several small stages a rank: a smaller bubble
 pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          the backward in two: the bubble filled with weight gradients
+pipeline_native                        pipeline_parallel/train_native.py              PyTorch's own torch.distributed.pipelining in the same loop
 TABLE
 }
 

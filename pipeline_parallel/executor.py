@@ -18,8 +18,8 @@ from torch import Tensor
 from comm.channels import Channels
 from comm.point_to_point import SlowTransfer, irecv, isend
 from comm.wire import CommError, Group, Transfer
+from lab import timeline
 from lab.errors import WorkbookError
-from lab.timeline import span
 from pipeline_parallel.actions import (
     BACKWARD,
     FORWARD,
@@ -92,6 +92,9 @@ class Executor:
             self._check_fits(self._xs[0])
         if self.watch is not None:
             self.watch.ignore([x, y])
+        self._waited = 0.0
+        for passes in self.passes.values():
+            passes.begin_step()
         self._losses: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
         for step in self._program:
@@ -115,23 +118,30 @@ class Executor:
         kind, microbatch, stage = action
         message = needed_by(action, self.last_stage)
         needed = None if message is None else self._take(message)
-        passes, name, chunk = self.passes[stage], str(microbatch), self._chunk_of[stage]
-        with span(name, GANTT_KIND[kind], action=kind, microbatch=microbatch, stage=stage, chunk=chunk):
-            if kind == FORWARD:
-                x = self._xs[microbatch] if needed is None else needed.requires_grad_()
-                target = self._ys[microbatch] if stage == self.last_stage else None
-                saving = nullcontext() if self.watch is None else self.watch.saving(stage, microbatch)
-                with saving:
-                    made = passes.forward(microbatch, x, target)
-            elif kind == BACKWARD:
-                made = passes.backward(microbatch, needed)
-            elif kind == INPUT_GRADIENT:
-                made = passes.backward_input(microbatch, needed)
-            elif kind == WEIGHT_GRADIENT:
-                made = passes.backward_weight(microbatch)
+        passes, start = self.passes[stage], timeline.now()
+        passes.has_waited(self._waited)
+        if kind == FORWARD:
+            x = self._xs[microbatch] if needed is None else needed.requires_grad_()
+            target = self._ys[microbatch] if stage == self.last_stage else None
+            saving = nullcontext() if self.watch is None else self.watch.saving(stage, microbatch)
+            with saving:
+                made = passes.forward(microbatch, x, target)
+        elif kind == BACKWARD:
+            made = passes.backward(microbatch, needed)
+        elif kind == INPUT_GRADIENT:
+            made = passes.backward_input(microbatch, needed)
+        elif kind == WEIGHT_GRADIENT:
+            made = passes.backward_weight(microbatch)
+        self._waited = 0.0
+        self._record(action, passes.when() or (start, timeline.now()))
         self._hand_over(action, made)
         if self.watch is not None:
             self._look(action)
+
+    def _record(self, action: Action, when: tuple[int, int]) -> None:
+        kind, microbatch, stage = action
+        place = {"microbatch": microbatch, "stage": stage, "chunk": self._chunk_of[stage]}
+        timeline.record(str(microbatch), GANTT_KIND[kind], *when, action=kind, **place)
 
     def _hand_over(self, action: Action, made: Tensor | None) -> None:
         message = sent_by(action, self.last_stage)
@@ -170,13 +180,15 @@ class Executor:
         self._wait(message, transfer)
         return tensor
 
-    @staticmethod
-    def _wait(message: Message, transfer: Transfer | SlowTransfer) -> None:
-        with span("wait", "wait"):
-            try:
-                transfer.wait()
-            except CommError as error:
-                raise _named(message, error) from error
+    def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
+        start = timeline.now()
+        try:
+            transfer.wait()
+        except CommError as error:
+            raise _named(message, error) from error
+        end = timeline.now()
+        self._waited += (end - start) / 1e9
+        timeline.record("wait", "wait", start, end)
 
     def _check_fits(self, x: Tensor) -> None:
         expected = self._boundaries[0]

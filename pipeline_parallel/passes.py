@@ -12,7 +12,6 @@ With `recompute` only the input is kept, and the backward computes the forward a
 Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174).
 """
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,6 +29,9 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 class StagePasses(Protocol):
     """What the executor asks of a stage."""
 
+    def begin_step(self) -> None:
+        """A step begins."""
+
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
         """The stage's output, or with a target the microbatch's share of the loss."""
 
@@ -44,6 +46,12 @@ class StagePasses(Protocol):
 
     def deferred(self, microbatch: int) -> list[Tensor]:
         """The tensors that `backward_weight` will need."""
+
+    def has_waited(self, seconds: float) -> None:
+        """So long the rank has waited for messages since its last pass."""
+
+    def when(self) -> tuple[int, int] | None:
+        """Start and end of the last pass, in nanoseconds, where they are not those of the call."""
 
 
 class Passes:
@@ -106,35 +114,11 @@ class Passes:
     def deferred(self, microbatch: int) -> list[Tensor]:
         return self.jobs[microbatch].tensors
 
+    def begin_step(self) -> None:
+        pass
 
-class ClockPasses:
-    """The passes of a stage by the clock: each takes `seconds`, a whole backward twice that, and computes
-    nothing. What it passes on has the true shape, so that communication stays real."""
+    def has_waited(self, seconds: float) -> None:
+        pass
 
-    def __init__(
-        self, output_like: Tensor, input_like: Tensor, seconds: float, device: torch.device | str = "cpu"
-    ) -> None:
-        self.seconds = seconds
-        self._y = torch.zeros_like(output_like, device=device)
-        self._dx = torch.zeros_like(input_like, device=device)
-
-    def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
-        self._tick(1)
-        return self._y if target is None else self._y.new_zeros(())
-
-    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        self._tick(2)
-        return self._dx
-
-    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        self._tick(1)
-        return self._dx
-
-    def backward_weight(self, microbatch: int) -> None:
-        self._tick(1)
-
-    def deferred(self, microbatch: int) -> list[Tensor]:
-        return []
-
-    def _tick(self, times: int) -> None:
-        time.sleep(times * self.seconds)
+    def when(self) -> None:
+        return None

@@ -21,9 +21,10 @@ from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.clock import Clock, ClockPasses
 from pipeline_parallel.executor import Executor, Outcome
 from pipeline_parallel.messages import has_split_backward
-from pipeline_parallel.passes import ClockPasses, LossOf, Passes, StagePasses
+from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, cut, parts_of, ties
 
 DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
@@ -65,13 +66,14 @@ class Pipeline(nn.Module):
         self.stages = nn.ModuleDict({str(stage): stages[stage] for stage in own})
         self.boundaries = self._exchange_boundaries(example)
         self._make_ties_equal()
+        clock = Clock()
         recomputed = set(self.rank_of if recompute is True else recompute or ())
 
         def passes(stage: int) -> StagePasses:
             is_last, microbatches = stage == len(stages) - 1, num_microbatches(table)
             if tick is not None:
                 inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
-                return ClockPasses(outputs, inputs, tick / len(own), self.device)
+                return ClockPasses(clock, outputs, inputs, tick / len(own), self.device)
             is_split = has_split_backward(table)
             loss = loss_of if is_last else None
             return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split)

@@ -1,0 +1,188 @@
+"""Pipelines, ours against torch.distributed.pipelining, naive model parallelism, theory and the simulator.
+
+    python benchmarks/pipeline.py                    tables; --json for one JSON line
+    python benchmarks/pipeline.py --quick            fewer runs, and only the rows that have a bar
+    python benchmarks/pipeline.py --tick 50ms        a slower clock
+
+2 and 4 ranks train a GPT of 6.4 million parameters, tied, on 8 windows of 128 tokens in 8 microbatches; a
+step is forwards, backwards, the sum of the tied gradients and SGD. Both sides have the same stages
+(pipeline_parallel/train_native.py), live in one process group and take turns, step by step; torch sends its
+messages itself. `peak memory` is the process's, each in a fresh one; `above start` without Python and torch.
+
+`1f1b` against `naive`: model parallelism in so many microbatches, 1 being the whole batch at once. These have
+16 windows.
+
+`makespan`: computing is replaced by a clock, for each of a microbatch's forward, input gradient and weight
+gradient on a rank a tick, long enough for all ranks to send from the same few cores. From the first action's
+start to the last one's end, on all ranks, beside what the formula and the simulator say for such costs, and
+for messages that take no time. Both sides' bubble is in the JSON line.
+
+`recompute`: the same schedule keeping only inputs of stages. Bytes are the most activations that a rank held;
+where W is put off, what it needs is among them, recomputed or not.
+"""
+
+import dataclasses
+import functools
+import statistics
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+
+import tyro
+
+from benchmarks import side_by_side
+from benchmarks.pipeline_steps import (
+    MICROBATCHES,
+    Beat,
+    against_naive,
+    against_torch,
+    metronome,
+    peak,
+    recomputation,
+)
+from benchmarks.side_by_side import medians
+from comm import refuse
+from lab.ranks import preload, run_ranks
+from pipeline_parallel import theory
+from pipeline_parallel.schedules import stages_per_rank, table_of
+from pipeline_parallel.simulate import Costs, simulate
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
+CHUNKS = 2
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Args:
+    """Pipeline schedules against torch's, and against what theory says of them."""
+
+    quick: bool = False
+    """Fewer runs, and only the rows that have a bar."""
+    tick: str = "20ms"
+    """The clock's."""
+    json: bool = False
+    """One JSON line instead of tables."""
+
+
+def step_rows(ranks: int, runs: int, warmup: int) -> Rows:
+    """Step times of each schedule against torch's."""
+    by_rank = run_ranks(against_torch, ranks, SCHEDULES, runs, warmup, timeout=900)
+    rows: Rows = []
+    for schedule in SCHEDULES:
+        seconds = medians([rank[schedule] for rank in by_rank])
+        rows.append(_row(schedule, "torch", seconds["ours"], seconds["torch"], world_size=ranks))
+    return rows
+
+
+def naive_rows(microbatches: tuple[int, ...], runs: int, warmup: int) -> Rows:
+    """1F1B against model parallelism without a pipeline, on 2 ranks, in so many microbatches."""
+    seconds = medians(run_ranks(against_naive, 2, microbatches, runs, warmup, timeout=900))
+    return [
+        _row("1f1b", "naive", seconds["1f1b"], seconds[f"naive {m}"], world_size=2) | {"microbatches": m}
+        for m in microbatches
+    ]
+
+
+def memory_rows(ranks: int) -> Rows:
+    """Peak memory of each schedule against torch's, of the rank that needs most."""
+    row = functools.partial(_row, world_size=ranks, unit="bytes")
+    rows: Rows = []
+    for schedule in SCHEDULES:
+        by_who = [run_ranks(peak, ranks, schedule, by_torch, timeout=300) for by_torch in (False, True)]
+        whole = [max(top for top, _ in by_rank) for by_rank in by_who]
+        added = [max(top - before for top, before in by_rank) for by_rank in by_who]
+        rows.append(row(f"{schedule} peak memory", "torch", *whole))
+        rows.append(row(f"{schedule} peak memory above start", "torch", *added))
+    return rows
+
+
+def recompute_rows(ranks: int, runs: int, warmup: int) -> Rows:
+    """Time paid and memory saved by computing forwards again."""
+    by_rank = run_ranks(recomputation, ranks, SCHEDULES, runs, warmup, timeout=900)
+    row = functools.partial(_row, world_size=ranks)
+    rows: Rows = []
+    for schedule in SCHEDULES:
+        seconds = medians([rank[schedule][0] for rank in by_rank])
+        rows.append(row(f"{schedule} recompute", schedule, seconds["recompute"], seconds["plain"]))
+        ours, theirs = (max(rank[schedule][1][name] for rank in by_rank) for name in ("recompute", "plain"))
+        rows.append(row(f"{schedule} recompute", schedule, ours, theirs, unit="bytes"))
+    return rows
+
+
+def makespan_rows(ranks: int, rounds: tuple[int, ...], tick: float, runs: int) -> Rows:
+    """Each schedule by the clock, in `rounds` times as many microbatches as ranks."""
+    plan = [(schedule, times * ranks) for schedule in SCHEDULES for times in rounds]
+    by_rank = run_ranks(metronome, ranks, plan, tick, runs, timeout=900)
+    rows: Rows = []
+    for at, (schedule, microbatches) in enumerate(plan):
+        ours, bubble = _measured([rank[at] for rank in by_rank])
+        chunks = stages_per_rank(schedule, CHUNKS)
+        regular = (schedule, ranks, microbatches, chunks, tick, tick, tick)
+        costs = Costs.equal(ranks * chunks, *[tick / chunks] * 3)
+        simulation = simulate(table_of(schedule, ranks, microbatches, CHUNKS), costs)
+        for against, seconds, expected in (
+            ("theory", theory.makespan(*regular), theory.bubble(*regular)),
+            ("simulator", simulation.makespan, simulation.bubble),
+        ):
+            assert seconds is not None, "there is a formula where all ticks are alike"
+            one = _row(f"{schedule} makespan", against, ours, seconds, world_size=ranks)
+            rows.append(one | {"microbatches": microbatches, "bubble": bubble, "bubble_expected": expected})
+    return rows
+
+
+def _measured(by_rank: list[list[Beat]]) -> tuple[float, float]:
+    """Median makespan in seconds, and median bubble."""
+    makespans, bubbles = [], []
+    for beats in zip(*by_rank, strict=True):
+        makespan = max(beat.end for beat in beats) - min(beat.start for beat in beats)
+        makespans.append(makespan / 1e9)
+        bubbles.append(1 - sum(beat.busy for beat in beats) / (len(beats) * makespan))
+    return statistics.median(makespans), statistics.median(bubbles)
+
+
+def _row(what: str, against: str, ours: float, theirs: float, **others: Any) -> dict[str, Any]:
+    return side_by_side.row(what, against, "loopback", ours, theirs, **others)
+
+
+def measure(args: Args) -> Rows:
+    tick = refuse.tick(args.tick)
+    runs, warmup = (2, 1) if args.quick else (7, 2)
+    rows = [row for ranks in (2, 4) for row in step_rows(ranks, runs, warmup)]
+    # In quick runs the better one of the two alone.
+    rows += naive_rows((1,) if args.quick else (1, MICROBATCHES), runs, warmup)
+    if args.quick:
+        return rows + makespan_rows(4, (1,), tick, 1) + makespan_rows(8, (1,), tick, 1)
+    for ranks in (2, 4):
+        rows += memory_rows(ranks)
+    rows += recompute_rows(4, 3, 1)
+    for ranks, runs in ((2, 3), (4, 3), (8, 1)):
+        rows += makespan_rows(ranks, (1, 2, 4), tick, runs)
+    return rows
+
+
+def main(args: Args) -> None:
+    # Forked ranks have everything imported.
+    preload("benchmarks.pipeline_steps")
+    rows = measure(args)
+    if args.json:
+        side_by_side.show("pipeline", rows, True, "")
+        return
+    for ranks in sorted({one["world_size"] for one in rows}):
+        shown = [one | {"what": _described(one)} for one in rows if one["world_size"] == ranks]
+        side_by_side.show("pipeline", shown, False, f"{ranks} ranks, GPT of 6.4 M parameters")
+
+
+def _described(row: dict[str, Any]) -> str:
+    """What a table has no columns for."""
+    what, microbatches = row["what"], row.get("microbatches")
+    if "bubble" in row:
+        return (
+            f"{what}, {microbatches} microbatches, bubble {row['bubble']:.3f} ({row['bubble_expected']:.3f})"
+        )
+    return what if microbatches is None else f"{what} ({microbatches} microbatches)"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
