@@ -68,8 +68,9 @@ class Wire:
         counted: bool = True,
     ) -> None:
         self.group = group_of(group)
-        self.rank: int = dist.get_rank(group)
-        self.size: int = dist.get_world_size(group)
+        # The group's own methods: torch.distributed's functions take many times as long, for each message.
+        self.rank: int = self.group.rank()
+        self.size: int = self.group.size()
         self.op, self.pattern, self.early, self.counted = op, pattern, early, counted
         # Plain point-to-point messages are operation 0; collectives take turns in the rest.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0

@@ -93,7 +93,7 @@ def test_the_metronome_replaces_computing_and_the_simulation_has_its_tick():
         return [summary(cluster, name, metronome="2ms") for name in ("1f1b", "zb_v")]
 
     for one in run_ranks(report, 2)[0]:
-        assert one["makespan_seconds"] >= one["makespan_formula_seconds"]
+        assert one["makespan_seconds"] >= 0.95 * one["makespan_formula_seconds"]
         assert one["makespan_simulated_seconds"] == pytest.approx(one["makespan_formula_seconds"], rel=0.2)
         assert "activations_bytes" not in one
         assert one["bytes_sent"] == one["bytes_formula"]
