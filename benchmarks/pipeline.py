@@ -150,7 +150,7 @@ def measure(args: Args) -> Rows:
     tick = refuse.tick(args.tick)
     runs, warmup = (2, 1) if args.quick else (7, 2)
     # Against torch's loops the differences are a few per cent, so more runs than elsewhere.
-    rows = [row for ranks in (2, 4) for row in step_rows(ranks, 3 if args.quick else 11, warmup)]
+    rows = [row for ranks in (2, 4) for row in step_rows(ranks, 2 if args.quick else 11, warmup)]
     # In quick runs the better one of the two alone.
     rows += naive_rows((1,) if args.quick else (1, MICROBATCHES), runs, warmup)
     if args.quick:
