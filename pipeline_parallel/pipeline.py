@@ -105,13 +105,21 @@ class Pipeline(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers by their names in the whole model, on every rank; all must call it."""
         own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
-        whole = {}
+        # One message for all tensors of a rank and dtype; each alone would be a wait for all ranks.
+        alike: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, (stage, like) in self.layout.items():
-            is_own = self.rank_of[stage] == self.rank
-            tensor = own[name].clone() if is_own else torch.empty_like(like, device=self.device)
-            broadcast(tensor, root=self.rank_of[stage], group=self.group)
-            whole[name] = tensor
-        return whole
+            alike.setdefault((self.rank_of[stage], like.dtype), []).append(name)
+        whole: dict[str, Tensor] = {}
+        for (owner, dtype), names in alike.items():
+            shapes = [self.layout[name][1].shape for name in names]
+            sizes = [shape.numel() for shape in shapes]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            if owner == self.rank:
+                torch.cat([own[name].flatten() for name in names], out=flat)
+            broadcast(flat, root=owner, group=self.group)
+            for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
+                whole[name] = part.view(shape)
+        return {name: whole[name] for name in self.layout}
 
     def load_full_state_dict(self, whole: dict[str, Tensor]) -> None:
         """Take this rank's part of what `full_state_dict` gave, or the whole model's own state."""

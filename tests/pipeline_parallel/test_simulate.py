@@ -272,13 +272,17 @@ def test_costs_and_message_sizes_must_be_those_of_the_tables_stages():
 
 def test_events_stand_for_the_actions_in_nanoseconds():
     simulation = simulate(rows_of("F0 B0", "F0 I0 W0"), Costs.equal(2, 0.1, 0.2, 0.3))
-    tenth, here, there = 100_000_000, {"microbatch": 0, "stage": 0}, {"microbatch": 0, "stage": 1}
+    tenth = 100_000_000
+
+    def place(kind: str, stage: int) -> dict[str, str | int]:
+        return {"action": kind, "microbatch": 0, "stage": stage, "chunk": 0}
+
     assert simulation.events() == [
-        Event("0", "forward", 0, tenth, args=here),
-        Event("0", "backward", 4 * tenth, 5 * tenth, args=here),
-        Event("0", "forward", tenth, tenth, args=there, rank=1),
-        Event("0", "backward", 2 * tenth, 2 * tenth, args=there, rank=1),
-        Event("0", "weight", 4 * tenth, 3 * tenth, args=there, rank=1),
+        Event("0", "forward", 0, tenth, args=place("F", 0)),
+        Event("0", "backward", 4 * tenth, 5 * tenth, args=place("B", 0)),
+        Event("0", "forward", tenth, tenth, args=place("F", 1), rank=1),
+        Event("0", "backward", 2 * tenth, 2 * tenth, args=place("I", 1), rank=1),
+        Event("0", "weight", 4 * tenth, 3 * tenth, args=place("W", 1), rank=1),
     ]
 
 

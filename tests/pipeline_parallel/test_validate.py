@@ -169,5 +169,5 @@ def test_any_order_is_accepted_exactly_if_it_comes_to_its_end(table: Table, data
         said_of(table)
 
 
-def test_a_thousand_ranks_can_be_proved():
-    validate(one_f_one_b(1000, 64), max_held=1000)
+def test_many_ranks_can_be_proved():
+    validate(one_f_one_b(300, 64), max_held=300)
