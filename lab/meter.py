@@ -172,6 +172,8 @@ class Meter:
 
 
 def _readable(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_readable(name, item) for item in value)
     if name == "step_seconds":
         return f"{value * 1e3:,.2f} ms"
     if "bytes" in name and isinstance(value, int):

@@ -12,9 +12,9 @@
       zb_v          (n-1) i / 2                 2 n of half-sized stages
 
 where f, i and w are the times of F, I and W; 1F1B's bubble is (n-1) (f + i + w). zb_v gives each rank two
-stages, in a V: rank 0 has the first and the last one. How autograd is brought to compute the halves apart
-stands in deferred.py. After Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
-https://arxiv.org/abs/2401.10241.
+stages, in a V: rank 0 has the first and the last one. --recompute saves little here, for a W put off keeps
+its layers' inputs anyway. How autograd is brought to compute the halves apart stands in deferred.py. After
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 """
 
 import dataclasses

@@ -61,6 +61,12 @@ def test_without_json_progress_and_table_are_on_stdout(capfd):
     assert "tokens_per_second" in out and err == ""
 
 
+def test_a_list_is_shown_as_its_values_are(capfd):
+    run(3, held_bytes=[1_500_000, 2_000_000], held=[4, 1])
+    out, _ = capfd.readouterr()
+    assert "1.5 MB, 2.0 MB" in out and "4, 1 " in out
+
+
 def test_ranks_other_than_0_measure_but_print_nothing(capfd):
     summary = run(3, rank(1, 2), as_json=True)
     assert capfd.readouterr() == ("", "")

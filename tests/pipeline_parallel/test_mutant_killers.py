@@ -109,7 +109,7 @@ def test_tied_copies_are_equal_before_the_first_step():
 def test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even():
     options = {"make": partial(gpt, num_layers=2), "batch_of": text, "microbatches": 1, "steps": 1}
     for n in (3, 2):
-        compare("1f1b", n=n, group_timeout=3, **options)
+        compare("1f1b", n=n, group_timeout=2, **options)
 
 
 def test_recomputation_drops_out_the_same():
