@@ -93,6 +93,7 @@ class Executor:
         if self.watch is not None:
             self.watch.ignore([x, y])
         self._waited = 0.0
+        self._done: list[tuple[Action, tuple[int, int]]] = []
         for passes in self.passes.values():
             passes.begin_step()
         self._losses: dict[int, Tensor] = {}
@@ -107,6 +108,8 @@ class Executor:
                     self._wait(message, self._leaving.pop(message))
                 case Action():
                     self._act(step)
+        for action, when in self._done:  # not at once: a neighbour may be waiting for the result
+            self._record(action, when)
         outcome = Outcome(
             torch.stack(_in_order(self._losses)).sum() if self._losses else None,
             torch.cat(_in_order(self._input_gradients)) if self._input_gradients else None,
@@ -133,7 +136,7 @@ class Executor:
         elif kind == WEIGHT_GRADIENT:
             made = passes.backward_weight(microbatch)
         self._waited = 0.0
-        self._record(action, passes.when() or (start, timeline.now()))
+        self._done.append((action, passes.when() or (start, timeline.now())))
         self._hand_over(action, made)
         if self.watch is not None:
             self._look(action)
