@@ -7,7 +7,8 @@ An activation goes from a stage to the next one, a gradient to the one before; s
 over without a message. Three rules keep ranks from waiting for each other for ever, and memory small:
 
   - A receive is posted early: `ahead` actions before the one that needs it, so that the message travels
-    while something is computed.
+    while something is computed. Two, because forwards and backwards alternate: what a neighbour made while
+    this rank did one of each is there when the pair is done.
   - The k-th receive from a rank meets its k-th send. So receives of one neighbour are posted in the order in
     which that one sends, also where it is not the order of need.
   - A send never waits. Its memory is free once it has arrived, and a message that the receiver sends after it
@@ -85,7 +86,7 @@ def needed_by(action: Action, last_stage: int) -> Message | None:
     return None
 
 
-def with_messages(table: Table, ahead: int = 1) -> list[list[Step]]:
+def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
     """Each rank's actions with its sends and receives among them. ValueError if `ahead` is negative."""
     if ahead < 0:
         raise ValueError(f"a receive cannot be posted {-ahead} actions late; `ahead` is 0 or more.")
