@@ -1,7 +1,7 @@
 """Messages: what a table of actions makes the ranks send each other, derived by one pass.
 
-      rank 0   F0 F1 B0 B1         ►   F0 send F0 · F1 receive B0 send F1 · B0 ...
-      rank 1   F0 B0 F1 B1         ►   receive F0 · receive F1 F0 · B0 send B0 ...
+      rank 0   F0 F1 B0 B1     ►   receive B0 · F0 · send F0 · receive B1 · F1 · send F1 · B0 · B1
+      rank 1   F0 B0 F1 B1     ►   receive F0 · receive F1 · F0 · B0 · send B0 · F1 · B1 · send B1
 
 An activation goes from a stage to the next one, a gradient to the one before; stages of one rank hand them
 over without a message. Three rules keep ranks from waiting for each other for ever, and memory small:

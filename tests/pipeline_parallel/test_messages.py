@@ -102,8 +102,10 @@ def run_by_chance(programs: list[list[Step]], table: Table, seed: int) -> int:
 
 def test_two_ranks_of_gpipe():
     first, second = with_messages(gpipe(2, 2))
-    assert text(first) == "0F0 >0F0 <1I0 0F1 >0F1 <1I1 =0F0 =0F1 0B0 0B1"
+    assert text(first) == "<1I0 0F0 >0F0 <1I1 0F1 >0F1 =0F0 =0F1 0B0 0B1"
     assert text(second) == "<0F0 <0F1 1F0 1F1 1B0 >1I0 1B1 >1I1 =1I0 =1I1"
+    first, second = with_messages(gpipe(2, 2), ahead=1)
+    assert text(first) == "0F0 >0F0 <1I0 0F1 >0F1 <1I1 =0F0 =0F1 0B0 0B1"
 
 
 def test_without_looking_ahead_a_receive_is_posted_just_before_it_is_needed():
@@ -115,7 +117,7 @@ def test_without_looking_ahead_a_receive_is_posted_just_before_it_is_needed():
 def test_stages_of_one_rank_send_each_other_nothing():
     table = [parse_row("0F0 1F0 2F0 2B0 1B0 0B0")]
     assert with_messages(table) == table
-    assert text(with_messages([parse_row("0F0 1F0 1B0 0B0"), parse_row("2F0 2B0")])[0]) == (
+    assert text(with_messages([parse_row("0F0 1F0 1B0 0B0"), parse_row("2F0 2B0")], ahead=1)[0]) == (
         "0F0 <2I0 1F0 >1F0 =1F0 1B0 0B0"
     )
 
