@@ -3,8 +3,8 @@
       what ours does                               what PyTorch does
       a schedule is a table, and one executor      the same for interleaved and zero bubble; GPipe and 1F1B
       runs all of them                             have loops of their own
-      a receive is posted two actions early,       early, too, in the first two; GPipe's and 1F1B's post it when
-      and a send is not waited for                 they need it, and 1F1B's waits for its sends, too
+      a receive is posted two actions early,       early, too, in the first two; GPipe and 1F1B post it when
+      and a send is not waited for                 they need it, and 1F1B waits for its sends, too
       memory for what arrives is made when the     made at the start, for m activations and m gradients,
       receive is posted, and gone after its use    whatever the schedule, and kept
       an output is gone once it has been sent      kept until its backward
