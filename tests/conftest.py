@@ -1,12 +1,18 @@
 """What all tests share: ranks that start with everything imported, and hypothesis at a modest pace."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from lab import ranks
 from tests.passed import PASSED
+
+# Processes that tests start import this checkout, whichever one the environment was made for.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+)
 
 ranks.preload("tests.preloaded")
 ranks.warm_up()  # meanwhile pytest collects
