@@ -1,7 +1,7 @@
 """The arguments that train scripts of all lessons take; each adds its own."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclasses.dataclass
@@ -46,3 +46,9 @@ class AccumulationArgs(Args):
 
     grad_acc_steps: int = 1
     """Microbatches of a step; gradients add up over them and are reduced once."""
+
+
+def given(args: Any) -> dict[str, Any]:
+    """Return what all ranks must be given alike, by option; only rank 0 asks for --json."""
+    values = dataclasses.asdict(args).items()
+    return {f"--{name.replace('_', '-')}": value for name, value in values if name != "json"}

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from comm import checkpoint, cost, refuse, slow_link
-from comm.arguments import TrainArgs
+from comm.arguments import TrainArgs, given
 from comm.calibrate import measure_all_reduce
 from comm.collectives import all_reduce, fastest_pattern
 from comm.cost import Link
 from lab import timeline
-from lab.check import digest, replicas_equal
+from lab.check import refuse_unequal, replica_digests
 from lab.cluster import Cluster
 from lab.digits import load_digits
 from lab.errors import Stopped, WorkbookError
@@ -38,7 +38,8 @@ from lab.meter import Meter, Step
 from lab.metronome import metronome_of
 from lab.model import GPT, BabyCNN, GPTConfig
 from lab.overlap import overlap_of, per_step
-from lab.text import check_same_corpus, global_batch, load_corpus, rank_slice, split
+from lab.same_start import check_same_start
+from lab.text import global_batch, load_corpus, rank_slice, split
 
 WARMUP = 2  # steps that are neither timed nor drawn
 WATCHED = 200  # steps whose spans are recorded; a long run must not fill the memory with them
@@ -56,15 +57,17 @@ class Run:
     ) -> None:
         self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
         self._sharing = 1 if whole_batch else cluster.world_size  # ranks that share a batch
+        if model == "gpt":
+            data = load_corpus()
+            self._corpus, _ = split(data)
+        else:
+            self._images, self._labels, *_ = load_digits()
+            data = self._images
+        # First: what is refused below is then refused by all ranks alike.
+        check_same_start(cluster, data, {"RUN_MODE": run_mode} | given(args))
         self._check(args)
         self._tick = None if args.metronome is None else refuse.tick(args.metronome)
         self._config = GPTConfig.named(args.size)
-        if model == "gpt":
-            corpus = load_corpus()
-            check_same_corpus(cluster, corpus)
-            self._corpus, _ = split(corpus)
-        else:
-            self._images, self._labels, *_ = load_digits()
         self.pattern = getattr(args, "pattern", None) or fastest_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
         self._link = self._measured_link()
@@ -176,7 +179,9 @@ class Run:
         self._formula += formula + cost.per_rank("all_reduce", self.pattern, 2, 4, *place)
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        """Check the replicas, print the report, write the trace; all ranks must call it.
+        """Print the report, write the trace, check the replicas; all ranks must call it.
+
+        WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 
         What is read off the spans (compute, communication, what is hidden, the prediction) are medians over
         `observed_steps` steps: the first ones after the warm-up. All else speaks of the whole run.
@@ -192,6 +197,7 @@ class Run:
         seen = [overlap_of(events) for events in by_step]
         shares = [one.hidden_share for one in seen if one.hidden_share is not None]
         link = self._link
+        digests = replica_digests(cluster, model)
         summary = self._meter.finish(
             observed_steps=len(by_step),
             compute_seconds=_median([one.compute_seconds for one in seen]),
@@ -202,13 +208,14 @@ class Run:
             beta_seconds_per_byte=link.beta,
             bytes_formula=self._formula.bytes_sent,
             messages_formula=self._formula.messages_sent,
-            replicas_equal=replicas_equal(cluster, model),
-            replica_digest=digest(model)[:16],
+            replicas_equal=len(set(digests)) == 1,
+            replica_digest=digests[cluster.rank][:16],
             **extras,
         )
         if args.trace is not None:
             drawn = windows[WARMUP : WARMUP + DRAWN] or windows
             self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
+        refuse_unequal(digests)
         return summary
 
     def _draw(self, folder: str, events: list[Event]) -> None:

@@ -24,6 +24,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 from comm import refuse
+from comm.arguments import given
 from comm.collectives import all_gather, all_reduce
 from comm.rendezvous import joined
 from data_parallel.sampler import DistributedSampler
@@ -33,6 +34,7 @@ from lab.digits import load_digits
 from lab.errors import WorkbookError
 from lab.meter import Meter
 from lab.model import BabyCNN
+from lab.same_start import check_same_start
 
 
 @dataclasses.dataclass
@@ -72,7 +74,9 @@ def everyones(cluster: Cluster, value: float) -> list[float]:
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in load_digits())
+    data = load_digits()
+    check_same_start(cluster, data[0], {"RUN_MODE": "train"} | given(args))
+    images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in data)
     refuse.numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
     if args.epochs < 1:
         raise WorkbookError(f"--epochs {args.epochs}: there must be at least one.")

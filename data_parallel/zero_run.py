@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from comm.arguments import AccumulationArgs
+from comm.arguments import AccumulationArgs, TrainArgs
 from comm.collectives import broadcast
 from comm.run import Run
 from data_parallel import sharded_checkpoint
@@ -57,16 +57,20 @@ class ZeroRun(Run):
     """One rank's side of a run whose optimizer has this rank's pieces."""
 
     def __init__(self, cluster: Cluster, args: ZeroArgs, run_mode: str, model: str = "gpt") -> None:
-        if args.metronome is not None:
-            raise WorkbookError(
-                f"--metronome runs no layer, and {run_mode} shards what layers use: leave it out."
-            )
-        if args.clip is not None and not args.clip > 0:
-            raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
         super().__init__(cluster, args, run_mode, model)
         self._optimizer = args.optimizer
         self.optimizer_class, self.options = OPTIMIZERS[args.optimizer]
         self.options = {**self.options, "lr": args.lr}
+
+    def _check(self, args: TrainArgs) -> None:
+        assert isinstance(args, ZeroArgs)
+        if args.metronome is not None:
+            raise WorkbookError(
+                f"--metronome runs no layer, and {self._run_mode} shards what layers use: leave it out."
+            )
+        if args.clip is not None and not args.clip > 0:
+            raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
+        super()._check(args)
 
     def model(self) -> nn.Module:
         """Buffers are rank 0's; parameters are for the lesson to make equal."""

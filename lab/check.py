@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 
 Tensors = Mapping[str, Tensor | None]
 
@@ -94,8 +95,22 @@ def digest(module: nn.Module) -> str:
 
 
 def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
-    """Whether all ranks hold bitwise the same module; every rank gets the answer. All ranks must call it."""
+    """Return whether all ranks hold bitwise the same module. All ranks must call it, and get the answer."""
+    return len(set(replica_digests(cluster, module))) == 1
+
+
+def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
+    """Return every rank's digest of the module, in rank order. All ranks must call it."""
     call = cluster.store.add(f"lab.check/calls/{cluster.rank}", 1)
     cluster.store.set(f"lab.check/{call}/{cluster.rank}", digest(module))
-    digests = {cluster.store.get(f"lab.check/{call}/{rank}") for rank in range(cluster.world_size)}
-    return len(digests) == 1
+    return [cluster.store.get(f"lab.check/{call}/{rank}").decode() for rank in range(cluster.world_size)]
+
+
+def refuse_unequal(digests: list[str]) -> None:
+    """Raise WorkbookError, on all ranks the same, unless all replicas have rank 0's digest."""
+    odd = [str(rank) for rank, one in enumerate(digests) if one != digests[0]]
+    if odd:
+        raise WorkbookError(
+            f"the replicas are not equal after the last step (rank {', '.join(odd)} differs from rank 0), "
+            "so they have not trained as one model: look for a gradient that is not synchronised"
+        )

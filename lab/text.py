@@ -1,25 +1,19 @@
 """The text the lessons train on, and who sees which part of it.
 
 The corpus is the source of Python's own standard library, bytes as tokens: real text, and no download.
-Another Python version has other sources, so the ranks of a job compare what they hold before they start.
+Another Python version has other sources, so the ranks of a job compare what they hold (lab.same_start).
 
 The global batch of a step is a pure function of (seed, step). A rank takes its slice of it, so N ranks
 together see exactly what one process sees. Shapes by suffix: b batch, t time (position in the text).
 """
 
-import hashlib
-import json
-import platform
 import sysconfig
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lab.cluster import Cluster
 from lab.errors import WorkbookError
 
 # Each of these is in Python 3.11, 3.12, 3.13 and 3.14.
@@ -54,66 +48,10 @@ def load_corpus(root: Path | None = None) -> Tensor:
     return torch.frombuffer(corpus, dtype=torch.uint8)
 
 
-def digest(corpus: Tensor) -> str:
-    """The SHA-256 of the corpus, in hexadecimal."""
-    return hashlib.sha256(corpus.numpy().tobytes()).hexdigest()
-
-
 def split(corpus: Tensor) -> tuple[Tensor, Tensor]:
     """(train, validation): the last twentieth of the corpus is held out."""
     cut = len(corpus) - len(corpus) // 20
     return corpus[:cut], corpus[cut:]
-
-
-def check_same_corpus(cluster: Cluster, corpus: Tensor, timeout: float = 60.0) -> None:
-    """Return when all ranks hold the same bytes; else raise the same WorkbookError on every rank.
-
-    Rank 0 compares the digests and publishes its verdict on `cluster.store`. It waits `timeout` seconds
-    for the others to report, and they twice as long for the verdict.
-    """
-    call = cluster.store.add(f"lab.text/calls/{cluster.rank}", 1)
-    store = dist.PrefixStore(f"lab.text/{call}", cluster.store)
-    report = {"digest": digest(corpus), "python": platform.python_version()}
-    store.set(f"report/{cluster.rank}", json.dumps(report))
-    if cluster.is_main:
-        verdict = _compare(store, cluster.world_size, timeout)
-        store.set("verdict", verdict)
-        if verdict:
-            # The store may live in this process: let the others read why before it ends.
-            _arrived(store, [f"read/{rank}" for rank in range(1, cluster.world_size)], min(timeout, 5.0))
-    elif _arrived(store, ["verdict"], 2 * timeout):
-        verdict = store.get("verdict").decode()
-        store.set(f"read/{cluster.rank}", "")
-    else:
-        verdict = f"rank 0 has not compared the corpora (waited up to {2 * timeout:g} s): look for its error"
-    if verdict:
-        raise WorkbookError(verdict)
-
-
-def _compare(store: dist.Store, world_size: int, timeout: float) -> str:
-    """What is wrong with the reports of all ranks, in a sentence; empty if nothing is."""
-    keys = [f"report/{rank}" for rank in range(world_size)]
-    if not _arrived(store, keys, timeout):
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        return f"rank {', '.join(missing)} sent no corpus digest within {timeout:g} s: look for its error"
-    reports = [json.loads(store.get(key)) for key in keys]
-    odd = [str(rank) for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
-    if not odd:
-        return ""
-    pythons = [f"{report['python']} on rank {rank}" for rank, report in enumerate(reports)]
-    return (
-        f"the corpus of rank {', '.join(odd)} is not rank 0's, for it is the source of each rank's own "
-        f"Python ({', '.join(pythons)}): start all ranks with the same version and build of Python"
-    )
-
-
-def _arrived(store: dist.Store, keys: list[str], timeout: float) -> bool:
-    """Wait for all keys; False if time runs out or the store is gone."""
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError:
-        return False
-    return True
 
 
 def global_batch(

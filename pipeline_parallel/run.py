@@ -65,6 +65,12 @@ class Run(comm.run.Run):
     """One rank's side of a pipeline run: all ranks see the whole batch, the first and the last use it."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
+        super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
+        self._args: Args = args
+        self._config = dataclasses.replace(self._config, num_layers=args.layers)
+
+    def _check(self, args: TrainArgs) -> None:
+        assert isinstance(args, Args)
         for option in ("microbatches", "layers", "chunks"):
             if (number := getattr(args, option, 1)) < 1:
                 raise WorkbookError(f"--{option} {number}: there must be at least one.")
@@ -72,9 +78,7 @@ class Run(comm.run.Run):
             raise WorkbookError(
                 f"--microbatches {args.microbatches} must divide the {args.batch_size} examples of a batch."
             )
-        super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
-        self._args: Args = args
-        self._config = dataclasses.replace(self._config, num_layers=args.layers)
+        super()._check(args)
 
     def _measured_link(self) -> Link:
         return measure_link() if self._cluster.world_size > 1 else Link(0.0, 0.0)

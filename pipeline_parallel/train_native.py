@@ -207,12 +207,12 @@ class Args(ChunkedArgs):
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "pipeline_native")
     for option, given in (("--recompute", args.recompute), ("--metronome", args.metronome)):
         if given:
             raise WorkbookError(
                 f"{option} is not written for PyTorch's schedules here; pipeline_1f1b takes it."
             )
-    run = Run(cluster, args, "pipeline_native")
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
     pipeline = run.pipeline(table, args.schedule)
     optimizer = run.optimizer(pipeline)

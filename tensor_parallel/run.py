@@ -32,13 +32,17 @@ class Run(comm.run.Run):
     """One rank's side of a tensor parallel run: all ranks train on the same examples."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
+        super().__init__(cluster, args, run_mode, whole_batch=True)
+        self._activations: int | None = None
+        self._block_bytes = self._block_formula = 0
+
+    def _check(self, args: TrainArgs) -> None:
+        assert isinstance(args, Args)
         if args.metronome is not None:
             raise WorkbookError("--metronome runs no layer, and there is nothing to cut: leave it out.")
         if args.clip is not None and not args.clip > 0:
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
-        super().__init__(cluster, args, run_mode, whole_batch=True)
-        self._activations: int | None = None
-        self._block_bytes = self._block_formula = 0
+        super()._check(args)
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
         """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.

@@ -228,10 +228,10 @@ class Args(TrainArgs):
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "tensor_parallel_native", whole_batch=True)
     for what, value in (("--checkpoint", args.checkpoint), ("--metronome", args.metronome)):
         if value is not None:
             raise WorkbookError(f"{what} is not written for DTensors here; tensor_parallel takes it.")
-    run = Run(cluster, args, "tensor_parallel_native", whole_batch=True)
     model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
     # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.

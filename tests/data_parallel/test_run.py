@@ -1,6 +1,7 @@
 """Arguments that make no sense, checkpoints, Ctrl-C: what comm.run does for all train scripts."""
 
 import functools
+import json
 import math
 import os
 import re
@@ -91,6 +92,56 @@ def refusals() -> list[tuple[str, ...]]:
 def test_arguments_that_make_no_sense_are_refused_in_a_sentence(case):
     sentence = the_one_sentence(refusals()[case])
     assert all(word in sentence for word in NONSENSE[case][2])
+
+
+DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("naive", {}, {"seed": 1}, "--seed is 0 on rank 0, 2 and 1 on rank 1"),
+    ("bucket", {}, {"lr": 0.01}, "--lr is 0.003 on rank 0, 2 and 0.01 on rank 1"),
+    ("overlap", {}, {"batch_size": 24}, "--batch-size is 12 on rank 0, 2 and 24 on rank 1"),
+    ("ddp", {}, {"steps": 2}, "--steps is 1 on rank 0, 2 and 2 on rank 1"),
+    (
+        "naive",
+        {},
+        {"steps": 0},
+        "--steps is 1 on rank 0, 2 and 0 on rank 1",
+    ),  # rank 1 alone would refuse
+    ("cnn", {}, {"bucket_mb": 0.2}, "--bucket-mb is unset on rank 0, 2 and 0.2 on rank 1"),
+    ("naive", {}, {"checkpoint": "runs"}, "--checkpoint is unset on rank 0, 2 and runs on rank 1"),
+    ("naive", {"name": "overlap"}, {}, "RUN_MODE is data_parallel_naive on rank 0, 2 and"),
+]
+
+
+def test_ranks_with_different_arguments_are_refused_before_a_step_is_taken_and_told_who_has_what():
+    def work(cluster: Cluster) -> list[str]:
+        said = []
+        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
+            for name, other, changes, _ in DIFFERENT:
+                mine = {**other, **changes} if cluster.rank == 1 else {}
+                said.append(refusal(cluster, mine.pop("name", name), **mine))
+        return said
+
+    for (*_, words), *texts in zip(DIFFERENT, *run_ranks(work, 3, timeout=30), strict=True):
+        sentence = the_one_sentence(texts)
+        assert sentence.startswith(words)
+        assert sentence.endswith(": start all ranks with the same arguments")
+
+
+def test_only_rank_0_may_be_asked_for_json():
+    run_ranks(lambda cluster: train(cluster, "naive", steps=1, json=cluster.is_main), 2)
+
+
+def test_replicas_that_end_unequal_are_an_error_after_the_report(capfd):
+    def work(cluster: Cluster) -> str:
+        def drifting(self: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + (cluster.rank == 1)))
+
+        with mock.patch.object(Run, "optimizer", drifting):
+            return refusal(cluster, "naive", json=True)
+
+    sentence = the_one_sentence(run_ranks(work, 3))
+    assert "replicas are not equal after the last step (rank 1 differs from rank 0)" in sentence
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix("[rank 0] "))
+    assert summary["replicas_equal"] is False
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_a_step_is_taken(tmp_path):

@@ -234,6 +234,25 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
         assert all(word in sentence for word in words), sentence
 
 
+def test_ranks_with_different_arguments_are_told_who_has_what():
+    def work(cluster: Cluster) -> list[str]:
+        return [
+            refusal(cluster, "zero1", clip=1.0 + cluster.rank),
+            refusal(cluster, "zero3", recompute=cluster.is_main),
+            refusal(
+                cluster, "fsdp", metronome=None if cluster.is_main else "5ms"
+            ),  # rank 1 alone would refuse
+        ]
+
+    words = [
+        "--clip is 1.0 on rank 0 and 2.0 on rank 1",
+        "--recompute is True on rank 0",
+        "--metronome is unset",
+    ]
+    for start, *texts in zip(words, *run_ranks(work, 2, timeout=30), strict=True):
+        assert the_one_sentence(texts).startswith(start)
+
+
 def test_a_checkpoint_that_does_not_fit_the_run_is_refused_by_all_ranks(tmp_path):
     here = {"checkpoint": str(tmp_path), "steps": 2}
     misfits: list[tuple[str, dict[str, Any], str]] = [

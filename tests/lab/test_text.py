@@ -1,18 +1,9 @@
-import platform
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.text import (
     FILES,
-    check_same_corpus,
-    digest,
     global_batch,
     load_corpus,
     microbatches,
@@ -21,26 +12,6 @@ from lab.text import (
 )
 
 TEXT = torch.arange(200, dtype=torch.uint8)
-OTHER = TEXT.flip(0)
-
-
-def verdicts(
-    corpora: dict[int, torch.Tensor], world_size: int, timeout: float = 5.0, store=None
-) -> list[str]:
-    """Each present rank's error of check_same_corpus, in rank order; '' where it returned."""
-    store = store or dist.HashStore()
-
-    def one(rank: int) -> str:
-        threading.current_thread().name = f"rank{rank}"
-        cluster = Cluster(rank, world_size, rank, torch.device("cpu"), store)
-        try:
-            check_same_corpus(cluster, corpora[rank], timeout)
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(one, corpora))
 
 
 def test_the_corpus_is_one_to_two_megabytes_of_the_standard_library():
@@ -64,55 +35,10 @@ def test_a_missing_file_is_named(tmp_path):
         load_corpus(tmp_path)
 
 
-def test_the_digest_tells_two_corpora_apart():
-    changed = TEXT.clone()
-    changed[100] += 1
-    assert digest(TEXT) == digest(TEXT.clone())
-    assert digest(TEXT) != digest(changed)
-
-
 def test_the_validation_text_is_the_last_twentieth():
     train, validation = split(TEXT)
     assert torch.equal(torch.cat([train, validation]), TEXT)
     assert len(validation) == 10
-
-
-def test_ranks_with_the_same_corpus_pass():
-    assert verdicts(dict.fromkeys(range(4), TEXT), world_size=4) == [""] * 4
-
-
-def test_every_rank_is_told_who_holds_another_corpus_and_under_which_python(monkeypatch):
-    pythons = {"rank2": "3.12.1", "rank3": "3.12.1"}
-    monkeypatch.setattr(
-        platform, "python_version", lambda: pythons.get(threading.current_thread().name, "3.11.7")
-    )
-    errors = verdicts({0: TEXT, 1: TEXT, 2: OTHER, 3: OTHER}, world_size=4)
-    assert len(set(errors)) == 1
-    assert "the corpus of rank 2, 3 is not rank 0's" in errors[0]
-    assert "(3.11.7 on rank 0, 3.11.7 on rank 1, 3.12.1 on rank 2, 3.12.1 on rank 3)" in errors[0]
-
-
-def test_every_rank_is_told_when_rank_0_is_the_odd_one():
-    errors = verdicts({0: OTHER, 1: TEXT, 2: TEXT}, world_size=3)
-    assert all("the corpus of rank 1, 2 is not rank 0's" in error for error in errors)
-
-
-def test_a_rank_that_never_reports_is_named_to_the_others():
-    start = time.monotonic()
-    errors = verdicts({0: TEXT, 1: TEXT}, world_size=3, timeout=0.3)
-    assert [("rank 2 sent no corpus digest within 0.3 s" in error) for error in errors] == [True, True]
-    assert time.monotonic() - start < 3
-
-
-def test_the_others_do_not_wait_forever_for_rank_0():
-    errors = verdicts({1: TEXT, 2: TEXT}, world_size=3, timeout=0.2)
-    assert all("rank 0 has not compared the corpora" in error for error in errors)
-
-
-def test_a_second_check_on_the_same_store_compares_anew():
-    store = dist.HashStore()
-    assert verdicts({0: TEXT, 1: TEXT}, world_size=2, store=store) == ["", ""]
-    assert all(verdicts({0: TEXT, 1: OTHER}, world_size=2, store=store))
 
 
 def test_the_targets_are_the_inputs_one_byte_further_on():

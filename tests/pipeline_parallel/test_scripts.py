@@ -154,6 +154,22 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     run_ranks(refuse, 2)
 
 
+def test_ranks_with_different_arguments_are_told_who_has_what():
+    def refuse(cluster: Cluster) -> None:
+        for name, changes in (
+            ("1f1b", {"seed": 5}),
+            ("gpipe", {"microbatches": 3}),
+            ("interleaved", {"chunks": 3}),
+        ):
+            [(option, value)] = changes.items()
+            with pytest.raises(
+                WorkbookError, match=f"^--{option} is .* on rank 0 and {value} on rank 1: start"
+            ):
+                summary(cluster, name, **(changes if cluster.rank == 1 else {}))
+
+    run_ranks(refuse, 2, timeout=30)
+
+
 def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it():
     def run(cluster: Cluster) -> None:
         steps = 0

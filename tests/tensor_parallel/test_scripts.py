@@ -86,6 +86,18 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     run_ranks(refuse, 3)
 
 
+def test_ranks_with_different_arguments_are_told_who_has_what():
+    def refuse(cluster) -> None:
+        for name, changes in (("tensor_parallel", {"lr": 0.1}), ("sequence_parallel", {"clip": -1.0})):
+            [(option, value)] = changes.items()
+            with pytest.raises(
+                WorkbookError, match=f"^--{option} is .* on rank 0 and {value} on rank 1: start"
+            ):
+                summary(cluster, name, **(changes if cluster.rank == 1 else {}))
+
+    run_ranks(refuse, 2, timeout=30)
+
+
 def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
     def run(cluster) -> None:
         ours = summary(cluster, "tensor_parallel")

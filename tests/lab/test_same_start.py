@@ -1,0 +1,99 @@
+import platform
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lab.cluster import Cluster
+from lab.same_start import check_same_start, digest
+
+TEXT = torch.arange(200, dtype=torch.uint8)
+OTHER = TEXT.flip(0)
+
+
+def verdicts(
+    data: dict[int, torch.Tensor],
+    world_size: int,
+    timeout: float = 5.0,
+    store: Any = None,
+    arguments: dict[int, dict[str, Any]] | None = None,
+) -> list[str]:
+    """Each present rank's error of check_same_start, in rank order; '' where it returned."""
+    store = store or dist.HashStore()
+
+    def one(rank: int) -> str:
+        threading.current_thread().name = f"rank{rank}"
+        cluster = Cluster(rank, world_size, rank, torch.device("cpu"), store)
+        try:
+            check_same_start(cluster, data[rank], arguments[rank] if arguments else {}, timeout)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, data))
+
+
+def test_the_digest_tells_two_corpora_apart():
+    changed = TEXT.clone()
+    changed[100] += 1
+    assert digest(TEXT) == digest(TEXT.clone())
+    assert digest(TEXT) != digest(changed)
+
+
+def test_ranks_with_the_same_data_pass():
+    assert verdicts(dict.fromkeys(range(4), TEXT), world_size=4) == [""] * 4
+
+
+def test_every_rank_is_told_who_holds_other_data_and_under_which_python(monkeypatch):
+    pythons = {"rank2": "3.12.1", "rank3": "3.12.1"}
+    monkeypatch.setattr(
+        platform, "python_version", lambda: pythons.get(threading.current_thread().name, "3.11.7")
+    )
+    errors = verdicts({0: TEXT, 1: TEXT, 2: OTHER, 3: OTHER}, world_size=4)
+    assert len(set(errors)) == 1
+    assert "the training data of rank 2, 3 is not rank 0's" in errors[0]
+    assert "(3.11.7 on rank 0, 3.11.7 on rank 1, 3.12.1 on rank 2, 3.12.1 on rank 3)" in errors[0]
+
+
+def test_every_rank_is_told_when_rank_0_is_the_odd_one():
+    errors = verdicts({0: OTHER, 1: TEXT, 2: TEXT}, world_size=3)
+    assert all("the training data of rank 1, 2 is not rank 0's" in error for error in errors)
+
+
+def test_every_rank_is_told_which_arguments_differ_and_who_has_what():
+    common = {"--steps": 10, "--clip": None}
+    arguments = {rank: common | {"--seed": rank % 2, "--lr": 0.01} for rank in range(4)}
+    arguments[2] |= {"--clip": 1.0}
+    [sentence] = set(verdicts(dict.fromkeys(range(4), TEXT), world_size=4, arguments=arguments))
+    assert sentence == (
+        "--clip is unset on rank 0, 1, 3 and 1.0 on rank 2; --seed is 0 on rank 0, 2 and 1 on rank 1, 3: "
+        "start all ranks with the same arguments"
+    )
+
+
+def test_of_two_scripts_only_the_names_are_told():
+    arguments = {0: {"RUN_MODE": "zero1", "--clip": 1.0}, 1: {"RUN_MODE": "zero3", "--recompute": True}}
+    [sentence] = set(verdicts({0: TEXT, 1: TEXT}, world_size=2, arguments=arguments))
+    assert sentence.startswith("RUN_MODE is zero1 on rank 0 and zero3 on rank 1: ")
+
+
+def test_a_rank_that_never_reports_is_named_to_the_others():
+    start = time.monotonic()
+    errors = verdicts({0: TEXT, 1: TEXT}, world_size=3, timeout=0.3)
+    assert [("rank 2 sent no digest of its data within 0.3 s" in error) for error in errors] == [True, True]
+    assert time.monotonic() - start < 3
+
+
+def test_the_others_do_not_wait_forever_for_rank_0():
+    errors = verdicts({1: TEXT, 2: TEXT}, world_size=3, timeout=0.2)
+    assert all("rank 0 has not compared the ranks' data" in error for error in errors)
+
+
+def test_a_second_check_on_the_same_store_compares_anew():
+    store = dist.HashStore()
+    assert verdicts({0: TEXT, 1: TEXT}, world_size=2, store=store) == ["", ""]
+    assert all(verdicts({0: TEXT, 1: OTHER}, world_size=2, store=store))
