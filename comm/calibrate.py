@@ -5,13 +5,13 @@ with its Python, its copies and its arithmetic, on cores that all ranks share. P
 """
 
 import statistics
-import time
 
 import torch
 
 from comm import collectives, cost, slow_link
 from comm.cost import Link
 from comm.wire import Group
+from lab.stream_clock import time_when_done
 
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
 TINY_SECONDS, LARGE_SECONDS = 0.5, 1.5  # for all runs of a size; one run may take longer
@@ -59,11 +59,9 @@ def _seconds(
     for _ in range(runs):
         with slow_link.slowed(None):
             collectives.barrier(group)
-        start = time.perf_counter()
+        start = time_when_done(device)
         collectives.all_reduce(tensor, group=group, pattern=pattern)
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append((time_when_done(device) - start) / 1e9)
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     with slow_link.slowed(None):
         collectives.all_reduce(slowest, op="max", group=group, pattern=pattern)

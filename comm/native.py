@@ -171,7 +171,7 @@ def _start(
 ) -> Pending:
     if slow_link.current() is not None:
         return _start_slowly(op, group, num_bytes, async_op, finish, start)
-    started = timeline.now()
+    started = timeline.mark()
     try:
         handle = NativeHandle(op, start(), finish)
     except RuntimeError as error:
@@ -213,9 +213,10 @@ def _start_slowly(
     return queue.submit(job, async_op)
 
 
-def _record(op: str, num_bytes: int, started: int) -> None:
-    lane = "communication"
-    timeline.record(op, "communication", started, timeline.now(), lane=lane, pattern="torch", bytes=num_bytes)
+def _record(op: str, num_bytes: int, started: timeline.Moment) -> None:
+    # nccl's callback comes at once, but on a stream that waits for the operation.
+    ended, lane = timeline.mark(), "communication"
+    timeline.record(op, "communication", started, ended, lane=lane, pattern="torch", bytes=num_bytes)
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:

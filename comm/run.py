@@ -49,8 +49,11 @@ DRAWN = 3  # steps in a picture; more make no clearer one
 class Run:
     """One rank's side of a training run. `model` is "gpt" (text) or "baby_cnn" (digits).
 
-    A rank gets its slice of each batch, or with `whole_batch` all of it.
+    A rank gets its slice of each batch, or with `whole_batch` all of it. Where spans cannot tell what was
+    computed while something was sent, `unseen` says why, and the report leaves that out.
     """
+
+    unseen: str | None = None
 
     def __init__(
         self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
@@ -136,7 +139,7 @@ class Run:
         self._meter = Meter(
             cluster, self._run_mode, args.steps, tokens, args.json, warmup=WARMUP, first_step=first
         )
-        timeline.start_recording()
+        timeline.start_recording(cluster.device)
         if args.checkpoint is None:
             yield from self._watched(range(args.steps))
             return
@@ -159,6 +162,7 @@ class Run:
             if step == steps.start + WATCHED:
                 timeline.stop_recording()
             yield step
+            timeline.settle()
 
     def step(self) -> AbstractContextManager[Step]:
         """Time one step."""
@@ -194,7 +198,9 @@ class Run:
         timeline.stop_recording()
         windows = self._meter.windows
         by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
-        seen = [overlap_of(events) for events in by_step]
+        seen = [overlap_of(events) for events in by_step] if self.unseen is None else []
+        if self.unseen is not None:
+            extras |= {"not_measured": f"compute, communication, hidden share: {self.unseen}"}
         shares = [one.hidden_share for one in seen if one.hidden_share is not None]
         link = self._link
         digests = replica_digests(cluster, model)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Traffic
+from lab.stream_clock import time_when_done
 
 LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a terminal, and elsewhere
 
@@ -81,13 +82,14 @@ class Meter:
         """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
         if not self._seconds:
             self._traffic_before = LEDGER.total()
-        this, start_ns = Step(), self._now()
+        # Kernels still queued belong to the step that launched them.
+        this, start_ns = Step(), time_when_done(self._cluster.device)
         try:
             yield this
         except BaseException:
             self._end_line()
             raise
-        self.windows.append((start_ns, self._now()))
+        self.windows.append((start_ns, time_when_done(self._cluster.device)))
         self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
         self._traffic = LEDGER.total() - self._traffic_before
         if self._first_step + len(self._seconds) == self._steps:
@@ -131,11 +133,6 @@ class Meter:
             if self._as_json:
                 print(json.dumps(summary, allow_nan=False, default=str), flush=True)
         return summary
-
-    def _now(self) -> int:
-        if self._cluster.device.type == "cuda":  # kernels still queued belong to the step that launched them
-            torch.cuda.synchronize(self._cluster.device)
-        return time.perf_counter_ns()
 
     def _timed(self) -> list[float]:
         return self._seconds[min(self._warmup, len(self._seconds) // 2) :]

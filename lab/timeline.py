@@ -11,7 +11,8 @@
     rank 1         |  forward  |      backward      | step |
     ...
 
-Times are nanoseconds of `now`. Offsets between machines are found as NTP does (RFC 5905, section 8): the
+Times are nanoseconds of `now`. A span tells when its block's work was done: on a GPU its ends are marks in
+the stream (lab.stream_clock). Offsets between machines are found as NTP does (RFC 5905, section 8): the
 fastest of many round trips tells most, and half of its delay bounds the error.
 Trace file: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -22,15 +23,20 @@ import platform
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lab.cluster import Cluster
 from lab.gantt import MAIN_LANE, Event, draw, lanes, tracks
+from lab.stream_clock import StreamClock
+
+Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's stream
 
 # Monotonic: no NTP daemon ever sets it back within a span. All processes of one machine share it, containers
 # too; machines that booted at different times do not, and `align` makes up for that.
@@ -40,13 +46,20 @@ PIECE_BYTES = 1 << 20  # a TCPStore hangs up on whoever sends it a value above 8
 
 _recording = False
 _events: list[Event] = []  # threads append without a lock: list.append is atomic
+_unread: deque[tuple[Moment, Moment, Callable[[int, int], Event]]] = deque()  # those with a mark
+_clock: StreamClock | None = None
 _NOTHING = nullcontext()
 
 
-def start_recording() -> None:
-    """Forget what was recorded and record from here on."""
-    global _recording
+def start_recording(device: torch.device | None = None) -> None:
+    """Forget what was recorded and record from here on, on the clock of `device` where that is a GPU.
+
+    Call `settle()` after each step then, or thousands of CUDA events pile up.
+    """
+    global _recording, _clock
     _events.clear()
+    _unread.clear()
+    _clock = StreamClock(device) if device is not None and device.type == "cuda" else None
     _recording = True
 
 
@@ -62,15 +75,38 @@ def is_recording() -> bool:
 
 
 def recorded() -> list[Event]:
-    """This process's events so far, in the order in which they ended, on its own clock."""
+    """Return this process's events so far, on its own clock; waits for the GPU where one is recorded."""
+    settle()
     return list(_events)
+
+
+def settle() -> None:
+    """Wait for the GPU, if one is recorded, and read the marks of the spans so far."""
+    if _clock is None or not (_recording or _unread):
+        return
+    while _unread:
+        start, end, event = _unread.popleft()
+        _events.append(event(_read(start), _read(end)))
+    _clock.set_anchor()
+
+
+def _read(moment: Moment) -> int:
+    assert _clock is not None
+    return moment if isinstance(moment, int) else _clock.read(moment)
+
+
+def mark() -> Moment:
+    """Return this moment, for `record`: `now()`, or on a GPU when the stream will have come so far.
+
+    Threads that only communicate, and with the GPU's results in their hands, are on the host's clock.
+    """
+    return _clock.mark() if _recording and _clock is not None and _own_lane() == MAIN_LANE else now()
 
 
 def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManager[None]:
     """Record the time the block takes, also if it raises; costs next to nothing while recording is off.
 
     `kind` chooses the colour (`lab.gantt.COLORS`), `args` show up in Perfetto, `lane=` is as in `record`.
-    On a GPU the span is the time of the launch, unless the block synchronises.
     """
     return _Timed(name, kind, args) if _recording else _NOTHING
 
@@ -82,21 +118,36 @@ class _Timed:
         self._name, self._kind, self._args = name, kind, args
 
     def __enter__(self) -> None:
-        self._start_ns = now()
+        self._start = mark()
 
     def __exit__(self, *error: object) -> None:
-        record(self._name, self._kind, self._start_ns, now(), **self._args)
+        record(self._name, self._kind, self._start, mark(), **self._args)
 
 
-def record(name: str, kind: str, start_ns: int, end_ns: int, *, lane: str | None = None, **args: Any) -> None:
-    """Add a span whose start and end (nanoseconds of `now`) the caller has seen, perhaps on two threads.
+def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None = None, **args: Any) -> None:
+    """Add a span whose start and end (`now()` or `mark()`) the caller has seen, perhaps on two threads.
 
     `lane` is the calling thread's unless given. Spans of one lane may overlap; they are shown side by side.
     """
-    if _recording:
-        thread = threading.current_thread()
-        lane = lane or (MAIN_LANE if thread is threading.main_thread() else thread.name)
-        _events.append(Event(name, kind, start_ns, max(0, end_ns - start_ns), lane, args))
+    if not _recording:
+        return
+    lane = lane or _own_lane()
+
+    def event(start_ns: int, end_ns: int) -> Event:
+        return Event(name, kind, start_ns, max(0, end_ns - start_ns), lane, args)
+
+    if isinstance(start, int) and isinstance(end, int):
+        _events.append(event(start, end))
+    else:
+        _unread.append((start, end, event))
+
+
+def _own_lane() -> str:
+    """The calling thread's. Autograd runs a GPU's backward, hooks too, on a thread that is not Python's, and
+    the main thread waits for it: what is done there is done in the main thread's time."""
+    thread = threading.current_thread()
+    is_autograds = isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
+    return MAIN_LANE if is_autograds or thread is threading.main_thread() else thread.name
 
 
 def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:

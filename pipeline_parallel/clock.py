@@ -92,10 +92,13 @@ class ClockPasses:
         return self.clock.last
 
     def _run(self, ticks: int, given: Tensor | None, like: Tensor | None) -> Tensor:
-        made_at = (
-            0 if given is None or given.nbytes < STAMP_BYTES else int(_bytes_of(given).view(torch.int64))
-        )
-        end = self.clock.begin(ticks * self.seconds, self._waited, made_at)
+        made_at, waited = 0, self._waited
+        if given is not None and given.nbytes >= STAMP_BYTES:
+            asked = time.perf_counter_ns()
+            made_at = int(_bytes_of(given).view(torch.int64))
+            if given.is_cuda:  # nccl's wait() holds up the stream alone: it is here that the host waits
+                waited += (time.perf_counter_ns() - asked) / 1e9
+        end = self.clock.begin(ticks * self.seconds, waited, made_at)
         shape, dtype = ((), None) if like is None else (like.shape, like.dtype)
         made = torch.zeros(shape, dtype=dtype, device=self.device)
         if made.nbytes >= STAMP_BYTES:

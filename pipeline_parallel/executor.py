@@ -93,7 +93,7 @@ class Executor:
         if self.watch is not None:
             self.watch.ignore([x, y])
         self._waited = 0.0
-        self._done: list[tuple[Action, tuple[int, int]]] = []
+        self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
         for passes in self.passes.values():
             passes.begin_step()
         self._losses: dict[int, Tensor] = {}
@@ -121,7 +121,7 @@ class Executor:
         kind, microbatch, stage = action
         message = needed_by(action, self.last_stage)
         needed = None if message is None else self._take(message)
-        passes, start = self.passes[stage], timeline.now()
+        passes, start = self.passes[stage], timeline.mark()
         passes.has_waited(self._waited)
         if kind == FORWARD:
             x = self._xs[microbatch] if needed is None else needed.requires_grad_()
@@ -136,12 +136,12 @@ class Executor:
         elif kind == WEIGHT_GRADIENT:
             made = passes.backward_weight(microbatch)
         self._waited = 0.0
-        self._done.append((action, passes.when() or (start, timeline.now())))
+        self._done.append((action, passes.when() or (start, timeline.mark())))
         self._hand_over(action, made)
         if self.watch is not None:
             self._look(action)
 
-    def _record(self, action: Action, when: tuple[int, int]) -> None:
+    def _record(self, action: Action, when: tuple[timeline.Moment, timeline.Moment]) -> None:
         kind, microbatch, stage = action
         place = {"microbatch": microbatch, "stage": stage, "chunk": self._chunk_of[stage]}
         timeline.record(str(microbatch), GANTT_KIND[kind], *when, action=kind, **place)
@@ -186,12 +186,11 @@ class Executor:
     def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
         start = timeline.now()
         try:
-            transfer.wait()
+            with timeline.span("wait", "wait"):
+                transfer.wait()
         except CommError as error:
             raise _named(message, error) from error
-        end = timeline.now()
-        self._waited += (end - start) / 1e9
-        timeline.record("wait", "wait", start, end)
+        self._waited += (timeline.now() - start) / 1e9
 
     def _check_fits(self, x: Tensor) -> None:
         expected = self._boundaries[0]

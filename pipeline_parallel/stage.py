@@ -13,7 +13,6 @@ without memory (device "meta") and tells the next one what it will get.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -26,6 +25,7 @@ from torch.func import functional_call
 
 from lab.errors import WorkbookError
 from lab.model import GPT, MLP, BabyCNN
+from lab.stream_clock import time_when_done
 
 
 class Part(NamedTuple):
@@ -134,11 +134,11 @@ def measured_costs(model: nn.Module, x: Tensor, repeats: int = 5) -> list[float]
         stage, seconds = Stage(model, [part]), []
         for _ in range(repeats + 1):
             inputs = x.detach().requires_grad_(x.is_floating_point())
-            start = time.perf_counter()
+            start = time_when_done(x.device)
             y = stage(inputs)
             if y.requires_grad:
                 y.backward(torch.ones_like(y))
-            seconds.append(time.perf_counter() - start)
+            seconds.append((time_when_done(x.device) - start) / 1e9)
         costs.append(statistics.median(seconds[1:]))
         x = y.detach()
     model.zero_grad()

@@ -18,10 +18,14 @@ from lab.ledger import LEDGER, Traffic
 from lab.memory import live_bytes
 from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
+from lab.timeline import recorded, start_recording, stop_recording
+from pipeline_parallel import measured
 from pipeline_parallel.executor import Executor
+from pipeline_parallel.passes import Passes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b, stages_per_rank, table_of, zb_v
 from pipeline_parallel.simulate import Costs, simulate
+from tests.lab.simulated_gpu import simulated_gpu
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
     assert_nothing_is_left,
@@ -302,3 +306,27 @@ def test_a_message_over_a_slow_link_arrives_no_sooner_than_the_simulator_says():
         simulation = simulate(table, costs, link, 5 * 8)
         of_rank_0 = simulation.rows[0][-1].end
         assert seconds >= 0.98 * of_rank_0 > 3 * link.alpha, (seconds, of_rank_0)
+
+
+def test_on_a_gpu_an_action_takes_what_the_device_computes_and_not_the_launch():
+    def measure(cluster: Cluster) -> tuple[float, float, Costs]:
+        x, y = torch.zeros(2, 1), torch.zeros(2)
+        with simulated_gpu() as gpu:
+
+            class Launching(nn.Module):
+                def forward(self, x):
+                    gpu.launch(3)
+                    x.register_hook(lambda _: gpu.launch(8))
+                    return 2 * x
+
+            boundaries = dict.fromkeys((0, 1), torch.empty(1, 1, device="meta"))
+            passes = {0: Passes(Launching(), 2, lambda y, _: y.sum())}
+            executor = Executor(gpipe(1, 2), passes, boundaries, rank=0)
+            start_recording(gpu.device)
+            executor.step(x.requires_grad_(), y)
+            stop_recording()
+            actions = [event for event in recorded() if "action" in event.args]
+            return measured.makespan(actions), measured.bubble(actions, 1), measured.costs(actions, 1)
+
+    (found,) = run_ranks(measure, 1)
+    assert found == (0.022, 0.0, Costs((0.003,), (0.004,), (0.004,)))

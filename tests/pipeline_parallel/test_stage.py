@@ -1,17 +1,20 @@
 """Stages: parts in a row are the model, under its names, and a cut is as even as can be."""
 
 from itertools import combinations
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from lab.check import assert_same
 from lab.errors import WorkbookError
 from lab.model import MLP
-from pipeline_parallel.stage import Stage, cut, measured_costs, parts_of, ties
+from lab.stream_clock import time_when_done
+from pipeline_parallel.stage import Part, Stage, cut, measured_costs, parts_of, ties
+from tests.lab.simulated_gpu import simulated_gpu
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
 MODELS = {
@@ -140,3 +143,21 @@ def test_measuring_costs_leaves_no_gradient_and_needs_none(make, batch_of):
         costs = measured_costs(model, batch_of(2)[0], repeats=1)
         assert len(costs) == len(parts_of(model)) and all(cost > 0 for cost in costs)
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gpus_costs_are_what_it_computes_and_not_what_the_host_launches():
+    def launching(ms: float) -> Part:
+        def forward(stage: Stage, x: Tensor) -> Tensor:
+            gpu.launch(ms)
+            return x
+
+        return Part((), forward)
+
+    parts = [launching(2.0), launching(6.0)]
+    with (
+        simulated_gpu() as gpu,
+        mock.patch("pipeline_parallel.stage.parts_of", lambda model: parts),
+        # The tensors are the CPU's, so their device would not be waited for.
+        mock.patch("pipeline_parallel.stage.time_when_done", lambda _: time_when_done(gpu.device)),
+    ):
+        assert measured_costs(nn.Identity(), torch.zeros(1, dtype=torch.int64)) == [0.002, 0.006]

@@ -1,0 +1,100 @@
+"""A GPU that computes nothing, in simulated time: what tests of its clock need, and no more.
+
+with simulated_gpu() as gpu:
+    start_recording(gpu.device)
+    with span("forward"):
+        gpu.launch(5.0)              # takes the host no time, and the device 5 ms
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+MS = 1_000_000
+
+
+class Stream:
+    """What the device does one after the other."""
+
+    def __init__(self, gpu: "SimulatedGpu") -> None:
+        self._gpu, self._free_at = gpu, 0
+
+    @property
+    def free_at(self) -> int:
+        """When all that the stream has been given will be done."""
+        return max(self._free_at, self._gpu.host_ns)
+
+    def launch(self, ms: float) -> None:
+        self._free_at = self.free_at + round(ms * MS)
+
+    def wait_for(self, other: "Stream") -> None:
+        self._free_at = max(self.free_at, other.free_at)
+
+
+class Event:
+    """A mark in a stream; the device counts float milliseconds, `gpu.rate` times as fast as the host."""
+
+    def __init__(self, gpu: "SimulatedGpu") -> None:
+        self._gpu = gpu
+
+    def record(self, stream: Stream) -> None:
+        self.at = stream.free_at
+
+    def synchronize(self) -> None:
+        self._gpu.host_ns = max(self._gpu.host_ns, self.at)
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert max(self.at, end.at) <= self._gpu.host_ns, "the device has not come so far yet"
+        return float(torch.tensor((end.at - self.at) * self._gpu.rate / MS, dtype=torch.float32))
+
+
+class SimulatedGpu:
+    """`host_ns` is the host's time: it passes when the host sleeps, or waits for the device."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, rate: float = 1.0) -> None:
+        self.host_ns, self.rate = 5_000 * MS, rate
+        self.compute = self.current = Stream(self)
+
+    def perf_counter_ns(self) -> int:
+        return self.host_ns
+
+    def sleep(self, ms: float) -> None:
+        self.host_ns += round(ms * MS)
+
+    def launch(self, ms: float) -> None:
+        """Work for the compute stream."""
+        self.compute.launch(ms)
+
+    def stream(self) -> Stream:
+        return Stream(self)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Let `stream` be the current one in the block."""
+        self.current, before = stream, self.current
+        yield
+        self.current = before
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.host_ns = max(self.host_ns, self.compute.free_at)
+
+
+@contextmanager
+def simulated_gpu(rate: float = 1.0) -> Iterator[SimulatedGpu]:
+    """Let torch.cuda, and the host's clock as lab.timeline reads it, be simulated in the block."""
+    gpu = SimulatedGpu(rate)
+    stubs = {
+        "torch.cuda.Event": lambda enable_timing: Event(gpu),
+        "torch.cuda.synchronize": gpu.synchronize,
+        "torch.cuda.current_stream": lambda device: gpu.current,
+        "lab.stream_clock.time": gpu,
+        "lab.timeline.now": gpu.perf_counter_ns,
+    }
+    with ExitStack() as patches:
+        for name, stub in stubs.items():
+            patches.enter_context(mock.patch(name, stub))
+        yield gpu
