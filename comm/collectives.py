@@ -30,7 +30,7 @@ from comm.header import Header
 from comm.launch import submit
 from comm.operands import In, InOut, Out
 from comm.order import queue_of
-from comm.reduction import check_reduction
+from comm.reduction import check_reduction, divisor_before
 from comm.shards import shard_sizes
 from comm.wire import CommError, Group
 
@@ -117,7 +117,8 @@ def reduce(
         return native.reduce(tensor, op, root, group, async_op)
     work = {"tree": tree.reduce, "flat": flat.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
-    operand = InOut(tensor) if dist.get_rank(group) == root else In(tensor)
+    divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
+    operand = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
     return submit(header, group, async_op, lambda wire, x: work(wire, x, op, root), operand)
 
 
@@ -154,7 +155,9 @@ def reduce_scatter(
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
     patterns: Patterns = {"ring": ring.reduce_scatter, "tcp": tcp.reduce_scatter, "cma": tcp.reduce_scatter}
     work = patterns[pattern]
-    return submit(header, group, async_op, lambda wire, s, f: work(wire, s, f, op), Out(shard), In(full))
+    divisor = divisor_before(op, full.dtype, dist.get_world_size(group))
+    operands = Out(shard), In(full, divisor)
+    return submit(header, group, async_op, lambda wire, s, f: work(wire, s, f, op), *operands)
 
 
 def all_reduce(
@@ -180,7 +183,8 @@ def all_reduce(
     }
     work = patterns[pattern]
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    return submit(header, group, async_op, lambda wire, x: work(wire, x, op), InOut(tensor))
+    divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
+    return submit(header, group, async_op, lambda wire, x: work(wire, x, op), InOut(tensor, divisor))
 
 
 def all_to_all(

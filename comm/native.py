@@ -13,6 +13,7 @@ from comm import cost, slow_link
 from comm.header import RowExchange
 from comm.native_handle import NativeHandle, failed
 from comm.order import Handle, queue_of
+from comm.reduction import divisor_before
 from comm.shards import shards_of
 from comm.wire import CommError, Group, Wire
 from lab import timeline
@@ -80,6 +81,7 @@ def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: boo
     flat, restore = _flat(tensor)
     if dist.get_rank(group) != root:
         flat, restore = flat.clone(), None  # torch leaves partial results in it
+    op = _divide_first(op, flat, group)
     _book("reduce", flat, group, root)
     return _start(
         "reduce",
@@ -110,6 +112,9 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Grou
     flat, restore = _flat(shard)
     whole, _ = _flat(full)
     _equal_parts("reduce_scatter", whole, flat, group)
+    if divisor_before(op, whole.dtype, dist.get_world_size(group)) > 1:
+        whole = whole.clone()
+        op = _divide_first(op, whole, group)
     _book("reduce_scatter", whole, group)
     return _start(
         "reduce_scatter",
@@ -123,6 +128,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Grou
 
 def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
     flat, restore = _flat(tensor)
+    op = _divide_first(op, flat, group)
     _book("all_reduce", flat, group)
     return _start(
         "all_reduce",
@@ -217,6 +223,17 @@ def _record(op: str, num_bytes: int, started: timeline.Moment) -> None:
     # nccl's callback comes at once, but on a stream that waits for the operation.
     ended, lane = timeline.mark(), "communication"
     timeline.record(op, "communication", started, ended, lane=lane, pattern="torch", bytes=num_bytes)
+
+
+def _divide_first(op: str, flat: torch.Tensor, group: Group) -> str:
+    """Divide a tensor whose sum might overflow, as DDP does; returns the reduction that makes it the mean.
+
+    In place and completely: DDP's hook waits for the work's future, which knows of nothing after the sum.
+    """
+    if divisor_before(op, flat.dtype, dist.get_world_size(group)) == 1:
+        return op
+    flat.div_(dist.get_world_size(group))
+    return "sum"
 
 
 def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:

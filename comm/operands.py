@@ -11,13 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class In:
-    """A tensor that a collective only reads."""
+    """A tensor that a collective only reads. On the wire it is divided by `divisor`, in a copy."""
 
     tensor: torch.Tensor
+    divisor: int = 1
 
     def to_wire(self) -> torch.Tensor:
         host = self.tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-        return host.as_strided((host.numel(),), (1,))  # a single element may have any stride
+        flat = host.as_strided((host.numel(),), (1,))  # a single element may have any stride
+        return flat if self.divisor == 1 else flat / self.divisor
 
     def from_wire(self, wired: torch.Tensor) -> None:
         pass

@@ -1,4 +1,4 @@
-"""With fp16 on the wire the loss becomes nan, the sooner the more ranks: summed before it is divided."""
+"""With fp16 on the wire the loss becomes nan: a gradient is rounded to fp16 before it is divided."""
 
 from comm.collectives import all_reduce
 

@@ -123,11 +123,11 @@ class Laid:
             self.tensor = flat.clone()
         self.requires_grad = self.tensor.requires_grad
 
-    def holds(self, expected: torch.Tensor, exact: bool = True) -> bool:
+    def holds(self, expected: torch.Tensor, exact: bool = True, rounding: float = 1e-8) -> bool:
         got = self.tensor.detach().reshape(-1)
-        same = torch.equal if exact else torch.allclose
+        same = torch.equal(got, expected) if exact else torch.allclose(got, expected, atol=rounding)
         return (
-            same(got, expected)
+            same
             and bool((self.around == GARBAGE).all())
             and self.tensor.is_leaf
             and self.tensor.requires_grad == self.requires_grad
@@ -202,7 +202,11 @@ def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool 
         assert out.is_unchanged(), f"{case}: rank {r} of {n} is not the root, and its tensor has changed"
     else:
         exact = case.reduction != "mean"
-        assert out.holds(expected, exact), f"{case}: rank {r} of {n} got {out.tensor}, not {expected}"
+        # Of float16 torch's own divides each rank's by n before it adds: n values below 3 are rounded.
+        divides_first = not exact and case.pattern == "torch" and case.dtype == torch.float16
+        rounding = 3 * torch.finfo(torch.float16).eps if divides_first else 1e-8
+        holds = out.holds(expected, exact, rounding)
+        assert holds, f"{case}: rank {r} of {n} got {out.tensor}, not {expected}"
     for operand in read:
         assert operand.is_unchanged(), f"{case}: rank {r} of {n} only lent {operand.before}"
 
@@ -248,6 +252,36 @@ def test_every_reduction_is_right_in_every_dtype(pattern: str):
         for reduction in REDUCTIONS
     ]
     run_ranks(run_cases, 3, cases)
+
+
+def test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would():
+    def mean(cluster) -> None:
+        large = torch.full((5,), 40000.0, dtype=torch.float16)
+        for op, pattern in ALL:
+            if op not in REDUCING:
+                continue
+            mine = large[: 4 + (pattern != "torch")]
+            given, shard = mine.clone(), torch.tensor_split(mine, cluster.world_size)[cluster.rank].clone()
+            if op == "reduce_scatter":
+                collectives.reduce_scatter(shard, given, "mean", pattern=pattern)
+            else:
+                getattr(collectives, op)(given, "mean", pattern=pattern)
+            for got in (given, shard):
+                assert torch.equal(got, mine[: len(got)]), f"{op}, {pattern}: {got}"
+
+    for n in (2, 4):
+        run_ranks(mean, n)
+
+
+def test_a_mean_of_float16_is_rounded_once_on_any_number_of_ranks():
+    def mean(cluster) -> None:
+        numbers = torch.randint(-9, 9, (3, 50), generator=torch.Generator().manual_seed(0)).half()
+        for pattern in PATTERNS["all_reduce"]:
+            mine = numbers[cluster.rank].clone()
+            collectives.all_reduce(mine, "mean", pattern=pattern)
+            assert torch.equal(mine, numbers.double().mean(0).half()), pattern
+
+    run_ranks(mean, 3)
 
 
 def test_data_of_any_dtype_arrives_bit_by_bit():

@@ -209,10 +209,11 @@ def test_a_compressed_gradient_is_close_for_half_the_bytes():
 
 def test_fp16_does_not_overflow_where_the_sum_over_ranks_would():
     def work(cluster: Cluster) -> None:
-        model = BucketDataParallel(nn.Linear(1, 1, bias=False), wire_dtype="fp16")
-        model(torch.full((1, 1), 40000.0)).sum().backward()
-        model.finish_gradient_sync()
-        assert_same(gradients(model.module), {"weight": torch.full((1, 1), 40000.0)}, 2**-10)
+        for own in ((40000.0, 40000.0, 40000.0), (100000.0, 10000.0, 10000.0)):  # both have a mean of 40000
+            model = BucketDataParallel(nn.Linear(1, 1, bias=False), wire_dtype="fp16")
+            model(torch.full((1, 1), own[cluster.rank])).sum().backward()
+            model.finish_gradient_sync()
+            assert_same(gradients(model.module), {"weight": torch.full((1, 1), 40000.0)}, 2**-10)
 
     run_ranks(work, 3)
 

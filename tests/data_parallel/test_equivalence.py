@@ -102,6 +102,18 @@ def test_a_gradient_is_the_mean_over_ranks_and_not_their_sum():
     run_ranks(work, 3)
 
 
+def test_a_mean_in_fp16_does_not_overflow_where_the_sum_over_ranks_would():
+    def work(cluster: Cluster) -> None:
+        for name, wrap in WRAPPERS.items():
+            model = wrap(nn.Linear(1, 1, bias=False).half())
+            model(torch.full((1, 1), 40000.0).half()).sum().backward()
+            model.finish_gradient_sync()
+            mean = torch.full((1, 1), 40000.0).half()
+            assert_same(gradients(model.module), {"weight": mean}, 2**-9, f"gradient of {name}")
+
+    run_ranks(work, 3)
+
+
 def test_a_parameter_has_a_gradient_everywhere_or_nowhere():
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():

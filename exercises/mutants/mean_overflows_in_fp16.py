@@ -1,0 +1,10 @@
+"""A model in fp16 gets gradients that are inf where DDP's are not: the ranks add first and divide later."""
+
+import torch
+
+TARGET = "comm.reduction.divisor_before"
+KILLER = "tests.comm.test_collectives.test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would"
+
+
+def mutant(op: str, dtype: torch.dtype, ranks: int) -> int:
+    return 1
