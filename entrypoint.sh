@@ -47,9 +47,8 @@ main() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     set -f # a * in ARGS is an argument, not the files here
     if [ -n "${TORCHRUN:-}" ]; then
-        # Standalone: a free port of its own, so that two runs can stand side by side.
         # shellcheck disable=SC2086 # TORCHRUN and ARGS are several words each
-        exec $TORCHRUN --standalone --local-addr=localhost --nproc-per-node="${WORLD_SIZE:-2}" "$script" "$@" ${ARGS:-}
+        exec $TORCHRUN --nproc-per-node="${WORLD_SIZE:-2}" "$script" "$@" ${ARGS:-}
     fi
     if [ -n "${NODES:-}" ] && [ "${WORLD_SIZE:-1}" -gt "$NODES" ]; then
         refuse "WORLD_SIZE is $WORLD_SIZE, but docker-compose.yaml has only $NODES nodes; take fewer, or add nodes there."

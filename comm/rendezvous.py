@@ -17,11 +17,9 @@ and all that wait there give up with the same sentence instead of timing out one
 """
 
 import json
-import math
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,10 +28,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from comm.settings import master, number, seconds
+from comm.store import meeting_store
 from comm.wire import CommError
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.interface import LOOPBACK, own_interface
 
 _POLL = 0.05  # seconds between two looks at the store
 _TELL = 2.0  # seconds between two lines about who is missing
@@ -46,7 +47,7 @@ def join() -> Cluster:
     Raises CommError with one sentence: a variable that makes no sense, a store that cannot be opened or
     reached, ranks that did not come, two that claim the same rank, or different world sizes.
     """
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
     if rank is None and world_size is None:
         rank, world_size = 0, 1
     if rank is None or world_size is None:
@@ -57,18 +58,17 @@ def join() -> Cluster:
             f"RANK is {rank}, but with WORLD_SIZE {world_size} it must be in 0..{world_size - 1}."
         )
     keep_freed_memory()
-    timeout, op_timeout = _seconds("JOIN_TIMEOUT", 60.0), _seconds("OP_TIMEOUT", 60.0)
-    local_rank = _number("LOCAL_RANK") or 0
+    timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", 60.0)
+    local_rank = number("LOCAL_RANK") or 0
     device, backend = _device(local_rank)
 
     deadline = time.monotonic() + timeout
-    store = dist.HashStore() if world_size == 1 else _open_store(rank, deadline)
+    store = dist.HashStore() if world_size == 1 else meeting_store(rank, deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)
     if world_size > 1:
         _gather_everyone(store, rank, world_size, deadline, timeout)
-    if _master()[0] in ("localhost", "127.0.0.1"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    _listen_on_one_interface(world_size)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
@@ -170,71 +170,6 @@ def _give_up(store: dist.Store, rank: int, reason: str) -> CommError:
     return CommError(reason)
 
 
-def _open_store(rank: int, deadline: float) -> dist.Store:
-    host, port = _master()
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    try:
-        if rank == 0 and not by_agent:
-            return dist.TCPStore(host, port, None, is_master=True, timeout=left, wait_for_workers=False)
-        _wait_for_listener(rank, host, port, deadline)
-        return _connect(host, port, left)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "already in use" in str(error):
-            raise CommError(
-                f"Port {port} on {host} is taken by another program; give all ranks another MASTER_PORT."
-            ) from error
-        if isinstance(error, CommError):
-            raise
-        if rank == 0 and not by_agent:
-            raise CommError(
-                f"cannot open the store at {host}:{port}; MASTER_ADDR must name the machine of rank 0."
-            ) from error
-        raise CommError(
-            f"What answers at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
-        ) from error
-
-
-def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
-    """A client of the store. In a thread, for torch waits for the first answer without a timeout."""
-    answer: list[dist.Store | RuntimeError] = []
-
-    def connect() -> None:
-        try:
-            answer.append(dist.TCPStore(host, port, None, is_master=False, timeout=timeout))
-        except RuntimeError as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds())
-    if not answer:
-        raise RuntimeError("it does not answer")
-    if isinstance(answer[0], RuntimeError):
-        raise answer[0]
-    return answer[0]
-
-
-def _wait_for_listener(rank: int, host: str, port: int, deadline: float) -> None:
-    next_word = time.monotonic() + _TELL
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=1).close()
-            return
-        except OSError as error:
-            reason = f"{error.strerror or error}".lower()
-        now = time.monotonic()
-        if now > deadline:
-            raise CommError(
-                f"cannot reach the store at {host}:{port} ({reason}); rank 0 opens it there, so "
-                "check that it runs and that MASTER_ADDR and MASTER_PORT are the same on all ranks."
-            )
-        if now > next_word:
-            print(f"rank {rank}: still waiting for {host}:{port} ({reason})", file=sys.stderr, flush=True)
-            next_word = now + _TELL
-        time.sleep(_POLL)
-
-
 def _device(local_rank: int) -> tuple[torch.device, str]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
@@ -254,29 +189,15 @@ def _device(local_rank: int) -> tuple[torch.device, str]:
     return device, backend
 
 
-def _master() -> tuple[str, int]:
-    port = _number("MASTER_PORT")
-    if port is not None and port > 65535:
-        raise CommError(f"MASTER_PORT is {port}; it must be at most 65535.")
-    return os.environ.get("MASTER_ADDR") or "localhost", 29500 if port is None else port
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    if text and not text.isdecimal():
-        raise CommError(f"{name} is {text!r}; it must be a whole number.")
-    return int(text) if text else None
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < math.inf:
-        raise CommError(f"{name} is {text!r}; it must be a number of seconds above 0.")
-    return seconds
+def _listen_on_one_interface(world_size: int) -> None:
+    """Let gloo listen on the interface that leads to MASTER_ADDR; on the loopback if all ranks are here."""
+    host, _ = master()
+    all_are_here = (number("LOCAL_WORLD_SIZE") or 1) == world_size
+    if all_are_here or host == "localhost" or host.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    elif (interface := own_interface()) not in (None, LOOPBACK):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _ranks(ranks: list[int]) -> str:

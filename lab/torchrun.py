@@ -1,7 +1,8 @@
 """torchrun for `make run`: the same launcher, but it lets the ranks have the last word.
 
 torchrun itself answers a rank's one sentence with thirty lines of its own traceback, and after Ctrl-C it
-waits half a minute for a rank that sits in a collective and cannot notice.
+waits half a minute for a rank that sits in a collective and cannot notice. Its store is open to the network
+(lab.local_rendezvous says how this one's is not), and each run leaves a folder in the temporary directory.
 """
 
 import logging
@@ -17,9 +18,12 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from lab import local_rendezvous
+
     logging.disable(logging.ERROR)
+    options = ["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", f"--log-dir={os.devnull}"]
     try:
-        run.main(["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", *argv])
+        run.main([*options, *local_rendezvous.register(), *argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = (

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from comm import collectives, rendezvous
 from comm.collectives import CommError
 from lab.ranks import RankError, run_ranks
+from tests.listening import listening
 
 VARIABLES = (
     "RANK",
@@ -27,6 +28,8 @@ VARIABLES = (
     "OP_TIMEOUT",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "LOCAL_WORLD_SIZE",
+    "GLOO_SOCKET_IFNAME",
 )
 
 
@@ -41,11 +44,23 @@ def anybody_listens(port: int) -> bool:
         return caller.connect_ex(("localhost", port)) == 0
 
 
-def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
-    """Join as these variables say, add up the ranks, and leave: rank, world size and the sum."""
+def own_network_address() -> str:
+    """This machine's address in the network that it leaves by; the loopback's where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 1))  # sends nothing
+        return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def set_variables(environment: dict[str, object]) -> None:
     for name in VARIABLES:
         os.environ.pop(name, None)
     os.environ.update({name: str(value) for name, value in environment.items()})
+
+
+def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
+    """Join as these variables say, add up the ranks, and leave: rank, world size and the sum."""
+    set_variables(environment)
     rendezvous._TELL, rendezvous._LINGER = 0.3, 0.5
     joined = rendezvous.join()
     total = torch.tensor([float(joined.rank)])
@@ -75,6 +90,29 @@ def test_ranks_meet_in_any_number_and_no_port_stays_open(capfd):
         assert meet(*environments) == [(rank, n, n * (n - 1) / 2) for rank in range(n)]
         assert not anybody_listens(environments[0]["MASTER_PORT"])
     assert "all 5 ranks have met" in capfd.readouterr().err
+
+
+def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str], set[str]]:
+    """Join and communicate in all patterns; where this rank then listens, and where Python bound sockets."""
+    bound: set[str] = set()
+    sys.addaudithook(
+        lambda event, args: (
+            bound.add(args[1][0]) if event == "socket.bind" and args[0].type == socket.SOCK_STREAM else None
+        )
+    )
+    set_variables(environments[cluster.rank])
+    with rendezvous.joined():
+        for pattern in ("torch", "ring", "tcp", "cma"):
+            collectives.all_reduce(torch.ones(100_000), pattern=pattern)
+        return {address for address, _ in listening(os.getpid())}, bound
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the sockets in /proc")
+def test_ranks_started_by_hand_listen_in_the_network_of_the_master_only():
+    for master in ("localhost", "127.0.0.1", own_network_address()):
+        only = {"127.0.0.1" if master == "localhost" else master}
+        results = run_ranks(listened_to, 2, places([0, 1], 2, MASTER_ADDR=master), backend=None)
+        assert results == [(only, only)] * 2
 
 
 def test_without_any_variable_one_process_is_a_group_of_its_own():
@@ -156,6 +194,10 @@ def test_a_master_that_nobody_started_is_named_with_its_address():
         ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT is 'soon'; it must be a number of seconds above 0"),
         ({"OP_TIMEOUT": "nan"}, "OP_TIMEOUT is 'nan'; it must be a number of seconds above 0"),
         ({"JOIN_TIMEOUT": "inf"}, "JOIN_TIMEOUT is 'inf'; it must be a number of seconds above 0"),
+        (
+            {"MASTER_ADDR": "0.0.0.0"},
+            "MASTER_ADDR is 0.0.0.0, which is every interface; it must be the address",
+        ),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; it must be at most 65535"),
         ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
         (

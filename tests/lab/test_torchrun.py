@@ -1,5 +1,6 @@
-"""The launcher of `make run`: quiet after a rank's own words, and nobody is left behind."""
+"""The launcher of `make run`: closed to the network, quiet after a rank's last words, no rank left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,6 @@ LAUNCH = [
     sys.executable,
     "-m",
     "lab.torchrun",
-    "--standalone",
-    "--local-addr=localhost",
     "--nproc-per-node=2",
 ]
 
@@ -34,11 +33,49 @@ time.sleep(60)
 """
 
 
-def launch(folder: Path, text: str) -> subprocess.Popen[str]:
+# Rank 1 crashes once; then rank 0 lists what the launcher and both ranks listen on, and what Python bound.
+LISTENS = """
+import json, os, sys
+bound = []
+sys.addaudithook(lambda event, args: event == "socket.bind" and bound.append(args[1]))
+import torch
+from comm.collectives import all_reduce
+from comm.rendezvous import joined
+from tests.listening import family, listening
+
+with joined() as cluster:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and cluster.rank == 1:
+        os._exit(7)
+    for pattern in ("torch", "ring", "tcp", "cma"):
+        total = torch.ones(100_000)
+        all_reduce(total, pattern=pattern)
+        assert total[0] == 2
+    if cluster.is_main:
+        found = listening(*family(os.getppid()))
+        print(json.dumps({"listening": found, "bound": bound, "port": int(os.environ["MASTER_PORT"])}))
+"""
+
+
+def launch(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(text)
-    command = [*LAUNCH, str(script), str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (folder / "tmp").mkdir()
+    command = [*LAUNCH, *options, str(script), str(folder)]
+    env = os.environ | {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the sockets in /proc")
+def test_a_run_listens_on_the_loopback_only_is_restarted_and_leaves_no_file(tmp_path):
+    with launch(tmp_path, LISTENS, "--max-restarts=1") as torchrun:
+        out, err = torchrun.communicate(timeout=60)
+    assert torchrun.returncode == 0, err
+    found = json.loads(out)
+    assert found["port"] in [port for _, port in found["listening"]]
+    assert len(found["listening"]) >= 3, "the store, and gloo in each rank"
+    assert {address for address, _ in found["listening"]} == {"127.0.0.1"}
+    assert found["bound"] and all(where[0] == "127.0.0.1" for where in found["bound"])
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_rank_that_fails_has_the_last_word_but_one(tmp_path):

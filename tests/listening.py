@@ -1,0 +1,50 @@
+"""Which sockets of a process listen, as Linux tells it."""
+
+import ipaddress
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+def listening(*pids: int) -> list[tuple[str, int]]:
+    """IP address and port of every TCP socket on which one of these processes listens."""
+    inodes = {link.removeprefix("socket:[").rstrip("]") for pid in pids for link in _open_files(pid)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == _LISTEN and inode in inodes:
+                address, port = local.split(":")
+                found.append((_address(address), int(port, 16)))
+    return sorted(found)
+
+
+def family(pid: int) -> list[int]:
+    """That process, its children and theirs."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended in the meantime
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    members = [pid]
+    for member in members:
+        members += [child for child, parent in parents.items() if parent == member]
+    return members
+
+
+def _open_files(pid: int) -> list[str]:
+    links = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed in the meantime
+            links.append(os.readlink(file))
+    return links
+
+
+def _address(text: str) -> str:
+    """The kernel writes 32-bit words in the machine's order, here little-endian."""
+    packed = bytes.fromhex(text)
+    words = b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4))
+    address = ipaddress.ip_address(words)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
