@@ -8,10 +8,10 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from comm import sockets
+from comm.handover import handover_of, taken
 from comm.header import Agreement, Header
 from comm.operands import In
 from comm.order import GroupQueue, Handle, queue_of
@@ -39,8 +39,8 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             raise CommError(
                 f"{header.op}: the tensors of one call must have one dtype, not {operand.tensor.dtype} too."
             )
-    # The communication thread must not read what the GPU has still to compute.
-    event = torch.cuda.current_stream().record_event() if any(o.tensor.is_cuda for o in operands) else None
+    num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
+    handover = handover_of(operand.tensor for operand in operands)
     queue, posted = queue_of(group), time.perf_counter_ns()
 
     def run(path: Wire | RingSockets) -> None:
@@ -50,18 +50,16 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             operand.from_wire(tensor)
 
     def job(sequence: int) -> None:
-        if event is not None:
-            event.synchronize()
-        num_bytes = max((operand.tensor.nbytes for operand in operands), default=0)
-        with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-            ranks = dist.get_world_size(group)
-            toll = Toll(queue, posted, header.op, header.pattern, num_bytes, ranks)
-            mine = dataclasses.replace(header, ready=toll.ready)
-            if header.pattern in RINGS:
-                _over_sockets(mine, group, sequence, toll, run)
-            else:
-                _over_gloo(mine, group, queue, sequence, toll, run)
-            toll.pay()
+        with taken(handover):
+            ready = posted if handover is None else time.perf_counter_ns()
+            with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+                toll = Toll(queue, ready, header.op, header.pattern, num_bytes, dist.get_world_size(group))
+                mine = dataclasses.replace(header, ready=toll.ready)
+                if header.pattern in RINGS:
+                    _over_sockets(mine, group, sequence, toll, run)
+                else:
+                    _over_gloo(mine, group, queue, sequence, toll, run)
+                toll.pay()
 
     return queue.submit(job, async_op)
 

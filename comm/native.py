@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from comm import cost, slow_link
+from comm.handover import Handover, taken
 from comm.header import RowExchange
 from comm.native_handle import NativeHandle, failed
 from comm.order import Handle, queue_of
@@ -164,7 +165,11 @@ def all_to_all(
 
 
 def barrier(group: Group, async_op: bool) -> Pending:
-    return _start("barrier", group, 0, async_op, None, lambda: dist.barrier(group=group, async_op=True))
+    # nccl's barrier is an all-reduce, on the GPU that it is told: else it guesses one by the rank.
+    gpu = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
+    return _start(
+        "barrier", group, 0, async_op, None, lambda: dist.barrier(group, async_op=True, device_ids=gpu)
+    )
 
 
 def _start(
@@ -199,13 +204,16 @@ def _start_slowly(
 ) -> Handle:
     """In its turn on the group's communication thread, as ours: a link carries one thing at a time."""
     queue, posted = queue_of(group), timeline.now()
+    on_gpu = torch.cuda.is_initialized()
+    handover = Handover(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
 
     def job(sequence: int) -> None:
-        with timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
+        with taken(handover), timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
+            ready = posted if handover is None else timeline.now()
             over_gloo = dist.get_backend(group) == "gloo"
             # gloo's reduce-scatter is an all-reduce and a slice (comm.tour shows it), so that is its price.
             charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
-            toll = slow_link.Toll(queue, posted, charged, "torch", num_bytes, dist.get_world_size(group))
+            toll = slow_link.Toll(queue, ready, charged, "torch", num_bytes, dist.get_world_size(group))
             if over_gloo:
                 # Not torch's message but the link's: on a real one nothing moves before all are ready.
                 wire = Wire(group, op, "torch", sequence, counted=False)
@@ -214,6 +222,8 @@ def _start_slowly(
                 NativeHandle(op, start(), finish).end()
             except RuntimeError as error:
                 raise failed(op, error) from error
+            if on_gpu:  # nccl's wait holds up this thread's stream, not the thread
+                torch.cuda.current_stream().synchronize()
             toll.pay()
 
     return queue.submit(job, async_op)

@@ -1,16 +1,18 @@
-"""PyTorch's own collectives on a GPU: an operation ends when nccl's stream has done it."""
+"""PyTorch's own collectives on a GPU: when nccl's stream has done them, and behind a slow link."""
 
 from collections.abc import Callable
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from comm import native
+from comm import native, slow_link
+from comm.cost import Link
 from lab.cluster import Cluster
 from lab.overlap import Overlap, overlap_of
 from lab.ranks import run_ranks
 from lab.timeline import recorded, span, start_recording, stop_recording
-from tests.lab.simulated_gpu import SimulatedGpu, Stream, simulated_gpu
+from tests.lab.simulated_gpu import MS, SimulatedGpu, Stream, simulated_gpu
 
 
 class NcclWork:
@@ -19,11 +21,11 @@ class NcclWork:
 
     def __init__(self, gpu: SimulatedGpu, wire: Stream) -> None:
         self._gpu, self._wire = gpu, wire
-        wire.wait_for(gpu.compute)
+        wire.wait_for(gpu.current)
         wire.launch(20)
 
     def wait(self) -> None:
-        self._gpu.compute.wait_for(self._wire)
+        self._gpu.current.wait_for(self._wire)
 
     def get_future(self) -> "NcclWork":
         return self
@@ -39,7 +41,7 @@ class NcclWork:
 def test_what_nccl_does_beside_the_backward_is_hidden_and_what_the_stream_waits_for_is_not():
     def measure(cluster: Cluster) -> Overlap:
         with simulated_gpu() as gpu:
-            wire = gpu.stream()
+            wire = Stream(gpu)
             with mock.patch.object(native.dist, "all_reduce", lambda *_, **__: NcclWork(gpu, wire)):
                 start_recording(gpu.device)
                 with span("backward", "backward"):
@@ -51,3 +53,38 @@ def test_what_nccl_does_beside_the_backward_is_hidden_and_what_the_stream_waits_
             return overlap_of(recorded())
 
     assert run_ranks(measure, 1) == [Overlap(0.015, 0.02, 0.005)]
+
+
+def test_behind_a_slow_link_it_starts_when_its_tensor_is_computed_and_ends_when_the_wire_has_done_it():
+    """It runs on another thread, whose stream knows nothing of the caller's."""
+
+    def measure(cluster: Cluster) -> float:
+        with simulated_gpu() as gpu:
+            start, wire = gpu.host_ns, Stream(gpu)
+
+            def all_reduce(*_: object, **__: object) -> NcclWork:
+                gpu.launch(500)  # what the caller goes on with, meanwhile
+                return NcclWork(gpu, wire)
+
+            with slow_link.slowed(Link(0.0, 1e-12)), mock.patch.object(native.dist, "all_reduce", all_reduce):
+                gpu.launch(10)
+                native.all_reduce(torch.zeros(4), "sum", None, async_op=False)
+            return (gpu.host_ns - start) / MS
+
+    assert run_ranks(measure, 1) == [10 + 20]
+
+
+def test_nccls_barrier_is_told_its_gpu():
+    def told(cluster: Cluster) -> list[object]:
+        asked = []
+
+        def barrier(*_: object, async_op: bool, device_ids: list[int] | None) -> None:
+            asked.append(device_ids)
+
+        with simulated_gpu(), mock.patch.object(native.dist, "barrier", barrier):
+            for backend in ("nccl", "gloo"):
+                with mock.patch.object(dist, "get_backend", lambda group, backend=backend: backend):
+                    native.barrier(None, async_op=False)
+        return asked
+
+    assert run_ranks(told, 1) == [[[0], None]]

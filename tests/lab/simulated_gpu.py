@@ -32,6 +32,14 @@ class Stream:
     def wait_for(self, other: "Stream") -> None:
         self._free_at = max(self.free_at, other.free_at)
 
+    def record_event(self) -> "Event":
+        event = Event(self._gpu)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._gpu.host_ns = self.free_at
+
 
 class Event:
     """A mark in a stream; the device counts float milliseconds, `gpu.rate` times as fast as the host."""
@@ -69,15 +77,14 @@ class SimulatedGpu:
         """Work for the compute stream."""
         self.compute.launch(ms)
 
-    def stream(self) -> Stream:
-        return Stream(self)
-
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         """Let `stream` be the current one in the block."""
         self.current, before = stream, self.current
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def synchronize(self, device: torch.device | None = None) -> None:
         self.host_ns = max(self.host_ns, self.compute.free_at)
@@ -85,12 +92,16 @@ class SimulatedGpu:
 
 @contextmanager
 def simulated_gpu(rate: float = 1.0) -> Iterator[SimulatedGpu]:
-    """Let torch.cuda, and the host's clock as lab.timeline reads it, be simulated in the block."""
+    """Let torch.cuda, and the host's clock as spans and steps read it, be simulated in the block."""
     gpu = SimulatedGpu(rate)
     stubs = {
         "torch.cuda.Event": lambda enable_timing: Event(gpu),
         "torch.cuda.synchronize": gpu.synchronize,
-        "torch.cuda.current_stream": lambda device: gpu.current,
+        "torch.cuda.Stream": lambda device: Stream(gpu),
+        "torch.cuda.stream": gpu.on,
+        "torch.cuda.current_stream": lambda device=None: gpu.current,
+        "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.is_initialized": lambda: True,
         "lab.stream_clock.time": gpu,
         "lab.timeline.now": gpu.perf_counter_ns,
     }

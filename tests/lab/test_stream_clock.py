@@ -15,7 +15,7 @@ from lab.gantt import MAIN_LANE
 from lab.meter import Meter
 from lab.overlap import overlap_of, per_step
 from lab.timeline import mark, record, recorded, settle, span, start_recording, stop_recording
-from tests.lab.simulated_gpu import MS, SimulatedGpu, simulated_gpu
+from tests.lab.simulated_gpu import MS, SimulatedGpu, Stream, simulated_gpu
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_time_in_which_the_device_waits_for_a_slow_host_belongs_to_the_block
 
 def test_what_a_stream_waits_for_shows_and_is_not_taken_for_computing(gpu: SimulatedGpu):
     """nccl's wait() holds up the stream, not the host."""
-    wire = gpu.stream()
+    wire = Stream(gpu)
     start_recording(gpu.device)
     start = gpu.host_ns
     with span("backward", "backward"):
