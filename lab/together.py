@@ -18,8 +18,8 @@ from lab.errors import WorkbookError
 T = TypeVar("T")
 
 
-def on_all(what: str, action: Callable[[], T]) -> list[T]:
-    """What `action` returned on each rank. All ranks call it, and all raise if `action` failed on any.
+def on_all(what: str, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `action` returned on each rank of `group`. They all call it, and raise if `action` failed on any.
 
     It returns what torch.load takes with weights_only: numbers, texts, bytes, tensors, and tuples, lists and
     dicts of these. They raise a WorkbookError, the first rank's. An error of the operating system becomes one
@@ -32,7 +32,7 @@ def on_all(what: str, action: Callable[[], T]) -> list[T]:
     except Exception as error:
         mine = error
         outcome = None, str(error) if isinstance(error, WorkbookError) else f"cannot {what}: {reason(error)}"
-    outcomes = _exchanged(outcome)
+    outcomes = _exchanged(outcome, group)
     failures = [failure for _, failure in outcomes if failure]
     if not failures:
         return [value for value, _ in outcomes]
@@ -46,18 +46,18 @@ def on_main(cluster: Cluster, what: str, action: Callable[[], T]) -> T:
     return on_all(what, lambda: action() if cluster.is_main else None)[0]  # type: ignore[return-value]
 
 
-def _exchanged(value: Any) -> list[Any]:
+def _exchanged(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's value. Not all_gather_object, which unpickles whatever comes over the network."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     file = io.BytesIO()
     torch.save(value, file)
     mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(mine)] = mine
     everyones = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyones, padded)
+    dist.all_gather(everyones, padded, group)
     files = (
         io.BytesIO(one[: int(size)].cpu().numpy().tobytes())
         for one, size in zip(everyones, sizes, strict=True)

@@ -19,7 +19,6 @@ from comm.channels import Channels
 from comm.point_to_point import SlowTransfer, irecv, isend
 from comm.wire import CommError, Group, Transfer
 from lab import timeline
-from lab.errors import WorkbookError
 from pipeline_parallel.actions import (
     BACKWARD,
     FORWARD,
@@ -32,6 +31,12 @@ from pipeline_parallel.actions import (
     placement,
 )
 from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.batches import (
+    microbatches_of_input,
+    microbatches_of_targets,
+    refuse_without_gradients,
+)
+from pipeline_parallel.failure import SharedFailure
 from pipeline_parallel.messages import Message, Receive, Send, Sent, needed_by, sent_by, with_messages
 from pipeline_parallel.passes import StagePasses
 
@@ -51,8 +56,8 @@ class Executor:
     """Runs `table` on the ranks of `group`: row r on rank r.
 
     `passes` are this rank's stages by number, and `boundaries` what each stage gets as its input, as tensors
-    without memory (Pipeline makes them): a gradient has the shape of the activation it is for. `apart` is
-    Channels'.
+    without memory (Pipeline makes them): a gradient has the shape of the activation it is for. `rows` are the
+    examples of a microbatch. `apart` is Channels'.
     """
 
     def __init__(
@@ -64,8 +69,9 @@ class Executor:
         group: Group = None,
         device: torch.device | str = "cpu",
         apart: bool | None = None,
+        rows: int | None = None,
     ) -> None:
-        self.passes, self.device = passes, device
+        self.passes, self.device, self._rows = passes, device, rows
         self.microbatches = num_microbatches(table)
         self.last_stage = max(placement(table))
         self.watch: ActivationWatch | None = None
@@ -73,6 +79,7 @@ class Executor:
         self._boundaries = boundaries
         self._rank, self._program = rank, with_messages(table)[rank]
         self._channels = Channels(group, apart)
+        self._failure = SharedFailure(group, device)
         self._here: dict[Message, Tensor] = {}
         self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
         self._leaving: dict[Message, Transfer | SlowTransfer] = {}
@@ -81,23 +88,16 @@ class Executor:
         """Forward and backward of all microbatches; gradients are added to those of the parameters.
 
         `x` is the whole batch, for the rank of the first stage, and `y` the targets, for the last one's.
-        WorkbookError if they cannot be divided into microbatches of the example's size.
+        What goes wrong on one rank, a batch that does not fit or an error in a stage, raises on all of them.
         """
-        if (x is None and 0 in self.passes) or (y is None and self.last_stage in self.passes):
-            raise WorkbookError("The rank of the first stage needs x, and that of the last one y.")
-        xs, ys = self._divided(x), self._divided(y)  # on all ranks that have one, so that all refuse it
-        self._xs = xs if 0 in self.passes else []
-        self._ys = ys if self.last_stage in self.passes else []
-        if self._xs:
-            self._check_fits(self._xs[0])
-        if self.watch is not None:
-            self.watch.ignore([x, y])
+        self._failure.begin_step()
         self._waited = 0.0
         self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
-        for passes in self.passes.values():
-            passes.begin_step()
         self._losses: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
+        for passes in self.passes.values():
+            passes.begin_step()
+        self._failure.unless_any(None, lambda: self._divide(x, y))
         for step in self._program:
             match step:
                 case Receive(message, peer):
@@ -110,36 +110,53 @@ class Executor:
                     self._act(step)
         for action, when in self._done:  # not at once: a neighbour may be waiting for the result
             self._record(action, when)
+        self._xs, self._ys = [], []
+        if (error := self._failure.end_step()) is not None:
+            self._here.clear()
+            for passes in self.passes.values():
+                passes.begin_step()  # which forgets what was not ended
+            raise error
         outcome = Outcome(
             torch.stack(_in_order(self._losses)).sum() if self._losses else None,
             torch.cat(_in_order(self._input_gradients)) if self._input_gradients else None,
         )
-        self._xs, self._ys, self._losses, self._input_gradients = [], [], {}, {}
+        self._losses, self._input_gradients = {}, {}
         return outcome
 
+    def _divide(self, x: Tensor | None, y: Tensor | None) -> None:
+        refuse_without_gradients()
+        if 0 in self.passes:
+            self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
+        if self.last_stage in self.passes:
+            self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
+        if self.watch is not None:
+            self.watch.ignore([x, y])
+
     def _act(self, action: Action) -> None:
-        kind, microbatch, stage = action
-        message = needed_by(action, self.last_stage)
-        needed = None if message is None else self._take(message)
-        passes, start = self.passes[stage], timeline.mark()
+        needs, sends = needed_by(action, self.last_stage), sent_by(action, self.last_stage)
+        needed = None if needs is None else self._take(needs)
+        passes, start = self.passes[action.stage], timeline.mark()
         passes.has_waited(self._waited)
-        if kind == FORWARD:
-            x = self._xs[microbatch] if needed is None else needed.requires_grad_()
-            target = self._ys[microbatch] if stage == self.last_stage else None
-            saving = nullcontext() if self.watch is None else self.watch.saving(stage, microbatch)
-            with saving:
-                made = passes.forward(microbatch, x, target)
-        elif kind == BACKWARD:
-            made = passes.backward(microbatch, needed)
-        elif kind == INPUT_GRADIENT:
-            made = passes.backward_input(microbatch, needed)
-        elif kind == WEIGHT_GRADIENT:
-            made = passes.backward_weight(microbatch)
+        like = None if sends is None else self._boundary_of(sends)
+        made = self._failure.unless_any(action, lambda: self._compute(action, needed), like)
         self._waited = 0.0
         self._done.append((action, passes.when() or (start, timeline.mark())))
         self._hand_over(action, made)
-        if self.watch is not None:
+        if self.watch is not None and not self._failure.has_happened:
             self._look(action)
+
+    def _compute(self, action: Action, needed: Tensor | None) -> Tensor | None:
+        (kind, microbatch, stage), passes = action, self.passes[action.stage]
+        if kind == BACKWARD:
+            return passes.backward(microbatch, needed)
+        if kind == INPUT_GRADIENT:
+            return passes.backward_input(microbatch, needed)
+        if kind == WEIGHT_GRADIENT:
+            return passes.backward_weight(microbatch)
+        x = self._xs[microbatch] if needed is None else needed.requires_grad_()
+        target = self._ys[microbatch] if stage == self.last_stage else None
+        with nullcontext() if self.watch is None else self.watch.saving(stage, microbatch):
+            return passes.forward(microbatch, x, target)
 
     def _record(self, action: Action, when: tuple[timeline.Moment, timeline.Moment]) -> None:
         kind, microbatch, stage = action
@@ -161,7 +178,7 @@ class Executor:
         self.watch.look()
 
     def _post(self, message: Message, peer: int) -> None:
-        like = self._boundaries[max(message.stage, message.reader)]
+        like = self._boundary_of(message)
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         try:
             self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
@@ -181,7 +198,11 @@ class Executor:
             return self._here.pop(message)
         tensor, transfer = self._arriving.pop(message)
         self._wait(message, transfer)
+        self._failure.look_at(tensor, message.kind)
         return tensor
+
+    def _boundary_of(self, message: Message) -> Tensor:
+        return self._boundaries[max(message.stage, message.reader)]
 
     def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
         start = timeline.now()
@@ -191,24 +212,6 @@ class Executor:
         except CommError as error:
             raise _named(message, error) from error
         self._waited += (timeline.now() - start) / 1e9
-
-    def _check_fits(self, x: Tensor) -> None:
-        expected = self._boundaries[0]
-        if (x.shape, x.dtype) != (expected.shape, expected.dtype):
-            raise WorkbookError(
-                f"A microbatch is {list(x.shape)} of {x.dtype}, but the pipeline was made for "
-                f"{list(expected.shape)} of {expected.dtype}: give it such an example, or such batches."
-            )
-
-    def _divided(self, batch: Tensor | None) -> list[Tensor]:
-        if batch is None:
-            return []
-        if len(batch) % self.microbatches:
-            raise WorkbookError(
-                f"A batch of {len(batch)} cannot be divided into {self.microbatches} equal microbatches."
-            )
-        parts = batch.detach().chunk(self.microbatches)
-        return [part.requires_grad_(batch.requires_grad) for part in parts]
 
 
 def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:

@@ -30,7 +30,7 @@ class StagePasses(Protocol):
     """What the executor asks of a stage."""
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """A step begins, and what an earlier one has left is forgotten."""
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
         """The stage's output, or with a target the microbatch's share of the loss."""
@@ -115,7 +115,8 @@ class Passes:
         return self.jobs[microbatch].tensors
 
     def begin_step(self) -> None:
-        pass
+        self._begun.clear()  # of a step that failed
+        self.jobs.clear()
 
     def has_waited(self, seconds: float) -> None:
         pass

@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from comm.collectives import broadcast
 from comm.point_to_point import irecv, isend, recv, send
 from comm.wire import Group
-from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.boundaries import agreed_parts, exchange_boundaries
 from pipeline_parallel.clock import Clock, ClockPasses
 from pipeline_parallel.executor import Executor, Outcome
 from pipeline_parallel.messages import has_split_backward
 from pipeline_parallel.passes import LossOf, Passes, StagePasses
-from pipeline_parallel.stage import Stage, cut, parts_of, ties
-
-DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-MAX_DIMS = 8
+from pipeline_parallel.stage import Stage, ties
 
 
 class Pipeline(nn.Module):
@@ -38,6 +35,10 @@ class Pipeline(nn.Module):
     for the cut; by default layers count alike. `recompute`: stages keep only their input for the backward,
     all of them (True) or those given. `tick`: seconds of a forward of all of a rank's stages, which the clock
     takes instead of them. WorkbookError where table and ranks, or parts and stages, do not fit together.
+
+    What it does not do: all batches must have the size of the first one (a DataLoader needs drop_last=True),
+    x, y and what stages hand on are single tensors, and a step under torch.no_grad() is refused. The loss is
+    the mean of the microbatches' means, and BatchNorm sees one microbatch at a time.
     """
 
     def __init__(
@@ -52,19 +53,16 @@ class Pipeline(nn.Module):
         tick: float | None = None,
     ) -> None:
         super().__init__()
-        self.rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        if len(table) != num_ranks:
-            raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {num_ranks}.")
-        self.group, self.table, self.rank_of = group, table, placement(table)
+        self.rank, self.group, self.table, self.rank_of = dist.get_rank(group), group, table, placement(table)
+        stages = [Stage(model, parts) for parts in agreed_parts(model, table, example, costs, group)]
         self.device = example.device
-        parts = parts_of(model)
-        cuts = cut([part.cost for part in parts] if costs is None else costs, len(self.rank_of))
-        stages = [Stage(model, [parts[i] for i in of_stage]) for of_stage in cuts]
         self.layout = self._layout(model, stages)
         self.ties = [tie for tie in ties(stages) if self.rank_of[tie[0][0]] != self.rank_of[tie[1][0]]]
         own = [stage for stage, rank in self.rank_of.items() if rank == self.rank]
         self.stages = nn.ModuleDict({str(stage): stages[stage] for stage in own})
-        self.boundaries = self._exchange_boundaries(example)
+        self.boundaries, rows = exchange_boundaries(
+            {stage: stages[stage] for stage in own}, self.rank_of, example, group
+        )
         self._make_ties_equal()
         clock = Clock()
         recomputed = set(self.rank_of if recompute is True else recompute or ())
@@ -78,9 +76,8 @@ class Pipeline(nn.Module):
             loss = loss_of if is_last else None
             return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split)
 
-        self.executor = Executor(
-            table, {stage: passes(stage) for stage in own}, self.boundaries, self.rank, group, self.device
-        )
+        own_passes = {stage: passes(stage) for stage in own}
+        self.executor = Executor(table, own_passes, self.boundaries, self.rank, group, self.device, rows=rows)
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
         """Forward and backward of the whole batch, as Executor.step."""
@@ -147,33 +144,6 @@ class Pipeline(nn.Module):
             messages += 1
             sent += parameter.nbytes
         return Traffic(sent, messages)
-
-    def _exchange_boundaries(self, example: Tensor) -> dict[int, Tensor]:
-        """What this rank's stages get, and hand on: shape and dtype, as tensors without memory.
-
-        Boundary s is the input of stage s. Each stage is told by the one before, and tells the next one.
-        """
-        boundaries: dict[int, Tensor] = {}
-        for stage in sorted(map(int, self.stages)):
-            if stage == 0:
-                boundaries[0] = example.to("meta")
-            elif stage not in boundaries:
-                boundaries[stage] = self._receive_like(self.rank_of[stage - 1])
-            boundaries[stage + 1] = self.stages[str(stage)].output_like(boundaries[stage])
-            follower = self.rank_of.get(stage + 1, self.rank)
-            if follower != self.rank:
-                self._send_like(boundaries[stage + 1], follower)
-        return boundaries
-
-    def _send_like(self, like: Tensor, peer: int) -> None:
-        numbers = [DTYPES.index(like.dtype), like.dim(), *like.shape, *[0] * (MAX_DIMS - like.dim())]
-        send(torch.tensor(numbers, device=self.device), peer, self.group)
-
-    def _receive_like(self, peer: int) -> Tensor:
-        numbers = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device)
-        recv(numbers, peer, self.group)
-        dtype, dims, *shape = numbers.tolist()
-        return torch.empty(shape[:dims], dtype=DTYPES[dtype], device="meta")
 
     def _make_ties_equal(self) -> None:
         """The later stage's copy of what two share becomes the earlier one's."""

@@ -1,0 +1,124 @@
+"""What the ranks of a pipeline must know of each other before they can begin: its cut, and its boundaries.
+
+Boundary s is the input of stage s: a shape and a dtype, as a tensor without memory (device "meta"). Each
+stage is told by the one before what it will get, and tells the next one. Where something is wrong on one
+rank, all of them raise.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.point_to_point import recv, send
+from comm.wire import Group
+from lab.errors import WorkbookError
+from lab.together import on_all, reason
+from pipeline_parallel.actions import Table, placement
+from pipeline_parallel.stage import Part, Stage, cut, parts_of
+
+DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+MAX_DIMS = 8
+NO_OUTPUT = -1
+
+
+def agreed_parts(
+    model: nn.Module, table: Table, example: Tensor, costs: Sequence[float] | None, group: Group
+) -> list[list[Part]]:
+    """Return the parts of each stage. WorkbookError on all ranks unless all make the same pipeline."""
+
+    def parts() -> list[list[Part]]:
+        if len(table) != dist.get_world_size(group):
+            ranks = dist.get_world_size(group)
+            raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {ranks}.")
+        if not isinstance(example, Tensor) or not example.dim() or example.dim() > MAX_DIMS:
+            given = type(example).__name__ if not isinstance(example, Tensor) else f"{example.dim()} dims"
+            raise WorkbookError(f"`example` is a microbatch of the input, one tensor, and not {given}.")
+        chain = parts_of(model)
+        each = [part.cost for part in chain] if costs is None else costs
+        return [[chain[i] for i in of_stage] for of_stage in cut(each, len(placement(table)))]
+
+    found: list[list[list[Part]]] = []
+
+    def digest() -> str:
+        found.append(parts())
+        names = [[part.modules for part in stage] for stage in found[0]]
+        sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()]
+        return hashlib.sha256(repr((table, names, sizes)).encode()).hexdigest()
+
+    if len(set(on_all("make the pipeline", digest, group))) > 1:
+        raise WorkbookError(
+            "The ranks make different pipelines: give the same model, schedule and costs on all of them."
+        )
+    return found[0]
+
+
+def exchange_boundaries(
+    stages: Mapping[int, Stage], rank_of: Mapping[int, int], example: Tensor, group: Group
+) -> tuple[dict[int, Tensor], int]:
+    """Return what this rank's `stages` get and hand on, and how many examples a microbatch has.
+
+    `example` counts on the rank of the first stage. WorkbookError on all ranks if a stage cannot take what it
+    gets, or makes something that is no tensor with gradients.
+    """
+    rank, device = dist.get_rank(group), example.device
+    likes: dict[int, Tensor | None] = {}
+    failures: list[WorkbookError] = []
+    for stage in sorted(stages):
+        if stage == 0:
+            likes[0] = example.to("meta")
+        elif stage not in likes:
+            likes[stage] = _receive_like(rank_of[stage - 1], device, group)
+        given, likes[stage + 1] = likes[stage], None
+        if given is not None:
+            try:
+                likes[stage + 1] = _output_like(stages[stage], stage, given, stage + 1 < len(rank_of))
+            except WorkbookError as error:
+                failures.append(error)
+        if (follower := rank_of.get(stage + 1, rank)) != rank:
+            _send_like(likes[stage + 1], follower, device, group)
+
+    def rows() -> int:
+        if failures:
+            raise failures[0]
+        return len(example)
+
+    of_ranks = on_all("make a stage", rows, group)
+    return {boundary: like for boundary, like in likes.items() if like is not None}, of_ranks[rank_of[0]]
+
+
+def _output_like(stage: Stage, index: int, given: Tensor, is_followed: bool) -> Tensor:
+    try:
+        made = stage.output_like(given)
+    except Exception as error:
+        raise WorkbookError(
+            f"Stage {index} cannot take its input, {list(given.shape)} of {given.dtype}: {reason(error)}"
+        ) from error
+    if not isinstance(made, Tensor) or made.dim() > MAX_DIMS:
+        made_name = f"{made.dim()} dims" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise WorkbookError(
+            f"Stage {index} makes {made_name}; a stage hands on one tensor of at most {MAX_DIMS} dims."
+        )
+    if is_followed and not (made.is_floating_point() or made.is_complex()):
+        raise WorkbookError(
+            f"Stage {index} makes {made.dtype}, which has no gradient: cut the model elsewhere."
+        )
+    return made
+
+
+def _send_like(like: Tensor | None, peer: int, device: torch.device, group: Group) -> None:
+    numbers = [NO_OUTPUT] * (2 + MAX_DIMS)
+    if like is not None:
+        numbers = [DTYPES.index(like.dtype), like.dim(), *like.shape, *[0] * (MAX_DIMS - like.dim())]
+    send(torch.tensor(numbers, device=device), peer, group)
+
+
+def _receive_like(peer: int, device: torch.device, group: Group) -> Tensor | None:
+    numbers = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=device)
+    recv(numbers, peer, group)
+    dtype, dims, *shape = numbers.tolist()
+    if dtype == NO_OUTPUT:
+        return None
+    return torch.empty(shape[:dims], dtype=DTYPES[dtype], device="meta")
