@@ -10,6 +10,9 @@ ARGS ?=
 TORCH_INDEX_URL ?= auto
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+# What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
+$(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS TORCH_INDEX_URL,$(eval override $(name) := $$(value $(name))))
+
 VENV  := .venv
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
