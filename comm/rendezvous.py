@@ -35,6 +35,7 @@ from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.interface import LOOPBACK, own_interface
+from lab.launcher import end_with_launcher
 
 _POLL = 0.05  # seconds between two looks at the store
 _TELL = 2.0  # seconds between two lines about who is missing
@@ -58,6 +59,7 @@ def join() -> Cluster:
             f"RANK is {rank}, but with WORLD_SIZE {world_size} it must be in 0..{world_size - 1}."
         )
     keep_freed_memory()
+    end_with_launcher(rank)
     timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", 60.0)
     local_rank = number("LOCAL_RANK") or 0
     device, backend = _device(local_rank)

@@ -33,6 +33,19 @@ time.sleep(60)
 """
 
 
+# Rank 0 waits in a collective for rank 1, which does not come.
+TRAINS = """
+import os, sys, time
+import torch.distributed as dist
+from comm.rendezvous import joined
+
+with joined() as cluster:
+    dist.barrier()
+    open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").write(str(os.getpid()))
+    time.sleep(60 * cluster.rank)
+    dist.barrier()
+"""
+
 # Rank 1 crashes once; then rank 0 lists what the launcher and both ranks listen on, and what Python bound.
 LISTENS = """
 import json, os, sys
@@ -88,14 +101,33 @@ def test_a_rank_that_fails_has_the_last_word_but_one(tmp_path):
     ]
 
 
+def pids_of_ranks(folder: Path) -> list[int]:
+    """The ids that both ranks have written, once they have."""
+    files = [folder / "0", folder / "1"]
+    deadline = time.monotonic() + 40
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def test_ranks_whose_launcher_is_killed_end_with_a_sentence(tmp_path):
+    with launch(tmp_path, TRAINS) as torchrun:
+        try:
+            pids_of_ranks(tmp_path)
+        finally:
+            torchrun.kill()
+        _, err = torchrun.communicate(timeout=10)  # returns when the ranks, which share the pipe, have ended
+    said = f"the launcher (process {torchrun.pid}) has died, so this rank ends."
+    last_words = [line for line in err.splitlines() if " of 2: " not in line]
+    assert sorted(last_words) == [f"rank 0: {said}", f"rank 1: {said}"]
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_ctrl_c_leaves_no_process_behind(tmp_path, times):
-    pids = [tmp_path / "0", tmp_path / "1"]
     with launch(tmp_path, STUCK) as torchrun:
         try:
-            deadline = time.monotonic() + 40
-            while not all(pid.exists() and pid.read_text() for pid in pids) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            pids = pids_of_ranks(tmp_path)
             for _ in range(times):
                 torchrun.send_signal(signal.SIGINT)
                 time.sleep(0.05)
@@ -106,4 +138,4 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path, times):
     assert err.splitlines() == ["stopped all ranks."]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
-            os.kill(int(pid.read_text()), 0)
+            os.kill(pid, 0)
