@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lab import replace
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
+from lab.devices import device_of
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def _call(job: Job) -> Any:
     keep_freed_memory()
     fn: Callable[..., Any]
     fn, args, replacements = cloudpickle.loads(job.work)
-    device = torch.device(job.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+    device = device_of(job.rank, job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
     cluster = Cluster(job.rank, job.world_size, job.rank, device, dist.PrefixStore("run_ranks", store))
     if job.backend is not None:
@@ -83,7 +84,7 @@ def _call(job: Job) -> Any:
             timeout=timedelta(seconds=job.group_timeout),
         )
         # Nobody may fail or leave while a peer is still connecting: its error would hide the real one.
-        dist.barrier()
+        dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
     with replace.apply(replacements):
         return fn(cluster, *args)
 

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import cloudpickle
 
 from lab import replace
+from lab.devices import refuse_devices
 from lab.rank_child import Job, rank_main, stack_file
 
 _context = multiprocessing.get_context("forkserver")
@@ -73,7 +74,8 @@ def run_ranks(
     `fn` may be any function, one defined in a notebook cell too. `timeout` is in seconds for the whole
     call; a single communication gives up after `group_timeout` seconds (by default later than
     `timeout`, so that the hang report comes first). `backend=None` starts the ranks without a group.
-    `device` is "cpu", or "cuda" to spread the ranks over the GPUs there are.
+    `device` is "cpu", or "cuda" to spread the ranks over the GPUs there are; `backend` may be "nccl" then,
+    which wants a GPU for each rank. WorkbookError where there are too few.
 
     Raises RankError with the traceback of the rank that failed first, or with the line where every
     rank is stuck. With `collect_failures` a failing rank does not end the others: its place in the
@@ -81,6 +83,7 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}.")
+    refuse_devices(device, backend, world_size)
     work = cloudpickle.dumps((fn, args, replace.active()))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         limit = group_timeout if group_timeout is not None else 2 * timeout

@@ -1,0 +1,44 @@
+"""The device of each of this machine's ranks: the CPU, or its GPU."""
+
+import torch
+
+from lab.errors import WorkbookError
+
+
+def num_gpus() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_of(local_rank: int, device: str = "cuda") -> torch.device:
+    """Return the device of that rank: "cpu", the GPU with that number, or with "cuda" each in turn."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", local_rank % num_gpus())
+    return chosen
+
+
+def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
+    """Refuse, for `run_ranks`, a device that is not there, and what nccl cannot do with one."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise WorkbookError(f"run_ranks(device={device!r}): it must be 'cpu' or 'cuda'.")
+    needs_nccl = backend is not None and "nccl" in backend
+    if chosen.type == "cpu":
+        if needs_nccl:
+            raise WorkbookError("run_ranks(backend='nccl'): nccl sends what is on GPUs; add device='cuda'.")
+        return
+    gpus = num_gpus()
+    if not gpus:
+        raise WorkbookError(f"run_ranks(device={device!r}): there is no GPU here; leave device out.")
+    if chosen.index is not None and chosen.index >= gpus:
+        raise WorkbookError(f"run_ranks(device={device!r}): the last GPU here is cuda:{gpus - 1}.")
+    usable = gpus if chosen.index is None else 1
+    if needs_nccl and world_size > usable:
+        raise WorkbookError(
+            f"run_ranks(backend='nccl'): {world_size} ranks have {usable} GPUs, and nccl wants one for each; "
+            "start fewer ranks, or let them share with backend='gloo'."
+        )

@@ -1,0 +1,72 @@
+"""Ranks on GPUs: each on its own, and one sentence where there are too few."""
+
+import tempfile
+from unittest import mock
+
+import cloudpickle
+import pytest
+import torch
+
+from lab import rank_child
+from lab.cluster import Cluster
+from lab.devices import device_of
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+
+
+def with_gpus(number: int) -> mock._patch:
+    return mock.patch.multiple(torch.cuda, is_available=lambda: number > 0, device_count=lambda: number)
+
+
+@pytest.mark.parametrize(
+    "gpus, world_size, options, sentence",
+    [
+        (0, 2, {"device": "cuda"}, "run_ranks(device='cuda'): there is no GPU here; leave device out."),
+        (0, 2, {"device": "cuda:0"}, "run_ranks(device='cuda:0'): there is no GPU here; leave device out."),
+        (2, 2, {"device": "cuda:2"}, "run_ranks(device='cuda:2'): the last GPU here is cuda:1."),
+        (2, 2, {"device": "gpu"}, "run_ranks(device='gpu'): it must be 'cpu' or 'cuda'."),
+        (
+            2,
+            2,
+            {"backend": "nccl"},
+            "run_ranks(backend='nccl'): nccl sends what is on GPUs; add device='cuda'.",
+        ),
+        (
+            2,
+            3,
+            {"backend": "nccl", "device": "cuda"},
+            "run_ranks(backend='nccl'): 3 ranks have 2 GPUs, and nccl wants one for each; start fewer ranks, "
+            "or let them share with backend='gloo'.",
+        ),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_in_a_sentence(
+    gpus: int, world_size: int, options: dict[str, str], sentence: str
+):
+    with with_gpus(gpus), pytest.raises(WorkbookError) as error:
+        run_ranks(lambda cluster: None, world_size, **options)
+    assert str(error.value) == sentence
+
+
+def test_ranks_are_spread_over_the_gpus_and_share_them_where_there_are_fewer():
+    with with_gpus(2):
+        assert [device_of(rank).index for rank in range(4)] == [0, 1, 0, 1]
+        assert [str(device_of(rank, "cuda:1")) for rank in range(2)] == ["cuda:1", "cuda:1"]
+    assert device_of(3, "cpu") == torch.device("cpu")
+
+
+def test_a_rank_takes_its_gpu_before_nccl_connects_and_says_which_it_is_at_the_barrier():
+    def start_the_last_of_two(cluster: Cluster) -> tuple[str, list[object]]:
+        calls: list[object] = []
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            with_gpus(2),
+            mock.patch.object(torch.cuda, "set_device", calls.append),
+            mock.patch.object(rank_child.dist, "init_process_group", lambda name, **_: calls.append(name)),
+            mock.patch.object(rank_child.dist, "barrier", lambda device_ids: calls.append(device_ids)),
+        ):
+            work = cloudpickle.dumps((lambda cluster: str(cluster.device), (), {}))
+            return rank_child._call(rank_child.Job(1, 2, folder, "nccl", "cuda", 60.0, work)), calls
+
+    device = torch.device("cuda", 1)
+    assert run_ranks(start_the_last_of_two, 1) == [("cuda:1", [device, "nccl", [1]])]
