@@ -11,37 +11,36 @@ import numpy as np
 import torch
 
 from comm.collectives import broadcast
-from comm.refuse import tell
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.together import on_main
 
 
 def save(cluster: Cluster, directory: str, state: dict[str, Any]) -> None:
     """Have rank 0 write `state`; returns when it is on disk. WorkbookError on every rank if that failed."""
-    failure = ""
-    if cluster.is_main:
-        try:
-            checkpoint.save(Path(directory), state)
-        except WorkbookError as error:
-            failure = str(error)
-    tell(cluster, "save", failure)
+
+    def write() -> None:
+        checkpoint.save(Path(directory), state)
+
+    on_main(cluster, f"save a checkpoint in {directory}", write)
 
 
 def load(cluster: Cluster, directory: str) -> dict[str, Any]:
-    """What rank 0 finds in `directory`, on every rank. WorkbookError on all if it finds nothing whole."""
-    data, failure = b"", ""
-    if cluster.is_main:
-        try:
-            data = checkpoint.read(Path(directory))
-            checkpoint.unpack(data, directory)
-        except WorkbookError as error:
-            failure = str(error)
-    tell(cluster, "load", failure)
-    size = torch.tensor([len(data)], device=cluster.device)
-    broadcast(size)
-    message = torch.empty(int(size), dtype=torch.uint8, device=cluster.device)
+    """Return what rank 0 finds in `directory`, on every rank.
+
+    WorkbookError on all if there is none, or it is damaged.
+    """
+    data, name = b"", str(Path(directory) / checkpoint.NAME)
+
+    def look() -> int:
+        nonlocal data
+        data = checkpoint.read(Path(directory))
+        checkpoint.unpack(data, name)
+        return len(data)
+
+    size = on_main(cluster, f"load {name}", look)
+    message = torch.empty(size, dtype=torch.uint8, device=cluster.device)
     if cluster.is_main:
         message.copy_(torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()))
     broadcast(message)
-    return checkpoint.unpack(message.cpu().numpy().tobytes(), directory)
+    return checkpoint.unpack(message.cpu().numpy().tobytes(), name)

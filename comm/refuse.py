@@ -2,12 +2,14 @@
 
 import math
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
-from comm.collectives import barrier
 from lab import units
+from lab.checkpoint import nothing_in
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.together import on_all, on_main
 
 MAX_BUCKET_MB = 1 << 20  # a TiB
 SEEDS = 1 << 32
@@ -48,26 +50,51 @@ def no_folder(option: str, name: str | None) -> None:
         raise WorkbookError(f"{option} has no value: name a folder.")
 
 
-def unwritable(cluster: Cluster, option: str, name: str) -> None:
-    """Refuse, on all ranks, a folder in which rank 0 cannot write. It is made if need be."""
-    failure = ""
-    if cluster.is_main:
+def unwritable(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
+    """Refuse, on all ranks, a folder in which rank 0 cannot write. It is made, but not to resume from it."""
+    folder = Path(name)
+
+    def make() -> None:
+        if resume and not folder.is_dir():
+            raise nothing_in(folder)
         try:
-            Path(name).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=name).close()
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            why = error.strerror or error
-            failure = f"{option} {name}: rank 0 cannot write there ({why}); name another folder."
-    tell(cluster, option, failure)
+            raise _cannot_write(option, folder, 0, error) from error
+        _try_to_write(option, folder, 0)
+
+    on_main(cluster, option, make)
 
 
-def tell(cluster: Cluster, what: str, failure: str) -> None:
-    """Rank 0 tells all how `what` went; all raise WorkbookError if it went wrong."""
-    call = cluster.store.add(f"comm.refuse/{what}/{cluster.rank}", 1)
-    key = f"comm.refuse/{what}/outcome/{call}"
-    if cluster.is_main:
-        cluster.store.set(key, failure)
-    failure = cluster.store.get(key).decode()
-    barrier()  # nobody raises, and ends, before all have read it
-    if failure:
-        raise WorkbookError(failure)
+def unshared(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
+    """Refuse, on all ranks, a folder that is not the same for all, or in which one of them cannot write."""
+    unwritable(cluster, option, name, resume)
+    folder = Path(name)
+    with ExitStack() as until_seen:
+
+        def mark() -> str:
+            return Path(until_seen.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
+
+        made = on_main(cluster, option, mark)
+
+        def look() -> None:
+            if not (folder / made).exists():
+                raise WorkbookError(
+                    f"{option} {folder}: rank {cluster.rank} does not see what rank 0 writes there; "
+                    "name a folder that all machines share."
+                )
+            _try_to_write(option, folder, cluster.rank)
+
+        on_all(option, look)
+
+
+def _try_to_write(option: str, folder: Path, rank: int) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _cannot_write(option, folder, rank, error) from error
+
+
+def _cannot_write(option: str, folder: Path, rank: int, error: OSError) -> WorkbookError:
+    why = error.strerror or error
+    return WorkbookError(f"{option} {folder}: rank {rank} cannot write there ({why}); name another folder.")

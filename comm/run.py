@@ -15,6 +15,7 @@ run.finish(model)
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from comm.collectives import all_reduce, fastest_pattern
 from comm.cost import Link
 from lab import timeline
 from lab.check import refuse_unequal, replica_digests
+from lab.checkpoint import claim, refusing_misfits
 from lab.cluster import Cluster
 from lab.digits import load_digits
 from lab.errors import Stopped, WorkbookError
@@ -40,6 +42,7 @@ from lab.model import GPT, BabyCNN, GPTConfig
 from lab.overlap import overlap_of, per_step
 from lab.same_start import check_same_start
 from lab.text import global_batch, load_corpus, rank_slice, split
+from lab.together import on_all, on_main
 
 WARMUP = 2  # steps that are neither timed nor drawn
 WATCHED = 200  # steps whose spans are recorded; a long run must not fill the memory with them
@@ -98,6 +101,14 @@ class Run:
             raise WorkbookError("--metronome takes the GPT; leave --model out.")
         if args.trace is not None:
             refuse.unwritable(self._cluster, "--trace", args.trace)
+        if args.checkpoint is not None:
+            self._check_folder(args.checkpoint)
+            folder = Path(args.checkpoint)
+            on_main(self._cluster, f"save in {folder}", lambda: claim(folder))
+
+    def _check_folder(self, folder: str) -> None:
+        """Refuse what no checkpoint can be saved in: otherwise that shows when all is trained, and lost."""
+        refuse.unwritable(self._cluster, "--checkpoint", folder, self._args.resume)
 
     def _measured_link(self) -> Link:
         """alpha and beta of what the lesson sends."""
@@ -238,11 +249,21 @@ class Run:
         checkpoint.save(self._cluster, self._args.checkpoint or "", state)
 
     def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        state = checkpoint.load(self._cluster, self._args.checkpoint or "")
-        self._check_resumed(state)
+        folder = Path(self._args.checkpoint or "")
+        state = checkpoint.load(self._cluster, str(folder))
+
+        def restore() -> None:
+            with refusing_misfits(folder):
+                self._check_resumed(state)
+                self._restore(state, model, optimizer)
+
+        on_all(f"resume from {folder}", restore)
+        return state["step"]
+
+    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put what `_save` has written in place; no rank waits for another here."""
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        return state["step"]
 
     def _check_resumed(self, state: dict[str, Any]) -> None:
         made_with = state.get("made_with", "another program")
@@ -251,6 +272,8 @@ class Run:
                 f"The checkpoint was made with {made_with}, and this run has {self._made_with()}; "
                 "give the same arguments, or another folder."
             )
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise ValueError(f"its step is {state['step']}")
         if state["step"] >= self._args.steps:
             raise WorkbookError(
                 f"The checkpoint has {state['step']} steps already; ask for more with --steps."

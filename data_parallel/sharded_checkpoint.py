@@ -6,8 +6,9 @@
 
 However its buckets are cut, what a rank owns is a set of pieces: a parameter's name, and a range of its
 elements. An elementwise optimizer's state has the same ranges. Padding belongs to a layout and is not saved.
-What is equal on all ranks (the optimizer's `step`, buffers, frozen parameters) is written once. How it is on
-disk, and why a kill at any moment loses nothing: lab.sharded_checkpoint.
+What is equal on all ranks (the optimizer's `step`, buffers, frozen parameters) is written once. PyTorch's own
+fully_shard cuts each parameter between its rows: those are ranges, too. How it is on disk, and why a kill at
+any moment loses nothing: lab.sharded_checkpoint.
 
 The same idea with the shapes of FSDP and tensor parallelism: ByteCheckpoint, https://arxiv.org/abs/2407.20143.
 """
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from data_parallel.flat import Piece
 from lab import sharded_checkpoint
+from lab.checkpoint import refusing_misfits
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
-from lab.sharded_checkpoint import Found, Items, Range
+from lab.ranges import Items, Range
+from lab.sharded_checkpoint import Found
 
 
 def save(
@@ -40,7 +44,7 @@ def save(
     pieces' tensors. `rest` is equal on all ranks; `extra` is plain numbers and strings, in lists and dicts.
     Returns when all is on disk. WorkbookError on all ranks if one has failed; the older checkpoint stays.
     """
-    states = {name: dict(optimizer.state.get(piece.tensor, {})) for name, piece in pieces.items()}
+    states = {name: _state(optimizer, piece) for name, piece in pieces.items()}
     header = {
         "extra": extra,
         "shapes": _shapes(pieces, rest or {}),
@@ -65,26 +69,27 @@ def load(
     """
 
     def refuse_unless_fitting(found: Found) -> None:
-        here, saved = _shapes(pieces, rest or {}), found.header.get("shapes", {})
+        here, saved = _shapes(pieces, rest or {}), found.header["shapes"]
         for name in {**saved, **here}:
             if here.get(name) != saved.get(name):
                 there, ours = (f"has shape {s[name]}" if name in s else "is missing" for s in (saved, here))
                 raise WorkbookError(
                     f"{found.folder} is of another model: {name} {there} in it, and {ours} in this one"
                 )
-        if _kind(pieces, optimizer) != found.header.get("optimizer"):
+        if _kind(pieces, optimizer) != found.header["optimizer"]:
             raise WorkbookError(f"{found.folder} is of another optimizer, or has other groups of parameters")
 
     found = sharded_checkpoint.find(cluster, Path(directory), refuse_unless_fitting)
-    states = {name: found.header["numbers"].get(name, {}) for name in pieces}
-    for key, saved in found.tensors.items():
-        if key.startswith("optimizer/"):
-            _, kind, name = key.split("/", 2)
-            tensor = pieces[name].tensor
-            if saved.size:
-                states[name][kind] = torch.empty_like(tensor, dtype=saved.properties.dtype)
-            else:
-                states[name][kind] = torch.empty((), dtype=saved.properties.dtype)
+    with refusing_misfits(found.folder):
+        states = {name: dict(found.header["numbers"].get(name, {})) for name in pieces}
+        for key, saved in found.tensors.items():
+            if key.startswith("optimizer/"):
+                _, kind, name = key.split("/", 2)
+                tensor = pieces[name].tensor
+                if saved.size:
+                    states[name][kind] = torch.empty_like(tensor, dtype=saved.properties.dtype)
+                else:
+                    states[name][kind] = torch.empty((), dtype=saved.properties.dtype)
     flat_rest = _flat(rest or {})
     sharded_checkpoint.read(found, _items(pieces, states, flat_rest))
     for name, whole in (rest or {}).items():
@@ -92,14 +97,43 @@ def load(
 
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     number = {tensor: i for i, tensor in enumerate(tensors)}
-    groups = [
-        {**options, "params": [number[tensor] for tensor in group["params"]]}
-        for group, options in zip(optimizer.param_groups, found.header["options"], strict=True)
-    ]
-    state = {number[pieces[name].tensor]: state for name, state in states.items() if state}
-    # torch's method moves what must be elsewhere: `step` may be on the CPU, or where the parameter is.
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    return found.header["extra"]
+    state = {}
+    for name, piece in pieces.items():
+        # Adagrad has a state of frozen parameters, too; nothing was saved of that.
+        known = states[name] if piece.tensor.requires_grad else optimizer.state.get(piece.tensor)
+        if known:
+            state[number[piece.tensor]] = known
+    with refusing_misfits(found.folder):
+        groups = [
+            {**options, "params": [number[tensor] for tensor in group["params"]]}
+            for group, options in zip(optimizer.param_groups, found.header["options"], strict=True)
+        ]
+        # torch's method moves what must be elsewhere: `step` may be on the CPU, or where the parameter is.
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return found.header["extra"]
+
+
+def pieces_of_dtensors(model: nn.Module) -> dict[str, Piece]:
+    """Return what this rank has of a model's parameters, by name, after PyTorch's fully_shard."""
+    pieces = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        rows, row = parameter.shape[0], parameter.shape[1:].numel()
+        each = -(-rows // parameter.device_mesh.size())
+        first = min(rows, each * parameter.device_mesh.get_local_rank())
+        pieces[name] = Piece(parameter, first * row, parameter)
+    return pieces
+
+
+def _state(optimizer: Optimizer, piece: Piece) -> dict[str, Any]:
+    """Return the optimizer's state of a piece; of a frozen one, which other stages do not have, nothing."""
+    return dict(optimizer.state.get(piece.tensor, {})) if piece.tensor.requires_grad else {}
+
+
+def _mine(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a piece, or of its state, flat."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach().reshape(-1)
 
 
 def _flat(rest: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,11 +150,11 @@ def _items(
     items: Items = {f"model/{name}": Range(flat, 0, flat.numel()) for name, flat in flat_rest.items()}
     for name, piece in pieces.items():
         numel = piece.parameter.shape.numel()
-        items[f"model/{name}"] = Range(piece.tensor.detach(), piece.start, numel)
+        items[f"model/{name}"] = Range(_mine(piece.tensor), piece.start, numel)
         for kind, value in states[name].items():
             if isinstance(value, Tensor):
                 key = f"optimizer/{kind}/{name}"
-                items[key] = Range(value.detach(), piece.start, numel) if value.dim() else value
+                items[key] = Range(_mine(value), piece.start, numel) if value.dim() else value
     return items
 
 

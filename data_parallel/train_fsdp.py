@@ -53,7 +53,6 @@ from comm.rendezvous import joined
 from data_parallel.zero_memory import MemoryReport, Share, states_of
 from data_parallel.zero_run import ZeroArgs, ZeroRun
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, loss_of
 from lab.text import microbatches
@@ -207,10 +206,6 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    if args.checkpoint is not None:
-        raise WorkbookError(
-            "--checkpoint is not written for fully_shard's DTensors here; zero1, zero2 and zero3 take it."
-        )
     run = ZeroRun(cluster, args, "fsdp", args.model)
     if cluster.device.type == "cuda":
         run.unseen = "FSDP2 waits on CUDA streams of its own, where no span looks"

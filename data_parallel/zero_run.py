@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from comm import refuse
 from comm.arguments import AccumulationArgs, TrainArgs
 from comm.collectives import broadcast
 from comm.run import Run
@@ -25,6 +27,7 @@ from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_memory import MemoryReport, flat_share, replicated, states_of
+from lab.checkpoint import refusing_misfits
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 
@@ -92,32 +95,38 @@ class ZeroRun(Run):
 
     def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         extra = {"made_with": self._made_with(), "step": done}
-        pieces, rest = _pieces_and_rest(model, optimizer)
+        pieces, rest = self._pieces_and_rest(model, optimizer)
         sharded_checkpoint.save(self._cluster, self._args.checkpoint or "", pieces, optimizer, extra, rest)
 
     def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        pieces, rest = _pieces_and_rest(model, optimizer)
+        pieces, rest = self._pieces_and_rest(model, optimizer)
         state = sharded_checkpoint.load(self._cluster, self._args.checkpoint or "", pieces, optimizer, rest)
-        self._check_resumed(state)
+        with refusing_misfits(self._args.checkpoint):
+            self._check_resumed(state)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.gather_parameters()
         return state["step"]
 
+    def _pieces_and_rest(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Piece], dict[str, Tensor]]:
+        """By name: what each rank has a part of, and what all have whole."""
+        if isinstance(model, FSDPModule):
+            return sharded_checkpoint.pieces_of_dtensors(model), dict(model.named_buffers())
+        if not isinstance(optimizer, ShardedOptimizer):
+            return model.pieces, dict(model.module.named_buffers())
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        pieces = {names[piece.parameter]: piece for piece in optimizer.pieces}
+        frozen = {name: p.detach() for name, p in model.named_parameters() if name not in pieces}
+        return pieces, frozen | dict(model.named_buffers())
+
+    def _check_folder(self, folder: str) -> None:
+        """Refuse a folder that not all ranks share, too: each writes a part of the checkpoint."""
+        refuse.unshared(self._cluster, "--checkpoint", folder, self._args.resume)
+
     def _made_with(self) -> dict[str, Any]:
         """Any stage goes on from any other's checkpoint, and on any number of ranks."""
         return super()._made_with() | {"run_mode": "zero", "optimizer": self._optimizer}
-
-
-def _pieces_and_rest(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Piece], dict[str, Tensor]]:
-    """By name: what each rank has a part of, and what all have whole."""
-    if not isinstance(optimizer, ShardedOptimizer):
-        return model.pieces, dict(model.module.named_buffers())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    pieces = {names[piece.parameter]: piece for piece in optimizer.pieces}
-    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in pieces}
-    return pieces, frozen | dict(model.named_buffers())
 
 
 def recompute_blocks(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A training checkpoint: one file that is always whole, whenever the job is killed.
+"""A training checkpoint: one file that is always complete, whenever the job is killed.
 
     save(directory, {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
@@ -6,48 +6,103 @@
     state = unpack(data, f"the checkpoint in {directory}")
 
 The new file is written beside the old one and then takes its name, which the file system does at once or not
-at all. Loading runs no code from the file: tensors, numbers, strings, and lists, tuples and dicts of them.
+at all. It ends with the SHA-256 of all bytes before, so a changed bit shows when it is loaded; torch.load
+ignores that line. Loading runs no code from the file: tensors, numbers, strings, and lists, tuples and dicts
+of them.
 """
 
+import hashlib
 import io
 import os
 import pickle
-from contextlib import suppress
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lab.errors import WorkbookError
+from lab.together import reason
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 NAME = "checkpoint.pt"
+
+_claims: dict[tuple[int, int], int] = {}  # device and number of a directory -> an open descriptor of it
 
 
 def save(directory: Path, state: dict[str, Any]) -> Path:
     """Write `state` to `checkpoint.pt` in `directory`, made if need be, and return the file's path.
 
-    WorkbookError if the file cannot be written, TypeError if `state` holds what `unpack` would refuse.
-    Whatever is raised, an older checkpoint is as it was. Only one process may save to a directory.
+    WorkbookError if the file cannot be written or another process saves here, TypeError if `state` holds what
+    `unpack` would refuse. Whatever is raised, an older checkpoint is as it was.
     """
-    path = directory / NAME
-    partial = directory / f"{NAME}.partial"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        claim(directory)
+        for abandoned in directory.glob(f"{NAME}.partial*"):  # by a killed job
+            abandoned.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_save(directory / NAME, error) from error
+    return write(directory, state)
+
+
+def write(directory: Path, state: dict[str, Any]) -> Path:
+    """Do what `save` does, in a directory that is there, and that only this process knows or has claimed."""
+    path = directory / NAME
+    partial = directory / f"{NAME}.partial-{secrets.token_hex(4)}"
+    try:
+        with partial.open("w+b") as file:
             torch.save(state, file)
+            file.seek(0)
+            file.write(seal(hashlib.file_digest(file, "sha256")))
             file.flush()
             os.fsync(file.fileno())
         _check_loads(partial)
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:
-        reason = disk_error(error)
-        if reason is None:
+        on_disk = disk_error(error)
+        if on_disk is None:
             raise
-        raise WorkbookError(f"cannot save the checkpoint {path}: {reason.strerror or reason}") from error
+        raise _cannot_save(path, on_disk) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return path
+
+
+def _cannot_save(path: Path, error: OSError) -> WorkbookError:
+    return WorkbookError(f"cannot save the checkpoint {path}: {error.strerror or error}")
+
+
+def claim(directory: Path) -> None:
+    """Make `directory` if need be, and let no other process save there until this one ends.
+
+    WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. On file
+    systems that cannot lock a directory (NFS) that is not noticed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    found = os.fstat(descriptor)
+    if (found.st_dev, found.st_ino) in _claims:
+        os.close(descriptor)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise WorkbookError(
+            f"another job saves its checkpoints in {directory}: name another folder, or wait for its end"
+        ) from None
+    except OSError:
+        pass  # no locks here
+    _claims[found.st_dev, found.st_ino] = descriptor
 
 
 def read(directory: Path) -> bytes:
@@ -62,11 +117,13 @@ def read(directory: Path) -> bytes:
 
 
 def unpack(data: bytes, name: str) -> dict[str, Any]:
-    """The state that `save` was given, its tensors on the CPU.
+    """Return the state that `save` was given, its tensors on the CPU.
 
-    WorkbookError, which calls the data `name`, if it is truncated or no checkpoint at all.
+    WorkbookError, which calls the data `name`, if a bit has changed, or it is no checkpoint at all.
     """
     try:
+        if data[-SEAL_BYTES:] != seal(hashlib.sha256(memoryview(data)[:-SEAL_BYTES])):
+            raise ValueError("its SHA-256 is not the one at its end")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # bytes of any origin fail in any way
         raise WorkbookError(f"{name} is damaged, or is no checkpoint: resume from another one") from error
@@ -75,11 +132,36 @@ def unpack(data: bytes, name: str) -> dict[str, Any]:
     return state
 
 
+def seal(digest: Any) -> bytes:
+    """Return the line at a checkpoint's end, of the SHA-256 object of all bytes before it."""
+    return f"\nsha256 {digest.hexdigest()}\n".encode()
+
+
+SEAL_BYTES = len(seal(hashlib.sha256()))
+
+
+@contextmanager
+def refusing_misfits(name: object) -> Iterator[None]:
+    """Let what goes wrong while a state is put in place be a WorkbookError that says so of `name`.
+
+    The bytes are what was saved; but another program, or an older version of this one, may have saved them.
+    """
+    try:
+        yield
+    except WorkbookError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {reason(error)}"
+        raise WorkbookError(
+            f"{name} does not hold what this run saves ({what}): resume from another one"
+        ) from error
+
+
 def nothing_in(directory: Path) -> WorkbookError:
-    """The error of one who looks for a checkpoint in `directory`."""
+    """Return the error of one who looks for a checkpoint in `directory`."""
     return WorkbookError(
         f"There is no checkpoint in {directory} to resume from; name the directory of an earlier run, "
-        "or start anew."
+        "or leave out --resume."
     )
 
 
@@ -88,8 +170,8 @@ def disk_error(error: OSError | RuntimeError) -> OSError | None:
 
     torch.save closes its archive before it lets an error pass; on a full disk that fails as well.
     """
-    reason = error if isinstance(error, OSError) else error.__context__
-    return reason if isinstance(reason, OSError) else None
+    behind = error if isinstance(error, OSError) else error.__context__
+    return behind if isinstance(behind, OSError) else None
 
 
 def _check_loads(path: Path) -> None:

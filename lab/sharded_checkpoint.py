@@ -10,79 +10,39 @@ ranges of a new layout, the files that hold them. A plain tensor is equal on all
           checkpoint-4/                   the one with the greatest number counts
               __0_0.distcp  __1_0.distcp  what a rank has written
               .metadata                   DCP's: which range of what stands where
-              checkpoint.pt               the header: plain numbers, strings, lists and dicts (lab.checkpoint)
+              checkpoint.pt               the header (lab.checkpoint): plain numbers, strings, lists, dicts,
+                                          and the SHA-256 of each file beside it
           checkpoint-5.partial-8c1f03ab/  being written; becomes checkpoint-5 when all ranks are done
 
 A rename happens at once or not at all, and the older checkpoint goes after it: whenever the job is killed,
-there is a whole one. Loading runs no code from the files.
+there is a complete one. Loading names a file of which a bit has changed, and runs no code from any.
 
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import hashlib
-import io
 import os
-import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lab import checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
-from lab.together import on_all, on_main, reason
+from lab.ranges import Items, LoadPlanner, Reader, SavePlanner, Writer, unpickle
+from lab.together import lost_rank_in_a_sentence, on_all, on_main, reason
 
 OURS = re.compile(r"checkpoint-(\d+)(\.partial-[0-9a-f]+)?")
 METADATA = ".metadata"  # DCP's name for it
-
-
-@dataclass(frozen=True, eq=False)
-class Range:
-    """What a rank has of a flat tensor of `numel` elements: those from `start` on. DCP calls the methods."""
-
-    tensor: Tensor
-    start: int
-    numel: int
-
-    def size(self) -> torch.Size:
-        return torch.Size([self.numel])
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if self.tensor.numel() == 0 and self.numel > 0:
-            return []  # it has no place of its own: the next rank's range starts there, too
-        return [ChunkStorageMetadata(torch.Size([self.start]), self.tensor.shape)]
-
-    def __create_write_items__(self, key: str, _: object) -> list[planner.WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.tensor)
-        return [
-            planner.WriteItem(
-                index=MetadataIndex(key, chunk.offsets),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-
-Items = dict[str, Range | Tensor]
+FILES = "sha256 of files"  # the header's name for their digests
 
 
 @dataclass(frozen=True)
@@ -101,23 +61,25 @@ class Found:
 def save(cluster: Cluster, directory: Path, items: Items, header: dict[str, Any]) -> None:
     """Write the ranges of all ranks and rank 0's `header`; all ranks call it. Returns when all is on disk.
 
-    WorkbookError on all ranks if one has failed; an older checkpoint is then as it was. Only one job may
-    save to a directory.
+    WorkbookError on all ranks if one has failed or died, or another job saves here; an older checkpoint is
+    then as it was.
     """
     what = f"save the checkpoint {directory}"
     name, partial = on_main(cluster, what, lambda: _begin(directory))
+    folder = directory / partial
     try:
-        on_all(what, lambda: _must_see(directory / partial))
+        on_all(what, lambda: _must_see(folder, cluster.rank))
         with _in_a_sentence(what):
-            dcp.save(items, storage_writer=_Writer(directory / partial), planner=_SavePlanner(False, False))
-        on_main(cluster, what, lambda: _end(directory, partial, name, header))
+            dcp.save(items, storage_writer=Writer(folder), planner=SavePlanner(False, False))
+        of_ranks = on_all(what, lambda: _digests(folder.glob(f"__{cluster.rank}_*")))
+        on_main(cluster, what, lambda: _end(directory, partial, name, header, of_ranks))
     finally:
         if cluster.is_main:
-            shutil.rmtree(directory / partial, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def find(cluster: Cluster, directory: Path, refuse_unless_fitting: Callable[[Found], None]) -> Found:
-    """The checkpoint in `directory`, once it is known to be whole and to fit; all ranks call it.
+    """Return the checkpoint in `directory`, once it is known to be undamaged and to fit; all ranks call it.
 
     WorkbookError on all ranks if one finds something wrong, or `refuse_unless_fitting` raises it on one.
     """
@@ -127,13 +89,19 @@ def find(cluster: Cluster, directory: Path, refuse_unless_fitting: Callable[[Fou
 
     def look() -> str:
         folder = directory / newest
-        _must_see(folder)
-        data = (folder / METADATA).read_bytes()
-        found = Found(folder, _header(folder / checkpoint.NAME), _unpickle(data, folder / METADATA))
-        _refuse_unless_long_enough(found)
-        refuse_unless_fitting(found)
+        _must_see(folder, cluster.rank)
+        header = checkpoint.unpack((folder / checkpoint.NAME).read_bytes(), str(folder / checkpoint.NAME))
+        with checkpoint.refusing_misfits(folder / checkpoint.NAME):
+            digests = header[FILES]
+            _refuse_damaged(folder, {METADATA: digests[METADATA]})
+            names = sorted(digests.keys() - {METADATA})
+            mine = names[cluster.rank :: cluster.world_size]  # together the ranks read each file once
+            _refuse_damaged(folder, {name: digests[name] for name in mine})
+            found = Found(folder, header, unpickle((folder / METADATA).read_bytes(), folder / METADATA))
+            _refuse_others(found)
+            refuse_unless_fitting(found)
         seen.append(found)
-        return hashlib.sha256(data).hexdigest()  # no two saves have the same: it has the save's id in it
+        return digests[METADATA]  # no two saves have the same: it has the save's id in it
 
     if len(set(on_all(what, look))) > 1:
         raise WorkbookError(f"the ranks see different checkpoints in {directory}: all machines must share it")
@@ -143,8 +111,8 @@ def find(cluster: Cluster, directory: Path, refuse_unless_fitting: Callable[[Fou
 def read(found: Found, items: Items) -> None:
     """Fill the ranges and tensors of `items`, of any layout; all ranks call it, with the same names."""
     with _in_a_sentence(f"load the checkpoint {found.folder}"):
-        reader = _Reader(found.folder, found.metadata)
-        dcp.load(items, storage_reader=reader, planner=_LoadPlanner(False, False))
+        reader = Reader(found.folder, found.metadata)
+        dcp.load(items, storage_reader=reader, planner=LoadPlanner(False, False))
 
 
 # What is where.
@@ -167,7 +135,7 @@ def _numbers(directory: Path) -> list[int]:
 
 def _begin(directory: Path) -> tuple[str, str]:
     """The next checkpoint's name, and the one it has until then, which no disk but this one can have."""
-    directory.mkdir(parents=True, exist_ok=True)
+    checkpoint.claim(directory)
     newest = max(_numbers(directory), default=0)
     _remove_all_but(f"checkpoint-{newest}", directory)  # what a killed job has left
     name = f"checkpoint-{newest + 1}"
@@ -176,8 +144,13 @@ def _begin(directory: Path) -> tuple[str, str]:
     return name, partial
 
 
-def _end(directory: Path, partial: str, name: str, header: dict[str, Any]) -> None:
-    checkpoint.save(directory / partial, header)
+def _end(
+    directory: Path, partial: str, name: str, header: dict[str, Any], of_ranks: list[dict[str, str]]
+) -> None:
+    digests = _digests([directory / partial / METADATA])
+    for of_rank in of_ranks:
+        digests |= of_rank
+    checkpoint.write(directory / partial, header | {FILES: digests})
     os.rename(directory / partial, directory / name)
     _remove_all_but(name, directory)
 
@@ -188,104 +161,42 @@ def _remove_all_but(name: str, directory: Path) -> None:
             shutil.rmtree(directory / other, ignore_errors=True)
 
 
-def _must_see(folder: Path) -> None:
+def _must_see(folder: Path, rank: int) -> None:
     if not folder.is_dir():
         raise WorkbookError(
-            f"rank 0 sees {folder} and another rank does not: all machines must share the folder"
+            f"rank 0 sees {folder} and rank {rank} does not: all machines must share the folder"
         )
 
 
-def _header(path: Path) -> dict[str, Any]:
-    return checkpoint.unpack(path.read_bytes(), str(path))
+def _digests(paths: Iterable[Path]) -> dict[str, str]:
+    digests = {}
+    for path in paths:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
-def _refuse_unless_long_enough(found: Found) -> None:
-    ends: dict[str, int] = {}
+def _refuse_damaged(folder: Path, digests: dict[str, str]) -> None:
+    for name, expected in digests.items():
+        if _digests([folder / name]) != {name: expected}:
+            raise WorkbookError(f"{folder / name} is damaged: resume from another checkpoint")
+
+
+def _refuse_others(found: Found) -> None:
+    """Refuse metadata that leads to files which the header does not know, and which may lie anywhere."""
     for place in found.metadata.storage_data.values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-    for name, end in ends.items():
-        path = found.folder / name
-        size = path.stat().st_size if path.parent == found.folder else 0
-        if size < end:
-            raise WorkbookError(f"{path} is truncated, it has {size} of {end} bytes: resume from another one")
+        if place.relative_path not in found.header[FILES]:
+            raise WorkbookError(
+                f"{found.folder / METADATA} names {place.relative_path}, a file of another one"
+            )
 
 
 @contextmanager
 def _in_a_sentence(what: str) -> Iterator[None]:
     """DCP has all ranks fail together, with everybody's tracebacks."""
     try:
-        yield
+        with lost_rank_in_a_sentence(what):
+            yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise WorkbookError(f"cannot {what}: on rank {rank}, {reason(cause)}") from error
-
-
-# What is DCP's, made to know ranges and to trust no file.
-
-
-class _SavePlanner(dcp.DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        item = self.state_dict[index.fqn]
-        return item.tensor if isinstance(item, Range) else item
-
-
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        item = self.state_dict[index.fqn]
-        return item.tensor if isinstance(item, Range) else item
-
-
-class _Writer(dcp.FileSystemWriter):
-    def write_data(self, *args: Any) -> Any:
-        try:
-            return super().write_data(*args)
-        except (OSError, RuntimeError) as error:
-            raise checkpoint.disk_error(error) or error from error
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # DCP's has the path, too, which does not last
-
-
-class _Reader(dcp.FileSystemReader):
-    def __init__(self, folder: Path, found: Metadata) -> None:
-        super().__init__(folder)
-        self._found = found
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._found  # DCP's unpickles the file, whatever it may be
-
-
-def _unpickle(data: bytes, path: Path) -> Metadata:
-    try:
-        found = _Unpickler(io.BytesIO(data)).load()
-        if isinstance(found, Metadata) and found.storage_data is not None:
-            return found
-    except Exception as error:  # bytes of any origin fail in any way
-        raise WorkbookError(f"{path} is damaged: resume from another checkpoint") from error
-    raise WorkbookError(f"{path} is not of a checkpoint: resume from another one")
-
-
-class _Unpickler(pickle.Unpickler):
-    """Admits what the metadata of tensors is made of, and no other class: those could run any code.
-
-    So it refuses DCP's metadata of pickled objects, too, which DCP would load without such care.
-    """
-
-    PARTS: tuple[Any, ...] = (
-        *(Metadata, StorageMeta, MetadataIndex, ChunkStorageMetadata, filesystem._StorageInfo),
-        *(TensorStorageMetadata, TensorProperties, metadata._MEM_FORMAT_ENCODING),
-        *(torch.Size, torch.serialization._get_layout),
-    )
-    NAMES = frozenset((part.__module__, part.__name__) for part in PARTS)
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self.NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -6,7 +6,8 @@ rank 2    action()  ─── fine ───────┘  tells all  └─�
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ def on_all(what: str, action: Callable[[], T], group: dist.ProcessGroup | None =
 
     It returns what torch.load takes with weights_only: numbers, texts, bytes, tensors, and tuples, lists and
     dicts of these. They raise a WorkbookError, the first rank's. An error of the operating system becomes one
-    that says "cannot `what`: ..."; a rank where any other came up raises that.
+    that says "cannot `what`: ...", as does a rank that is gone; a rank where any other came up raises that.
     """
     mine: Exception | None = None
     outcome: tuple[Any, str] = None, ""
@@ -32,7 +33,8 @@ def on_all(what: str, action: Callable[[], T], group: dist.ProcessGroup | None =
     except Exception as error:
         mine = error
         outcome = None, str(error) if isinstance(error, WorkbookError) else f"cannot {what}: {reason(error)}"
-    outcomes = _exchanged(outcome, group)
+    with lost_rank_in_a_sentence(what):
+        outcomes = _exchanged(outcome, group)
     failures = [failure for _, failure in outcomes if failure]
     if not failures:
         return [value for value, _ in outcomes]
@@ -44,6 +46,20 @@ def on_all(what: str, action: Callable[[], T], group: dist.ProcessGroup | None =
 def on_main(cluster: Cluster, what: str, action: Callable[[], T]) -> T:
     """What `action` returned on rank 0, the only one to do it. All raise, as above, if it failed there."""
     return on_all(what, lambda: action() if cluster.is_main else None)[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def lost_rank_in_a_sentence(what: str) -> Iterator[None]:
+    """Let what torch.distributed raises where a rank has died be a WorkbookError: "cannot `what`: ..."."""
+    try:
+        yield
+    except WorkbookError:
+        raise
+    except RuntimeError as error:
+        why = "the connection to another rank is lost, it has died or left; its log says why"
+        if "imed out" in str(error):
+            why = "another rank has not answered in time; look what it waits for"
+        raise WorkbookError(f"cannot {what}: {why}") from error
 
 
 def _exchanged(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -186,17 +186,14 @@ class Run(comm.run.Run):
             state["optimizer"] |= torch.load(io.BytesIO(one), map_location="cpu", weights_only=True)
         checkpoint.save(self._cluster, self._args.checkpoint or "", state)
 
-    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(model, Pipeline)
-        state = checkpoint.load(self._cluster, self._args.checkpoint or "")
-        self._check_resumed(state)
         model.load_full_state_dict(state["model"])
         names = {parameter: name for name, parameter in model.named_own_parameters().items()}
         order = [names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         by_name = state["optimizer"]
         known = {i: by_name[name] for i, name in enumerate(order) if name in by_name}
         optimizer.load_state_dict(optimizer.state_dict() | {"state": known})
-        return state["step"]
 
     def _made_with(self) -> dict[str, Any]:
         """Any schedule, on any number of ranks, goes on."""

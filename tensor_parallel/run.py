@@ -101,10 +101,8 @@ class Run(comm.run.Run):
         state["optimizer"] = parts | {"state": self._whole(model, parts["state"])}
         checkpoint.save(self._cluster, self._args.checkpoint or "", state)
 
-    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(model, TensorParallel)
-        state = checkpoint.load(self._cluster, self._args.checkpoint or "")
-        self._check_resumed(state)
         model.load_full_state_dict(state["model"])
         names = [name for name, _ in model.module.named_parameters()]
         whole = state["optimizer"]["state"]
@@ -113,7 +111,6 @@ class Run(comm.run.Run):
             for i, one in whole.items()
         }
         optimizer.load_state_dict(state["optimizer"] | {"state": parts})
-        return state["step"]
 
     @staticmethod
     def _whole(model: TensorParallel, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -4,7 +4,8 @@ import dataclasses
 
 import torch.distributed.checkpoint as dcp
 
-from lab.sharded_checkpoint import Found, Items, Range, _LoadPlanner, _Reader
+from lab.ranges import Items, LoadPlanner, Range, Reader
+from lab.sharded_checkpoint import Found
 
 TARGET = "lab.sharded_checkpoint.read"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_what_is_loaded_is_the_state_of_a_ranks_pieces"
@@ -17,5 +18,5 @@ def mutant(found: Found, items: Items) -> None:
         else item
         for key, item in items.items()
     }
-    reader = _Reader(found.folder, found.metadata)
-    dcp.load(wrong, storage_reader=reader, planner=_LoadPlanner(False, False))
+    reader = Reader(found.folder, found.metadata)
+    dcp.load(wrong, storage_reader=reader, planner=LoadPlanner(False, False))

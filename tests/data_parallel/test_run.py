@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -236,10 +236,64 @@ def test_a_checkpoint_that_is_missing_damaged_or_complete_is_refused_by_all_rank
     assert os.listdir(tmp_path) == [checkpoint.NAME]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(tmp_path):
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_a_step_is_taken(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    texts = run_ranks(lambda cluster: refusal(cluster, "naive", checkpoint=str(tmp_path / "file")), 3)
-    assert "cannot save" in the_one_sentence(texts)
+
+    def work(cluster: Cluster) -> list[str]:
+        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
+            return [
+                refusal(cluster, "naive", checkpoint=str(tmp_path / "file")),
+                refusal(cluster, "naive", checkpoint=str(tmp_path / "file" / "folder")),
+                refusal(cluster, "naive", checkpoint=str(tmp_path / "typo"), resume=True),
+            ]
+
+    file, below, typo = map(the_one_sentence, zip(*run_ranks(work, 3), strict=True))
+    for sentence in (file, below):
+        assert sentence.startswith(f"--checkpoint {tmp_path / 'file'}")
+        assert sentence.endswith("name another folder.")
+    assert f"no checkpoint in {tmp_path / 'typo'} to resume from" in typo
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_in_which_another_job_saves_is_refused_before_a_step_is_taken(tmp_path):
+    checkpoint.claim(tmp_path)  # by this process
+
+    def work(cluster: Cluster) -> str:
+        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
+            return refusal(cluster, "naive", checkpoint=str(tmp_path))
+
+    assert f"another job saves its checkpoints in {tmp_path}" in the_one_sentence(run_ranks(work, 2))
+
+
+def edited(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state with each of its values left out, or replaced by another; of the optimizer's state, too."""
+    for key in state:
+        yield {name: value for name, value in state.items() if name != key}
+        yield from (state | {key: value} for value in (None, -1, "some", {"some": 1}))
+        if key == "optimizer":
+            yield from (state | {key: below} for below in edited(state[key]))
+
+
+def test_an_edited_checkpoint_is_refused_in_a_sentence(tmp_path):
+    def work(cluster: Cluster) -> list[str]:
+        train(cluster, "naive", steps=1, checkpoint=str(tmp_path))
+        state = checkpoint.unpack(checkpoint.read(tmp_path), "")
+        run = Run(cluster, Args(size="tiny", steps=2, checkpoint=str(tmp_path), resume=True), "edited")
+        model = run.model()
+        optimizer = run.optimizer(model)
+        said = []
+        for one in edited(state):
+            if cluster.is_main:
+                checkpoint.save(tmp_path, one)
+            try:
+                run._resume(model, optimizer)
+            except WorkbookError as error:
+                said.append(str(error))
+        return said
+
+    first, other = run_ranks(work, 2)
+    assert first == other and len(first) > 20
+    assert all("checkpoint" in sentence and "\n" not in sentence for sentence in first)
 
 
 def interrupted(cluster: Cluster, name: str, where: str, at: int, rank: int, **changes: Any) -> str:

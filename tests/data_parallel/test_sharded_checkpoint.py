@@ -1,16 +1,19 @@
 """Training that goes on from a checkpoint of shards: with as many ranks or others, and other buckets."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import all_gather
 from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
+from lab import checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
@@ -204,17 +207,25 @@ def test_a_parameter_that_was_never_used_has_no_state_afterwards_either(tmp_path
     assert run_ranks(work, 2) == [{"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}] * 2
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])  # Adagrad has a state of frozen ones, too
 @pytest.mark.parametrize(("before", "after"), [("pieces", "rest"), ("rest", "pieces")])
-def test_a_frozen_parameter_may_be_in_pieces_in_one_stage_and_whole_in_another(tmp_path, before, after):
+def test_a_frozen_parameter_may_be_in_pieces_in_one_stage_and_whole_in_another(
+    tmp_path, before, after, optimizer
+):
     def work(cluster: Cluster) -> None:
-        training = Training(cluster, "adamw", frozen=before)
+        training = Training(cluster, optimizer, frozen=before)
         training.train(1)
         training.save(cluster, tmp_path)
-        other = Training(cluster, "adamw", BUCKETS, seed=1 + cluster.rank, frozen=after)
+        other = Training(cluster, optimizer, BUCKETS, seed=1 + cluster.rank, frozen=after)
+        had = set(other.states().get("never", {}))
         other.load(cluster, tmp_path)
         assert same(other.result(), training.result())
+        assert set(other.states().get("never", {})) == had
         with pytest.raises(WorkbookError, match="groups"):
-            Training(cluster, "adamw").load(cluster, tmp_path)
+            Training(cluster, optimizer).load(cluster, tmp_path)
+        for one in (training, other):
+            one.train(2)
+        assert same(other.result(), training.result())
 
     run_ranks(work, 3)
 
@@ -249,6 +260,34 @@ def test_what_the_caller_adds_comes_back_on_every_rank(tmp_path):
 
     assert all(same(found, extra) for found in run_ranks(work, 2))
     assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_an_edited_header_is_refused_in_a_sentence_by_all_ranks(tmp_path):
+    keys = ("shapes", "optimizer", "options", "numbers")
+    values: list[Any] = [None, -1, "some", [], {"some": 1}, [{}, 2]]
+
+    def work(cluster: Cluster) -> list[str]:
+        training = Training(cluster, "counting")
+        training.train(1)
+        training.save(cluster, tmp_path)
+        folder = tmp_path / "checkpoint-1"
+        header = checkpoint.unpack(checkpoint.read(folder), "")
+        said = []
+        for key, value in itertools.product(keys, values):
+            if cluster.is_main:
+                checkpoint.write(folder, header | {key: value})
+            dist.barrier()
+            try:
+                training.load(cluster, tmp_path)
+            except WorkbookError as error:
+                said.append(str(error))
+            dist.barrier()
+        return said
+
+    first, other = run_ranks(work, 2)
+    assert first == other
+    assert all(str(tmp_path) in sentence and "\n" not in sentence for sentence in first)
+    assert len(first) == len(keys) * len(values) - 1  # {"some": 1} may be a number of another parameter
 
 
 MISFITS: list[tuple[str, dict[str, Any], str]] = [

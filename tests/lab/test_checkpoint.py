@@ -1,3 +1,6 @@
+import errno
+import fcntl
+import hashlib
 import io
 import os
 import pickle
@@ -8,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from lab.checkpoint import read, save, unpack
+from lab.checkpoint import claim, read, save, seal, unpack
+from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.model import MLP
+from lab.ranks import run_ranks
 
 
 def trained() -> dict[str, Any]:
@@ -124,6 +130,44 @@ def test_without_room_for_the_file_the_sentence_says_so_and_the_old_checkpoint_s
     assert_only(tmp_path, step=1)
 
 
+def test_a_folder_is_one_jobs_as_long_as_it_lives_and_nothing_of_another_is_mixed_in(tmp_path):
+    def work(cluster: Cluster) -> str:
+        refused = ""
+        if cluster.rank == 1:
+            claim(tmp_path)
+            claim(tmp_path)  # its own claim is no obstacle
+            save(tmp_path, {"step": 1})
+            (tmp_path / "checkpoint.pt.partial-01").write_bytes(b"as if it were being written")
+        dist.barrier()
+        if cluster.rank == 0:
+            with pytest.raises(WorkbookError) as caught:
+                save(tmp_path, {"step": 2})
+            refused = str(caught.value)
+            assert (tmp_path / "checkpoint.pt.partial-01").read_bytes() == b"as if it were being written"
+            assert unpack(read(tmp_path), "it")["step"] == 1
+        dist.barrier()
+        return refused
+
+    refused, _ = run_ranks(work, 2)
+    assert refused.startswith(f"another job saves its checkpoints in {tmp_path}: name another folder")
+    save(tmp_path, {"step": 3})  # both have ended
+    assert_only(tmp_path, step=3)
+
+
+def test_where_folders_cannot_be_locked_two_jobs_files_have_names_of_their_own(tmp_path, monkeypatch):
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    names = []
+    replace = os.replace
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(os, "replace", lambda old, new: (names.append(old), replace(old, new)))
+    save(tmp_path, {"step": 1})
+    save(tmp_path, {"step": 2})
+    assert len(set(names)) == 2
+    assert_only(tmp_path, step=2)
+
+
 def test_a_file_in_the_place_of_the_directory_is_named_and_left_alone(tmp_path):
     (tmp_path / "runs").write_text("mine")
     for directory in (tmp_path / "runs", tmp_path / "runs" / "first"):
@@ -154,6 +198,23 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
         read(tmp_path)
 
 
+def test_every_flipped_bit_is_noticed_and_the_file_is_named(tmp_path):
+    save(tmp_path, trained())
+    data = bytearray(read(tmp_path))
+    for place in range(len(data)):
+        data[place] ^= 1 << place % 8
+        with pytest.raises(WorkbookError, match=r"^runs/first is damaged, or is no checkpoint"):
+            unpack(bytes(data), "runs/first")
+        data[place] ^= 1 << place % 8
+    assert bitwise_equal(unpack(bytes(data), "it"), trained())
+
+
+def test_torch_itself_loads_the_file_for_all_that_stands_at_its_end(tmp_path):
+    path = save(tmp_path, trained())
+    for mmap in (False, True):
+        assert bitwise_equal(torch.load(path, weights_only=True, mmap=mmap), trained())
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.001, 0.1, 0.5, 0.9, 0.99, 0.9999])
 def test_a_truncated_checkpoint_is_refused_by_name(tmp_path, kept):
     save(tmp_path, trained())
@@ -173,6 +234,11 @@ def saved_by_torch(value: Any, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def sealed(data: bytes) -> bytes:
+    """The data of another program, with the line at its end that says it is whole."""
+    return data + seal(hashlib.sha256(data))
+
+
 FOREIGN = {
     "text": b"not a checkpoint\n" * 100,
     "zeros": bytes(1000),
@@ -183,14 +249,15 @@ FOREIGN = {
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("finish", [bytes, sealed])
 @pytest.mark.parametrize("data", FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_foreign_file_is_refused_by_name_and_runs_no_code(tmp_path, monkeypatch, data):
+def test_a_foreign_file_is_refused_by_name_and_runs_no_code(tmp_path, monkeypatch, data, finish):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WorkbookError, match="runs/first is damaged, or is no checkpoint"):
-        unpack(data, "runs/first")
+        unpack(finish(data), "runs/first")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_of_something_other_than_a_state_is_refused_by_name():
     with pytest.raises(WorkbookError, match="runs/first holds a Tensor"):
-        unpack(saved_by_torch(torch.zeros(3)), "runs/first")
+        unpack(sealed(saved_by_torch(torch.zeros(3))), "runs/first")

@@ -1,11 +1,13 @@
 """Files that all ranks write: what a kill, a full disk, a truncation or a stranger's file can do to them."""
 
 import functools
+import hashlib
 import os
 import pickle
 import resource
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from lab import checkpoint, sharded_checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.ranges import Items, Range, Writer
 from lab.ranks import RankError, run_ranks
-from lab.sharded_checkpoint import METADATA, Items, Range
+from lab.sharded_checkpoint import FILES, METADATA
 
 NUMEL = 11
 
@@ -85,9 +88,7 @@ def killed(cluster: Cluster, directory: Path, rank: int, where: str, call: int) 
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    owner: Any = {"write_data": sharded_checkpoint._Writer, "save": checkpoint, "rename": os}.get(
-        where, shutil
-    )
+    owner: Any = {"write_data": Writer, "write": checkpoint, "rename": os}.get(where, shutil)
     if cluster.rank == rank:
         setattr(owner, where, functools.partial(die, getattr(owner, where)))
     save(cluster, directory, 2.0)
@@ -97,7 +98,7 @@ def killed(cluster: Cluster, directory: Path, rank: int, where: str, call: int) 
     ("rank", "where", "call", "survivor"),
     [
         (1, "write_data", 1, 1.0),  # before all have written
-        (0, "save", 1, 1.0),  # the header
+        (0, "write", 1, 1.0),  # the header
         (0, "rename", 1, 1.0),
         (0, "rmtree", 1, 2.0),  # before the older one goes
     ],
@@ -118,6 +119,19 @@ def test_whenever_the_job_is_killed_a_whole_checkpoint_is_there_and_the_next_sav
 
     assert run_ranks(go_on, 2) == [(survivor, 3.0)] * 2
     assert len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("rank", "where"), [(1, "write_data"), (0, "rename")])
+def test_when_a_rank_dies_in_a_save_the_others_say_so_at_once_in_a_sentence(tmp_path, rank, where):
+    def work(cluster: Cluster) -> str:
+        return refusal(killed, cluster, tmp_path, rank, where, 1)
+
+    said = run_ranks(work, 3, timeout=20, group_timeout=15, collect_failures=True)
+    assert "SIGKILL" in str(said.pop(rank))
+    sentence = the_one(said)
+    assert sentence.startswith(
+        f"cannot save the checkpoint {tmp_path}: the connection to another rank is lost"
+    )
 
 
 def test_a_disk_that_is_full_for_one_rank_is_every_ranks_error_and_the_older_checkpoint_stays(tmp_path):
@@ -202,6 +216,44 @@ def test_a_missing_or_truncated_file_is_refused_by_its_name(tmp_path):
         assert str(path) in text
 
 
+def test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file():
+    places = 24  # in each of 5 files, the first and the last byte among them
+
+    def work(cluster: Cluster, directory: Path) -> list[tuple[Path, str]]:
+        said = []
+        for path in sorted((directory / "checkpoint-1").iterdir()):
+            data = path.read_bytes()
+            dist.barrier()
+            for i in range(places):
+                place = i * (len(data) - 1) // (places - 1)
+                if cluster.is_main:
+                    damaged = bytearray(data)
+                    damaged[place] ^= 1 << i % 8
+                    path.write_bytes(damaged)
+                dist.barrier()
+                said.append((path, refusal(load, cluster, directory)))
+            if cluster.is_main:
+                path.write_bytes(data)
+            dist.barrier()
+        load(cluster, directory)
+        return said
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(save, 3, Path(folder), 1.0)
+        first, *others = run_ranks(work, 2, Path(folder), timeout=30)
+    assert all(said == first for said in others)
+    assert len(first) == 5 * places
+    for path, text in first:
+        assert text.startswith(f"{path} is damaged")
+
+
+def test_a_second_job_in_the_folder_is_refused_by_all_its_ranks(tmp_path):
+    checkpoint.claim(tmp_path)  # this process is the first job
+    said = the_one(run_ranks(lambda cluster: refusal(save, cluster, tmp_path, 1.0), 2))
+    assert said.startswith(f"another job saves its checkpoints in {tmp_path}: ")
+    assert os.listdir(tmp_path) == []
+
+
 def on_its_own_disk(cluster: Cluster, root: Path, action: Callable[..., Any]) -> str:
     """How an action on `run` is refused, if that is another folder for each rank."""
     (root / str(cluster.rank)).mkdir(exist_ok=True)
@@ -234,10 +286,18 @@ STRANGE = {
 }
 
 
+def forge(path: Path, data: bytes) -> None:
+    """Put other data into a file of the checkpoint, and its checksum into the header."""
+    path.write_bytes(data)
+    header = checkpoint.unpack(checkpoint.read(path.parent), "")
+    header[FILES][path.name] = hashlib.sha256(data).hexdigest()
+    checkpoint.write(path.parent, header)
+
+
 @pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE.keys())
 def test_metadata_that_would_run_code_is_refused_and_does_not(tmp_path, data):
     run_ranks(save, 1, tmp_path, 1.0)
-    (tmp_path / "checkpoint-1" / METADATA).write_bytes(data)
+    forge(tmp_path / "checkpoint-1" / METADATA, data)
 
     def work(cluster: Cluster) -> str:
         os.chdir(tmp_path)
@@ -256,21 +316,45 @@ def test_a_file_of_tensors_that_holds_something_else_is_refused_and_runs_no_code
         os.chdir(tmp_path)
         return refusal(load, cluster, tmp_path)
 
-    for data in (bytes(size), pickle.dumps(Evil(), protocol=2).ljust(size)):
-        path.write_bytes(data)
+    for data in (bytes(size), pickle.dumps(Evil(), protocol=2).ljust(size), b"short"):
+        forge(path, data)
         assert f"cannot load the checkpoint {path.parent}" in the_one(run_ranks(work, 1))
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
-def test_metadata_that_points_out_of_the_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["../secret", "secret"])
+def test_metadata_that_points_out_of_the_folder_is_refused(tmp_path, name):
     run_ranks(save, 1, tmp_path, 1.0)
     path = tmp_path / "checkpoint-1" / METADATA
     metadata = pickle.loads(path.read_bytes())
     for place in metadata.storage_data.values():
-        place.relative_path = str(tmp_path / "secret")
+        place.relative_path = str(tmp_path / name)
     (tmp_path / "secret").write_bytes((path.parent / "__0_0.distcp").read_bytes())
-    path.write_bytes(pickle.dumps(metadata))
+    forge(path, pickle.dumps(metadata))
     assert "secret" in the_one(run_ranks(lambda cluster: refusal(load, cluster, tmp_path), 1))
+
+
+HEADERS: list[Any] = [{}, {FILES: 3}, {FILES: {}}, {FILES: {METADATA: 3}}, {FILES: {METADATA: "", 3: 4}}]
+
+
+def test_a_header_that_says_something_else_is_refused_in_a_sentence(tmp_path):
+    run_ranks(save, 2, tmp_path, 1.0)
+    folder = tmp_path / "checkpoint-1"
+    whole = checkpoint.unpack(checkpoint.read(folder), "")
+    away = {FILES: {**whole[FILES], "../../elsewhere": whole[FILES][METADATA]}}
+
+    def work(cluster: Cluster) -> list[str]:
+        said = []
+        for header in (*HEADERS, away):
+            if cluster.is_main:
+                checkpoint.write(folder, header)
+            dist.barrier()
+            said.append(refusal(load, cluster, tmp_path))
+            dist.barrier()
+        return said
+
+    for texts in zip(*run_ranks(work, 2), strict=True):
+        assert str(tmp_path) in the_one(list(texts))
 
 
 def test_what_is_written_is_a_checkpoint_that_pytorch_reads(tmp_path):

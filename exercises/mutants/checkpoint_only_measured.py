@@ -1,0 +1,15 @@
+"""A disk has flipped a bit of the checkpoint: training goes on from a wrong weight, and nothing says so."""
+
+from pathlib import Path
+
+from lab.errors import WorkbookError
+
+TARGET = "lab.sharded_checkpoint._refuse_damaged"
+KILLER = "tests.lab.test_sharded_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(folder: Path, digests: dict[str, str]) -> None:
+    for name in digests:
+        if (folder / name).stat().st_size == 0:
+            raise WorkbookError(f"{folder / name} is damaged: resume from another checkpoint")
