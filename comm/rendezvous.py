@@ -14,6 +14,7 @@ and all that wait there give up with the same sentence instead of timing out one
     LOCAL_RANK                  which of this machine's GPUs is mine (0)
     BACKEND                     gloo or nccl (nccl when there is a GPU)
     JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the others (60), and in one operation (60)
+    OMP_NUM_THREADS             threads of a rank (the machine's cores, divided by its ranks)
 """
 
 import json
@@ -36,6 +37,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.interface import LOOPBACK, own_interface
 from lab.launcher import end_with_launcher
+from lab.threads import choose_vector_math, cores_id, share_cores
 
 _POLL = 0.05  # seconds between two looks at the store
 _TELL = 2.0  # seconds between two lines about who is missing
@@ -68,8 +70,12 @@ def join() -> Cluster:
     store = dist.HashStore() if world_size == 1 else meeting_store(rank, deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)
+    sharing = f"cores/{cores_id()}"
+    store.add(sharing, 1)
     if world_size > 1:
         _gather_everyone(store, rank, world_size, deadline, timeout)
+    share_cores(store.add(sharing, 0))
+    choose_vector_math()
     _listen_on_one_interface(world_size)
     dist.init_process_group(
         backend,

@@ -1,0 +1,8 @@
+"""Ranks that were started by hand take twice as long for a step: their threads fight for cores."""
+
+TARGET = "lab.threads.share_cores"
+KILLER = "tests.comm.test_threads.test_ranks_started_by_hand_share_the_cores_of_their_machine"
+
+
+def mutant(num_ranks: int) -> None:
+    pass
