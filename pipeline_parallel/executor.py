@@ -8,7 +8,7 @@ deadlock). An activation or gradient has one owner at a time: who makes it hands
 lets it go.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -84,11 +84,14 @@ class Executor:
         self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
         self._leaving: dict[Message, Transfer | SlowTransfer] = {}
 
-    def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
+    def step(
+        self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None
+    ) -> Outcome:
         """Forward and backward of all microbatches; gradients are added to those of the parameters.
 
         `x` is the whole batch, for the rank of the first stage, and `y` the targets, for the last one's.
-        What goes wrong on one rank, a batch that does not fit or an error in a stage, raises on all of them.
+        What goes wrong on one rank, a batch that does not fit or an error in a stage, raises on all of them;
+        so does what `check` raises before the first action.
         """
         self._failure.begin_step()
         self._waited = 0.0
@@ -97,7 +100,7 @@ class Executor:
         self._input_gradients: dict[int, Tensor] = {}
         for passes in self.passes.values():
             passes.begin_step()
-        self._failure.unless_any(None, lambda: self._divide(x, y))
+        self._failure.unless_any(None, lambda: self._begin(x, y, check))
         for step in self._program:
             match step:
                 case Receive(message, peer):
@@ -123,8 +126,10 @@ class Executor:
         self._losses, self._input_gradients = {}, {}
         return outcome
 
-    def _divide(self, x: Tensor | None, y: Tensor | None) -> None:
+    def _begin(self, x: Tensor | None, y: Tensor | None, check: Callable[[], None] | None) -> None:
         refuse_without_gradients()
+        if check is not None:
+            check()
         if 0 in self.passes:
             self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
         if self.last_stage in self.passes:

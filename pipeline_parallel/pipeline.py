@@ -26,6 +26,7 @@ from pipeline_parallel.executor import Executor, Outcome
 from pipeline_parallel.messages import has_split_backward
 from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, ties
+from pipeline_parallel.tied import NewGradients
 
 
 class Pipeline(nn.Module):
@@ -64,6 +65,7 @@ class Pipeline(nn.Module):
             {stage: stages[stage] for stage in own}, self.rank_of, example, group
         )
         self._make_ties_equal()
+        self._new = NewGradients()
         clock = Clock()
         recomputed = set(self.rank_of if recompute is True else recompute or ())
 
@@ -81,13 +83,15 @@ class Pipeline(nn.Module):
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
         """Forward and backward of the whole batch, as Executor.step."""
-        return self.executor.step(x, y)
+        with self._new.collecting(parameter for parameter, _ in self._shared()):
+            return self.executor.step(x, y, check=self._new.refuse_if_trained)
 
     def finish_gradient_sync(self) -> None:
-        """Give both copies of what two stages share the sum of their gradients."""
-        for mine, peer in self._shared():
+        """Give both copies of what two stages share the sum of their gradients since the last call."""
+        for mine, peer in [] if self._new.is_complete else self._shared():
             with span("tied gradient", "wait"):
-                gradient = torch.zeros_like(mine) if mine.grad is None else mine.grad
+                gradient = self._new.take(mine)
+                gradient = torch.zeros_like(mine) if gradient is None else gradient
                 others = torch.empty_like(gradient)
                 # nccl has one queue for both directions: what one rank sends first the other receives first.
                 if self.rank < peer:
@@ -97,7 +101,8 @@ class Pipeline(nn.Module):
                     leaving = isend(gradient, peer, self.group)
                 arriving.wait()
                 leaving.wait()  # before the sum overwrites what is sent
-                mine.grad = gradient.add_(others)
+                mine.grad = (gradient if mine.grad is None else mine.grad).add_(others)
+        self._new.is_complete = True
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers by their names in the whole model, on every rank; all must call it."""
@@ -123,6 +128,7 @@ class Pipeline(nn.Module):
         for stage in self.stages.values():
             names = stage.state_dict()
             stage.load_state_dict({name: whole[name] for name in names})
+        self._new.forget()
 
     def named_own_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters under their names in the whole model; a shared one's copy under its own."""

@@ -1,0 +1,73 @@
+"""What steps have added to a tied parameter's gradient since the other rank that trains it last had it.
+
+      step   grad = a            finish   sends a, grad = a + a'        a', b': the other rank's
+      step   grad = a + a' + b   finish   sends b, grad = a + a' + b + b'
+
+To send all of `grad` again would count a' twice. In the usual loop, with one step between two `zero_grad()`,
+what is new is `grad` itself, and nothing is kept beside it.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lab.errors import WorkbookError
+
+
+class NewGradients:
+    """The gradients of tied parameters that only this rank knows."""
+
+    def __init__(self) -> None:
+        self._new: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}  # of the parameters after the last step
+        self.is_complete = True
+
+    def forget(self) -> None:
+        """Take the gradients that there are for complete, as after new weights were loaded."""
+        self._new.clear()
+        self._versions.clear()
+        self.is_complete = True
+
+    def refuse_if_trained(self) -> None:
+        """Raise WorkbookError if a parameter was changed while its gradient was not complete."""
+        if any(parameter._version != version for parameter, version in self._versions.items()):
+            raise WorkbookError(
+                "A parameter that two stages share was changed before finish_gradient_sync() gave both "
+                "copies the same gradient: call it after step(), and begin again, for the copies now differ."
+            )
+
+    @contextmanager
+    def collecting(self, tied: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Around a step: what it adds to the gradients of `tied` is new."""
+        tied, before = list(tied), {}
+        for parameter in tied:
+            known, new = parameter.grad, self._new.get(parameter)
+            is_zeroed = known is None or (new is not None and not known.any())
+            if is_zeroed:  # so the steps before do not count
+                self._new.pop(parameter, None)
+            elif new is not known:
+                before[parameter], parameter.grad = known, None
+        try:
+            yield
+        finally:
+            for parameter in tied:
+                if parameter not in before:
+                    self._note(parameter, parameter.grad)
+                elif (added := parameter.grad) is None:
+                    parameter.grad = before[parameter]
+                else:
+                    parameter.grad = before[parameter].add_(added)
+                    new = self._new.get(parameter)
+                    self._note(parameter, added if new is None else new.add_(added))
+        self._versions = {parameter: parameter._version for parameter in tied}
+        self.is_complete = False
+
+    def _note(self, parameter: nn.Parameter, new: Tensor | None) -> None:
+        if new is not None:
+            self._new[parameter] = new
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return what is new, which from now on the other rank knows."""
+        self._versions.pop(parameter, None)
+        return self._new.pop(parameter, None)
