@@ -149,7 +149,7 @@ class _Range(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
 _vm_readv: Any = getattr(_libc, "process_vm_readv", None) if sys.platform == "linux" else None
 if _vm_readv is not None:
     _vm_readv.restype = ctypes.c_ssize_t

@@ -32,6 +32,7 @@ from comm.operands import In, InOut, Out
 from comm.order import queue_of
 from comm.reduction import check_reduction, divisor_before
 from comm.shards import shard_sizes
+from comm.sockets import CAN_POLL
 from comm.wire import CommError, Group
 
 PATTERNS = {
@@ -236,7 +237,7 @@ def fastest_pattern(op: str, group: Group = None) -> str:
     It notices a rank that calls something else only at the timeout, so it is not the default.
     """
     default = default_pattern(op, group)
-    return "cma" if default == "ring" and "cma" in PATTERNS[op] else default
+    return "cma" if default == "ring" and "cma" in PATTERNS[op] and CAN_POLL else default
 
 
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
@@ -249,6 +250,8 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
         return "ring"  # nobody to connect to
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
+    if pattern in ("tcp", "cma") and not CAN_POLL:
+        raise CommError(f"{op}: pattern {pattern!r} polls its sockets, which Windows cannot; take 'ring'.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(
             f"{op}: our patterns speak gloo, and this group speaks nccl; use pattern='torch' or BACKEND=gloo."

@@ -199,6 +199,8 @@ def _device(local_rank: int) -> tuple[torch.device, str]:
 
 def _listen_on_one_interface(world_size: int) -> None:
     """Let gloo listen on the interface that leads to MASTER_ADDR; on the loopback if all ranks are here."""
+    if sys.platform == "win32":
+        return  # gloo knows interfaces by other names there
     host, _ = master()
     all_are_here = (number("LOCAL_WORLD_SIZE") or 1) == world_size
     if all_are_here or host == "localhost" or host.startswith("127."):

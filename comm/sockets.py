@@ -27,6 +27,7 @@ from lab.ledger import LEDGER
 
 # What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
 PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
+CAN_POLL = hasattr(select, "poll")  # Windows cannot
 _STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 

@@ -143,7 +143,7 @@ class Measured:
     step_counters: int
     other_tensors: int
     activations: int  # 0 if no forward was watched
-    peak: int
+    peak: int  # 0 where it is not known
 
     def amiss(self, should: Held, padding: Held) -> int:
         """By how many bytes the first three are not what they should be."""
@@ -194,7 +194,7 @@ class MemoryReport:
 
     def measure(self, aside: Iterable[Tensor] = ()) -> Measured:
         """What there is now; `aside` are tensors that count nowhere, such as the data."""
-        peak = peak_memory(self._cluster.device)  # before the measurement adds to it
+        peak = peak_memory(self._cluster.device) or 0  # before the measurement adds to it
         groups = self._optimizer.param_groups
         parameters = [*self._of_modules(), *(p for group in groups for p in group["params"])]
         state, steps = _state_of(self._optimizer)
@@ -250,10 +250,9 @@ class MemoryReport:
         names = ("rank", "parameters", "gradients", "optimizer", "other", "activations", "peak")
         table = Table(*names, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for rank, (parameters, gradients, state, _, other, activations, peak, *_) in enumerate(rows):
-            sizes = (parameters, gradients, state, other, activations, peak)
-            table.add_row(
-                str(rank), *(filesize.decimal(size) for size in sizes), end_section=rank + 1 == len(rows)
-            )
+            sizes = [filesize.decimal(size) for size in (parameters, gradients, state, other, activations)]
+            seen = filesize.decimal(peak) if peak else "-"
+            table.add_row(str(rank), *sizes, seen, end_section=rank + 1 == len(rows))
         whole, ranks = whole_of(self._shares, self._states), len(rows)
         for stage in sorted({self._stage, 0}, reverse=True):
             sizes = astuple(formula(stage, whole, ranks))

@@ -11,7 +11,6 @@ Rank 0 prints, the others measure in silence. What a step costs is what happens 
 
 import json
 import math
-import resource
 import statistics
 import sys
 import time
@@ -200,13 +199,17 @@ def reset_peak_memory(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM begins anew at what is resident
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes since the last reset, at most: of the process (CPU) or of its tensors (CUDA)."""
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes since the last reset, at most: of the process (CPU) or of its tensors (CUDA). None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):
+        if sys.platform == "win32":
+            return None
+        import resource
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from multiprocessing.forkserver import ensure_running
 from typing import Any, TextIO
 
 import cloudpickle
 
 from lab import replace
 from lab.devices import refuse_devices
+from lab.errors import WorkbookError
 from lab.rank_child import Job, rank_main, stack_file
 
-_context = multiprocessing.get_context("forkserver")
+_can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+_context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
 _preload = [
     "lab.rank_child",
     "lab.model",
@@ -54,6 +55,10 @@ def preload(*modules: str) -> None:
 
 def warm_up() -> None:
     """Start the forkserver now, so that it imports while the caller still does something else."""
+    if not _can_fork:
+        raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
+    from multiprocessing.forkserver import ensure_running
+
     with _main_module_hidden():
         _context.set_forkserver_preload(_preload)
         ensure_running()
@@ -84,6 +89,7 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}.")
     refuse_devices(device, backend, world_size)
+    warm_up()
     work = cloudpickle.dumps((fn, args, replace.active()))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         limit = group_timeout if group_timeout is not None else 2 * timeout
@@ -107,7 +113,6 @@ class _Watch:
         self.failures: dict[int, tuple[float, RankError]] = {}
 
     def results(self) -> list[Any]:
-        warm_up()
         with _main_module_hidden():
             for job in self.jobs:
                 self._start(job)
