@@ -51,15 +51,13 @@ class _CrossEntropy(Function):
     ) -> Tensor:
         words, pattern = logits.shape[-1], fastest_pattern("all_reduce", group)
         counted = targets != ignore
-        if ((targets < 0) | (targets >= num_words)).logical_and(counted).any():
-            raise IndexError(f"a target is outside of the {num_words} words")
+        mine, is_mine = local_words(targets.where(counted, 0), words, num_words, group, "target")
         real = min(words, max(0, num_words - dist.get_rank(group) * words))  # the rest is padding
         values = logits[:, :real].float() if logits.itemsize < 4 else logits[:, :real]
         largest = values.new_full((len(targets),), -torch.inf) if real == 0 else values.amax(-1)
         all_reduce(largest, op="max", group=group, pattern=pattern)
 
         exps = (values - largest.unsqueeze(-1)).exp_()
-        mine, is_mine = local_words(targets, words, group)
         at_target = torch.zeros_like(largest)
         if real:
             at_target = values.gather(-1, mine.unsqueeze(-1)).squeeze(-1).where(is_mine, at_target)

@@ -156,7 +156,8 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Tokens to (..., width): this rank knows an n-th of the words, and the others' are zero here.
 
-    The vocabulary is padded to a multiple of n; the padding is never looked up.
+    The vocabulary is padded to a multiple of n; the padding is never looked up. IndexError for a token that
+    is outside of the vocabulary (on a GPU a device-side assertion, as nn.Embedding's).
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(own_part(pad_vocabulary(whole, group), 0, group).clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mine, is_mine = local_words(tokens, len(self.weight), self.group)
+        mine, is_mine = local_words(tokens, len(self.weight), self.num_words, self.group)
         term = F.embedding(mine, self.weight) * is_mine.unsqueeze(-1)
         return (
             scatter_sums(term, TIME, self.group)
@@ -183,11 +184,21 @@ class VocabParallelEmbedding(nn.Module):
         )
 
 
-def local_words(words: Tensor, words_per_rank: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Each word's row on this rank, 0 for other ranks' words, and which are this rank's."""
+def local_words(
+    words: Tensor, words_per_rank: int, num_words: int, group: Group, what: str = "token"
+) -> tuple[Tensor, Tensor]:
+    """Each word's row on this rank, 0 for other ranks' words, and which are this rank's.
+
+    IndexError if one is outside of the vocabulary of `num_words`. On a GPU it has row -1 on all ranks, which
+    the lookup refuses: to ask for it here would make the host wait for the device.
+    """
+    is_known = (words >= 0) & (words < num_words)
+    if words.device.type == "cpu" and not is_known.all():
+        first = int(words[~is_known][0])
+        raise IndexError(f"{what} {first} is outside of the vocabulary, which is 0 to {num_words - 1}.")
     mine = words - dist.get_rank(group) * words_per_rank
     is_mine = (mine >= 0) & (mine < words_per_rank)
-    return mine.where(is_mine, 0), is_mine
+    return mine.where(is_mine, 0).where(is_known, -1), is_mine
 
 
 def pad_vocabulary(whole: Tensor, group: Group) -> Tensor:

@@ -219,6 +219,7 @@ def _cut_gpt(model: GPT, parallel: TensorParallel) -> None:
             raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally.")
     words, is_tied = model.token_embedding.weight, model.head.weight is model.token_embedding.weight
     embedding = VocabParallelEmbedding(ranks, 1, parallel.group, by_tokens)
+    embedding.num_words = config.vocab_size
     embedding.weight = parallel.part(words, 0, pad_vocabulary(words.detach(), parallel.group))
     head = parallel.column(model.head, words=True)
     if is_tied:

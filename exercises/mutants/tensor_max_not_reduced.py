@@ -17,7 +17,7 @@ def mutant(
     largest = logits.amax(-1)
     broadcast(largest, root=0, group=group)
     exps = (logits - largest.unsqueeze(-1)).exp()
-    mine, is_mine = local_words(targets, logits.shape[-1], group)
+    mine, is_mine = local_words(targets, logits.shape[-1], num_words, group)
     at_target = logits.gather(-1, mine.unsqueeze(-1)).squeeze(-1) * is_mine
     sums = torch.stack([exps.sum(-1), at_target])
     all_reduce(sums, group=group)

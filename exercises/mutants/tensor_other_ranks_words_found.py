@@ -11,6 +11,6 @@ KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradien
 
 
 def mutant(self, tokens: Tensor) -> Tensor:
-    mine, _ = local_words(tokens, len(self.weight), self.group)
+    mine, _ = local_words(tokens, len(self.weight), self.num_words, self.group)
     term = F.embedding(mine, self.weight)
     return scatter_sums(term, 1, self.group) if self.sequence_parallel else sum_over_ranks(term, self.group)

@@ -181,10 +181,15 @@ def test_at_its_peak_it_has_an_nth_of_the_memory_of_the_whole_one(dtype: torch.d
                 assert ours <= 1.2 / n * whole, f"{ours / whole:.3f} of the whole one's, on {n} ranks"
 
 
-def test_a_target_outside_of_the_vocabulary_is_refused_on_all_ranks():
+def test_a_target_outside_of_the_vocabulary_is_refused_on_all_ranks_unless_it_is_ignored():
     def ask(cluster) -> None:
+        for ignored in (-100, -1, 7, 9):
+            for target in (torch.tensor([3, ignored]), torch.tensor([ignored, 6])):
+                compare(cluster, torch.ones(2, 7).double(), target, ignore_index=ignored)
         for target in (-1, 7, 8):
-            with pytest.raises(IndexError, match="a target is outside of the 7 words"):
+            with pytest.raises(
+                IndexError, match=f"target {target} is outside of the vocabulary, which is 0 to 6."
+            ):
                 vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([target]), num_words=7)
 
     run_ranks(ask, 2)

@@ -16,7 +16,8 @@ from lab.ranks import run_ranks
 from tensor_parallel import layers
 from tensor_parallel.functions import own_part, summed
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tests.tensor_parallel.equivalence import gathered
+from tensor_parallel.parallelize import parallelize
+from tests.tensor_parallel.equivalence import gathered, gpt
 
 
 def numbers(*shape: int) -> Tensor:
@@ -138,6 +139,45 @@ def test_an_embedding_finds_each_word_on_the_rank_that_has_it(n: int):
             assert_same(actual, {"y": y.detach(), "weight": plain.weight.grad})
 
     run_ranks(compare, n)
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
+    """As nn.Embedding does. 61 is a row of padding on the last rank."""
+
+    def refuse(cluster: Cluster) -> None:
+        for by_tokens in (False, True):
+            embedding = VocabParallelEmbedding(61, 6, sequence_parallel=by_tokens)
+            model = parallelize(gpt(num_layers=1), None, by_tokens)
+            for token in (-1, 61, 62, 999):
+                tokens = torch.tensor([[3, 60, token, 0]])
+                for module in (embedding, model):
+                    with pytest.raises(IndexError) as error:
+                        module(tokens)
+                    expected = f"token {token} is outside of the vocabulary, which is 0 to 60."
+                    assert str(error.value) == expected, f"{type(module).__name__}: {error.value}"
+            embedding(torch.tensor([[0, 60]]))
+
+    run_ranks(refuse, 2)
+
+
+class ElsewhereTensor(Tensor):
+    """Says that it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+def test_a_gpu_is_not_asked_for_such_a_token_but_its_lookup_refuses_it():
+    def refuse(cluster: Cluster) -> None:
+        for token in (-1, 61, 62, 999):
+            tokens = torch.tensor([3, 60, token]).as_subclass(ElsewhereTensor)
+            rows, _ = layers.local_words(tokens, 31, 61, None)
+            assert rows[-1] == -1
+            with pytest.raises(IndexError):
+                F.embedding(rows.as_subclass(Tensor), torch.zeros(31, 6))
+
+    run_ranks(refuse, 2)
 
 
 def test_widths_that_do_not_divide_are_refused_in_a_sentence():
