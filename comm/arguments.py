@@ -3,6 +3,11 @@
 import dataclasses
 from typing import Any, Literal
 
+import tyro
+
+NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
+"""The type of an option that the base class has and a script cannot honour: it is not on its command line."""
+
 
 @dataclasses.dataclass
 class TrainArgs:

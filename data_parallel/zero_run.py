@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from comm import refuse
-from comm.arguments import AccumulationArgs, TrainArgs
+from comm.arguments import AccumulationArgs, NotOffered, TrainArgs
 from comm.collectives import broadcast
 from comm.run import Run
 from data_parallel import sharded_checkpoint
@@ -46,6 +46,7 @@ class ZeroArgs(AccumulationArgs):
     """adamw keeps two numbers for each parameter, momentum one, sgd none."""
     clip: float | None = None
     """Largest norm of all gradients together."""
+    metronome: NotOffered = None  # it runs no layer, and what layers use is sharded
 
 
 @dataclasses.dataclass
@@ -67,10 +68,6 @@ class ZeroRun(Run):
 
     def _check(self, args: TrainArgs) -> None:
         assert isinstance(args, ZeroArgs)
-        if args.metronome is not None:
-            raise WorkbookError(
-                f"--metronome runs no layer, and {self._run_mode} shards what layers use: leave it out."
-            )
         if args.clip is not None and not args.clip > 0:
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
         super()._check(args)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tyro
 from torch import nn
 
 from comm.run import Run
@@ -257,7 +258,6 @@ def test_what_ctrl_c_stopped_in_stage_1_on_three_ranks_goes_on_in_stage_3_on_two
 
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("zero1", {"metronome": "5ms"}, ["--metronome", "zero1", "leave it out"]),
     ("zero2", {"clip": 0.0}, ["--clip 0", "above 0"]),
     ("zero3", {"clip": -1.0}, ["--clip -1", "above 0"]),
     ("fsdp", {"clip": float("nan")}, ["--clip nan", "above 0"]),
@@ -274,6 +274,18 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     for (_, _, words), *texts in zip(REFUSED, *run_ranks(work, 2), strict=True):
         sentence = the_one_sentence(texts)
         assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_metronome_which_runs_no_layer_is_not_offered(name, capsys):
+    _, args, _ = SCRIPTS[name]
+    with pytest.raises(SystemExit):
+        tyro.cli(args, args=["--metronome", "5ms"])
+    assert "Unrecognized options: --metronome" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tyro.cli(args, args=["--help"])
+    assert "--metronome" not in capsys.readouterr().out
+    assert tyro.cli(args, args=["--clip", "1"]).clip == 1.0
 
 
 def test_ranks_with_different_arguments_are_told_who_has_what():
