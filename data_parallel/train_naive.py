@@ -17,15 +17,17 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 import contextlib
+from typing import Any
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import nn
 
 from comm import cost
 from comm.arguments import Args
 from comm.collectives import Group, all_reduce, broadcast
 from comm.rendezvous import joined
+from data_parallel.guard import ReplicaGuard
 from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.ledger import Traffic
@@ -39,20 +41,26 @@ class NaiveDataParallel(nn.Module):
     Call `finish_gradient_sync()` after the (last) backward: then every `param.grad` is the mean over ranks.
     With several microbatches divide each one's loss by their number, as on one process.
     `pattern` says who reduces (comm.collectives).
+
+    What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
+    rank 0's before every forward), reduce sparse gradients, or train parameters that are unfrozen, replaced,
+    cast or added later (wrap again; data_parallel.guard).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
+        self._guard = ReplicaGuard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        self._guard.before_forward()
+        return self.module(*inputs, **named_inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For all but the last microbatch. Here nothing is sent before `finish_gradient_sync` anyway."""
-        return contextlib.nullcontext()
+        return self._guard.no_sync()
 
     def finish_gradient_sync(self) -> None:
         """Average the gradients, parameter by parameter.
@@ -69,6 +77,7 @@ class NaiveDataParallel(nn.Module):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)
+        self._guard.synchronised()
 
 
 def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:

@@ -19,7 +19,7 @@ that, see train_bucket_overlap.py. The idea is as old as layer-wise gradients; f
 """
 
 import contextlib
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import tyro
@@ -29,10 +29,10 @@ from comm import cost
 from comm.arguments import AccumulationArgs
 from comm.collectives import Group, Work, all_reduce, broadcast
 from comm.rendezvous import joined
+from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.in_order import InOrder
 from data_parallel.run import Run
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import loss_of
 from lab.text import microbatches
@@ -46,40 +46,42 @@ class OverlapDataParallel(nn.Module):
     several microbatches, divide each one's loss by their number and run all but the last inside
     `no_sync()`. Collectives start in the reverse order of registration on all ranks, whatever the order
     of the hooks.
+
+    What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
+    rank 0's before every forward), reduce sparse gradients, or train parameters that are unfrozen, replaced,
+    cast or added later (wrap again; data_parallel.guard).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
+        self._guard = ReplicaGuard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
         self._order = InOrder(len(self._trained), self._launch)
-        self._in_flight: list[Work] = []
-        self._synchronising = True
+        self._in_flight: list[tuple[Tensor, Work]] = []
         for i, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._on_gradient(i))
+            replace_hook(parameter, lambda _, i=i: self._on_gradient(i))
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        self._guard.before_forward()
+        return self.module(*inputs, **named_inputs)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For all but the last microbatch: gradients add up on this rank and nothing is sent."""
-        self._synchronising = False
-        try:
-            yield
-        finally:
-            self._synchronising = True
+        return self._guard.no_sync()
 
     def _on_gradient(self, i: int) -> None:
         """The gradient of parameter i is complete: that of this microbatch and of those before it."""
+        parameter = self._trained[i]
+        if not self._guard.has_gradient(parameter):
+            return
         if self._order.is_ready(i):
-            raise WorkbookError(
-                "Another backward began before finish_gradient_sync(): run all but the last microbatch "
-                "inside no_sync()."
-            )
-        if self._synchronising:
+            is_kept = bool(self._order.missing()) or parameter.grad is self._in_flight[i][0]
+            self._guard.refuse_unless_dropped(parameter, is_kept)
+            self._wait()
+        if self._guard.is_synchronising:
             self._order.ready(i)
 
     def _launch(self, i: int) -> None:
@@ -87,7 +89,13 @@ class OverlapDataParallel(nn.Module):
         assert gradient is not None
         with span("launch", "launch", lane="launches", bytes=gradient.nbytes):
             handle = all_reduce(gradient, op="mean", group=self.group, async_op=True, pattern=self.pattern)
-        self._in_flight.append(handle)
+        self._in_flight.append((gradient, handle))
+
+    def _wait(self) -> None:
+        for _, handle in self._in_flight:
+            handle.wait()
+        self._in_flight.clear()
+        self._order.reset()
 
     def finish_gradient_sync(self) -> None:
         """Start what no hook has started, and wait for all of it.
@@ -105,13 +113,11 @@ class OverlapDataParallel(nn.Module):
             self._order.ready(i)
         used = used.to(self._trained[0].device) if self._trained else used
         all_reduce(used, op="max", group=self.group, pattern=self.pattern)  # takes its turn behind the others
-        for handle in self._in_flight:
-            handle.wait()
+        self._wait()
         for i in unused:
             if not used[i]:
                 self._trained[i].grad = None
-        self._in_flight.clear()
-        self._order.reset()
+        self._guard.synchronised()
 
 
 def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:

@@ -10,5 +10,5 @@ class mutant(BucketDataParallel):
     def finish_gradient_sync(self) -> None:
         for i, parameter in enumerate(self.trained):
             if parameter.grad is None:
-                parameter.grad = self._place[i][1]  # whatever is in it
+                parameter.grad = self._layout.view(i)  # whatever is in it
         super().finish_gradient_sync()

@@ -1,8 +1,12 @@
 """One rank's backward takes another way, and from the second step on its gradients are others' by name."""
 
-TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._agree_on_order"
+from comm.collectives import Group
+
+TARGET = "data_parallel.bucket_order.BucketOrder.agree"
 KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"
 
 
-def mutant(self, observed: list[int]) -> None:
-    self._next_order = observed + [i for i in self._order if i not in observed]
+def mutant(self, group: Group) -> None:
+    if self._seen is not None:
+        self._next = self._seen + [i for i in self.now if i not in self._seen]
+        self._seen = None

@@ -17,7 +17,7 @@ class mutant(OverlapDataParallel):
 
     def _reduce(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
-        if self._synchronising:
+        if self._guard.is_synchronising:
             all_reduce(gradient, op="mean", group=self.group, pattern=self.pattern)
         return gradient
 

@@ -11,4 +11,4 @@ class mutant(BucketDataParallel):
         super().finish_gradient_sync()
         for i, parameter in enumerate(self.trained):
             if parameter.grad is None:
-                parameter.grad = self._place[i][1]
+                parameter.grad = self._layout.view(i)

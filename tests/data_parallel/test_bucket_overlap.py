@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_parallel.train_bucket_overlap import Bucket, BucketDataParallel, fill
+from data_parallel.bucket_layout import Bucket
+from data_parallel.flat import fill
+from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, digest, gradients, reference_gradients
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Entry, Traffic

@@ -1,0 +1,145 @@
+"""Uses that would let replicas drift apart without a word: each is refused in a sentence.
+
+      at wrapping         a layer has sparse gradients                 another size on each rank
+      in a forward        a parameter is new since the wrapping        no hook, and perhaps other values
+      in a backward       the gradients before are still on their way  autograd adds to what is being sent
+      before a step       finish_gradient_sync() was forgotten         each rank has gradients of its own
+
+What a mistake in the program does, it does on all ranks, so each notices it for itself.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lab.errors import WorkbookError
+
+_hooks = WeakTensorKeyDictionary()  # of each parameter, the hook of its last wrapper
+
+
+def replace_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` when the gradient of `parameter` is complete, and no longer an earlier wrapper's."""
+    earlier: RemovableHandle | None = _hooks.get(parameter)
+    if earlier is not None:
+        earlier.remove()
+    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+
+
+class ReplicaGuard:
+    """Watches how a wrapper of `module` is used. The wrapper tells it of forwards, gradients and their mean.
+
+    `is_synchronising` is False inside `no_sync()`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        refuse_sparse_layers(module)
+        self._module = module
+        self._wrapped = {p: _kind(p) for p in module.parameters() if p.requires_grad}
+        self._deferred: set[Tensor] = set()
+        self._has_own_gradients = False
+        self.is_synchronising = True
+        for parameter in self._wrapped:
+            replace_hook(parameter, self._look)
+        for other in [guard for guard in _guards if not guard._wrapped.keys().isdisjoint(self._wrapped)]:
+            _guards.discard(other)  # of an earlier wrapper
+        _guards.add(self)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around backwards whose gradients stay on this rank for now."""
+        self.is_synchronising = False
+        try:
+            yield
+        finally:
+            self.is_synchronising = True
+
+    def before_forward(self) -> None:
+        """Raise WorkbookError if a parameter would be trained that the wrapper does not know."""
+        if not torch.is_grad_enabled():
+            return
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and self._wrapped.get(parameter) != _kind(parameter):
+                name = next(name for name, p in self._module.named_parameters() if p is parameter)
+                raise WorkbookError(
+                    f"{name} was unfrozen, replaced, cast, moved or added after the module was wrapped, and "
+                    "would not be synchronised: wrap the module again."
+                )
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a hook's parameter is complete. Raises WorkbookError for a sparse one.
+
+        Autograd calls the hook with no gradient where a backward returns None for it. Whoever computes it
+        later (pipeline_parallel.deferred) calls no hook: such a gradient is complete at the end only.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            self._deferred.add(parameter)
+        elif gradient.layout != torch.strided:
+            raise WorkbookError(f"A sparse gradient of shape {tuple(gradient.shape)} came: {_NO_SPARSE}")
+        elif self.is_synchronising:
+            self._has_own_gradients = True
+        return parameter not in self._deferred
+
+    def _look(self, parameter: Tensor) -> None:
+        self.has_gradient(parameter)
+
+    def refuse_unless_dropped(self, parameter: nn.Parameter, is_kept: bool) -> None:
+        """Raise WorkbookError in a second backward, unless the program has dropped the first one's gradients.
+
+        That is what the loop of a GAN does with the gradients that the generator's backward leaves in the
+        discriminator. `is_kept`: the gradient of this hook's `parameter` is not a new one.
+        """
+        if is_kept or any(p.grad is not None for p in self._wrapped if p is not parameter):
+            raise WorkbookError(
+                "Another backward began before finish_gradient_sync(): run all but the last one inside "
+                "no_sync() (the generator's inside the discriminator's, in a GAN); after an error, call "
+                "finish_gradient_sync() and zero_grad()."
+            )
+
+    def synchronised(self) -> None:
+        """All gradients are the mean over ranks."""
+        self._has_own_gradients = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise WorkbookError if the optimizer is about to step with this rank's own gradients."""
+        if self._has_own_gradients and any(
+            p in self._wrapped for group in optimizer.param_groups for p in group["params"]
+        ):
+            raise WorkbookError(
+                "optimizer.step() came before finish_gradient_sync(), and would let the ranks drift apart: "
+                "call that first, after the last backward."
+            )
+
+
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+_guards: "weakref.WeakSet[ReplicaGuard]" = weakref.WeakSet()
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for guard in _guards:
+        guard.before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_any_step)
+
+_NO_SPARSE = (
+    "it has another size on each rank, so it cannot be averaged here; leave sparse=True out, or take torch's "
+    "DistributedDataParallel."
+)
+
+
+def refuse_sparse_layers(module: nn.Module) -> None:
+    """Raise WorkbookError for an embedding whose gradients are sparse."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            raise WorkbookError(f"{name or type(layer).__name__} has a sparse gradient: {_NO_SPARSE}")

@@ -1,0 +1,13 @@
+"""With zero bubble schedules the weights of all but the first microbatch are missing in the mean."""
+
+from torch import Tensor
+
+TARGET = "data_parallel.guard.ReplicaGuard.has_gradient"
+KILLER = (
+    "tests.data_parallel.test_use."
+    "test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean"
+)
+
+
+def mutant(self, parameter: Tensor) -> bool:
+    return parameter.grad is not None

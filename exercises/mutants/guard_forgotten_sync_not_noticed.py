@@ -1,0 +1,11 @@
+"""The replicas drift apart from the first step on: finish_gradient_sync() was forgotten, and all goes on."""
+
+from torch.optim import Optimizer
+
+TARGET = "data_parallel.guard.ReplicaGuard.before_step"
+KILLER = "tests.data_parallel.test_use.test_a_step_without_finish_gradient_sync_is_refused"
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(self, optimizer: Optimizer) -> None:
+    pass
