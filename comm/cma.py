@@ -7,12 +7,20 @@ process_vm_readv) copies it once, from one process's memory into the other's, as
 of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). What is small
 goes through the socket as before, behind its length. Until it is read, the sender leaves its memory alone.
 
-The kernel asks who may read whose memory. Ranks of one user may, unless it is told to be strict (Yama); then
-a rank may declare who may, and declares its parent's children: its siblings. Where the kernel still says
-no (other containers, other machines, other systems), the edge is a stream (comm.edges).
+The reader does not believe a process id that it is told. The edge is a Unix socket, so the kernel says which
+process is at the other end. Before the first use the reader looks for random bytes of its own there:
+
+      left: puts them there, says where   ◄── 16 random bytes ──   right
+                                          ──  address         ──►  reads them in the process at the other end
+                                          ◄── the same, or not ──
+
+The kernel also asks who may read. Ranks of one user may, unless it is told to be strict (Yama); then a rank
+names its reader. Where the kernel still says no (other containers, other machines, other systems), the
+edge is a stream (comm.edges).
 """
 
 import ctypes
+import multiprocessing
 import os
 import secrets
 import select
@@ -20,14 +28,18 @@ import socket
 import struct
 import sys
 from collections import deque
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _INLINE_BYTES = 1 << 16  # up to here the socket's two copies cost less than being told, and telling
 _MOST_UNREAD = 64
 _FRAME = struct.Struct("=qq")  # address, or 0 for what follows at once; length
-_OFFER = struct.Struct("=qq16s")  # pid, or 0 for none; address of the proof; proof
+_NONCE_BYTES = 16
+_ADDRESS = struct.Struct("=q")
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _PR_SET_PTRACER = 0x59616D61
-_READ = b"\1"
+_READ, _REFUSED = b"\1", b"\0"
 
 
 class CmaOut:
@@ -111,38 +123,85 @@ class CmaIn:
         return num_bytes
 
 
-def offer(end: socket.socket, is_wanted: bool) -> ctypes.Array:
-    """Tell the right neighbour where it can prove that it reads; keep what is returned until `answer`."""
-    proof = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-    pid = os.getpid() if is_wanted and _vm_readv is not None else 0
-    if pid:
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-    end.sendall(_OFFER.pack(pid, ctypes.addressof(proof), proof.raw))
+def is_possible() -> bool:
+    """Return whether this system lets one process read another's memory."""
+    return _vm_readv is not None
+
+
+def is_local(end: socket.socket) -> bool:
+    """Return whether the kernel tells which process is at the other end, and its memory may be readable."""
+    return is_possible() and end.family == socket.AF_UNIX
+
+
+def challenge(left: socket.socket) -> bytes:
+    """Send the left neighbour random bytes that it has to show in its memory; returns them."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    left.sendall(nonce)
+    return nonce
+
+
+def prove(right: socket.socket) -> ctypes.Array:
+    """Show the right neighbour its random bytes in this memory; keep what is returned until `answer`."""
+    proof = ctypes.create_string_buffer(_exactly(right, _NONCE_BYTES), _NONCE_BYTES)
+    _allow(_peer(right))
+    right.sendall(_ADDRESS.pack(ctypes.addressof(proof)))
     return proof
 
 
-def try_offer(end: socket.socket, is_wanted: bool) -> int:
-    """The process id of the left neighbour if its memory can be read, else 0; it is told which."""
-    offered = end.recv(_OFFER.size, socket.MSG_WAITALL)
-    if len(offered) < _OFFER.size:
-        raise ConnectionError("hung up")
-    pid, address, proof = _OFFER.unpack(offered)
-    if pid and is_wanted and _vm_readv is not None:
-        seen = bytearray(len(proof))
-        try:
-            _read_memory(pid, address, memoryview(seen))
-        except OSError:
-            pid = 0
-        pid = pid if seen == proof else 0
-    else:
+def verify(left: socket.socket, nonce: bytes) -> int:
+    """Return the process id of the left neighbour if its memory can be read, else 0; it is told which."""
+    (address,) = _ADDRESS.unpack(_exactly(left, _ADDRESS.size))
+    pid, seen = _peer(left), bytearray(len(nonce))
+    try:
+        _read_memory(pid, address, memoryview(seen))
+    except OSError:
         pid = 0
-    end.sendall(b"\1" if pid else b"\0")
+    pid = pid if seen == nonce else 0
+    left.sendall(_READ if pid else _REFUSED)
     return pid
 
 
-def answer(end: socket.socket) -> bool:
-    """Whether the right neighbour can read this rank's memory."""
-    return _received(end, 1) == b"\1"
+def answer(right: socket.socket) -> bool:
+    """Return whether the right neighbour can read this rank's memory."""
+    return _exactly(right, 1) == _READ
+
+
+def _peer(end: socket.socket) -> int:
+    """The id of the process that connected or listened, as the kernel tells; 0 if it is not visible here."""
+    pid, _, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid
+
+
+_readers: set[int] = set()
+
+
+def _allow(reader: int) -> None:
+    """Let that process read this one's memory where the kernel is strict (Yama).
+
+    A process can name one other, which also speaks for its children. In the rings of several groups there may
+    be several readers: then it is the launcher, if that has started all of them. It is never the shell
+    that ranks were started from by hand: there the first reader stays, and further edges are streams.
+    """
+    _readers.add(reader)
+    if len(_readers) == 1:
+        _name_tracer(reader)
+    elif _is_launched() and all(_parent_of(one) == os.getppid() for one in _readers):
+        _name_tracer(os.getppid())
+
+
+def _name_tracer(pid: int) -> None:
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+def _is_launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+
+
+def _parent_of(pid: int) -> int | None:
+    with suppress(OSError):
+        # The name, in brackets, may hold anything; the state and the parent's id follow it.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 class _Range(ctypes.Structure):
@@ -173,6 +232,14 @@ def _read_memory(pid: int, address: int, into: memoryview) -> int:
 
 def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _exactly(end: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, waited for."""
+    data = end.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        raise ConnectionError("hung up")
+    return data
 
 
 def _received(end: socket.socket, num_bytes: int) -> bytes:

@@ -5,30 +5,28 @@
 The bytes of a ring come in a fixed order, so they need no tags: the headers first, then the payload.
 """
 
-import secrets
 import select
 import socket
-import struct
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 
-from comm.cma import CmaIn, CmaOut, answer, offer, try_offer
+from comm import cma
+from comm.cma import CmaIn, CmaOut
 from comm.edges import StreamIn, StreamOut
 from comm.header import ROW_BYTES, Header, RowExchange, check_rows
+from comm.neighbours import Listeners, connect
 from comm.wire import CommError, Group, Wire, group_of, names_of
-from lab.interface import own_address
 from lab.ledger import LEDGER
 
 # What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
 PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
 CAN_POLL = hasattr(select, "poll")  # Windows cannot
-_STRANGER_SECONDS = 2.0  # for whoever connects to show the token
 
 
 class RingSockets:
@@ -48,37 +46,29 @@ class RingSockets:
         self.is_in_step = True
         self._header: tuple[memoryview, memoryview, Callable[[int], None]] | None = None
         wire = Wire(group, op, pattern, sequence, counted=False)
-        # Whoever connects must show the token: another program may find the port.
-        token = secrets.randbits(62)
-        with _listener() as listener:
-            mine = torch.tensor([*_packed_address(listener), token])
-            rows = RowExchange(wire, mine).finish().tolist()
+        self._wants_cma = pattern == "cma" and cma.is_possible()
+        with Listeners(unix=self._wants_cma) as listeners:
+            rows = RowExchange(wire, torch.tensor(listeners.row())).finish().tolist()
             for name, (_, port, _) in zip(self._names, rows, strict=True):
                 if port == 0:
                     who = f"{op} ({pattern}): rank {name}"
                     raise CommError(f"{who} has no address its neighbour could connect to.")
             deadline = time.monotonic() + self._timeout
             try:
-                self._right, self._left = self._meet(listener, token, rows[right], deadline)
+                self._right, self._left = self._meet(listeners, rows[right], deadline)
             except OSError as error:
                 raise self._lost(f"its neighbours on the ring ({error})") from error
 
     def _meet(
-        self, listener: socket.socket, token: int, row: tuple[int, int, int], deadline: float
+        self, listeners: Listeners, row: tuple[int, int, int], deadline: float
     ) -> tuple[StreamOut | CmaOut, StreamIn | CmaIn]:
         """Connect to the right neighbour, which listens at `row`, and be found by the left one."""
-        wants_cma = self.pattern == "cma"
         with ExitStack() as opened:
-            right = opened.enter_context(_connect(*row, deadline))
-            proof = offer(right, wants_cma)
-            left = opened.enter_context(_accept(listener, token, deadline))
-            left.settimeout(max(0.01, deadline - time.monotonic()))
-            pid = try_offer(left, wants_cma)
-            is_read = answer(right)
-            del proof
+            right = opened.enter_context(connect(row, self._wants_cma, deadline))
+            left = opened.enter_context(listeners.accept(deadline))
+            pid, is_read = _shake_hands(left, right)
             for end in (left, right):
                 end.setblocking(False)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             opened.pop_all()
         return CmaOut(right) if is_read else StreamOut(right), CmaIn(left, pid) if pid else StreamIn(left)
 
@@ -178,38 +168,12 @@ class RingSockets:
         return CommError(f"{who} could not go on with {peer}{why}.")
 
 
-def _listener() -> socket.socket:
-    """A listening socket on the interface that leads to the others; an unbound one if there is none."""
-    try:
-        return socket.create_server((own_address(), 0))
-    except OSError:
-        return socket.socket()
-
-
-def _packed_address(listener: socket.socket) -> tuple[int, int]:
-    """IPv4 address and port as two numbers; port 0 when it does not listen."""
-    host, port = listener.getsockname()
-    return struct.unpack("!I", socket.inet_aton(host))[0], port
-
-
-def _connect(address: int, port: int, token: int, deadline: float) -> socket.socket:
-    host = socket.inet_ntoa(struct.pack("!I", address))
-    connection = socket.create_connection((host, port), timeout=max(0.01, deadline - time.monotonic()))
-    connection.sendall(struct.pack("!q", token))
-    return connection
-
-
-def _accept(listener: socket.socket, token: int, deadline: float) -> socket.socket:
-    """The connection that shows the token; strangers, silent ones too, are sent away."""
-    while (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
-        connection, _ = listener.accept()
-        connection.settimeout(min(left, _STRANGER_SECONDS))
-        with suppress(OSError):
-            if connection.recv(8, socket.MSG_WAITALL) == struct.pack("!q", token):
-                return connection
-        connection.close()
-    raise TimeoutError("timed out")
+def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
+    """Return the left neighbour's process id, 0 if it cannot be read, and whether the right one reads."""
+    nonce = cma.challenge(left) if cma.is_local(left) else b""
+    proof = cma.prove(right) if cma.is_local(right) else None
+    pid = cma.verify(left, nonce) if nonce else 0
+    return pid, proof is not None and cma.answer(right)
 
 
 _sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = weakref.WeakKeyDictionary()

@@ -2,12 +2,15 @@
 
 import os
 import random
+import secrets
 import socket
 import sys
 from collections import deque
+from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from comm import cma, sockets
 from comm.cma import CmaIn, CmaOut
@@ -69,6 +72,63 @@ def test_an_edge_whose_reader_cannot_read_is_a_stream_and_the_others_stay_as_the
     right_of_1 = StreamOut if what == "another system" else CmaOut
     left_of_2 = StreamIn if what == "another system" else CmaIn
     assert kinds == [(CmaIn, StreamOut), (StreamIn, right_of_1), (left_of_2, CmaOut)]
+
+
+def test_a_neighbour_that_shows_the_memory_of_a_third_process_is_not_read():
+    def meet(cluster, hands_over: bool) -> int | None:
+        """Rank 1 connects to rank 0, which wants to read, and answers itself or lets rank 2 answer."""
+        with ExitStack() as opened:
+            if cluster.rank != 1:
+                listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(f"\0test-{secrets.token_hex(8)}")
+                listener.listen()
+                cluster.store.set(f"at {cluster.rank}", listener.getsockname().hex())
+                end = opened.enter_context(listener.accept()[0])
+                if cluster.rank == 0:
+                    return cma.verify(end, cma.challenge(end))
+                received = socket.recv_fds(end, 1, 1)[1]
+                end = opened.enter_context(socket.socket(fileno=received[0]))
+            else:
+                places = [bytes.fromhex(cluster.store.get(f"at {rank}").decode()) for rank in (0, 2)]
+                end, third = (opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in places)
+                end.connect(places[0])
+                third.connect(places[1])
+                socket.send_fds(third, [b"x"], [(end if hands_over else third).fileno()])
+            if cluster.rank == (2 if hands_over else 1):
+                proof = cma.prove(end)
+                assert cma.answer(end) is not hands_over
+                del proof
+        return os.getpid()
+
+    read, left, _ = run_ranks(meet, 3, False)
+    assert read == left
+    assert run_ranks(meet, 3, True)[0] == 0
+
+
+def named_tracers(cluster, launched: bool) -> list[int]:
+    """Reduce in all ranks, and in two groups of every other one; who was named as a reader, as ranks."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    ranks = {int(pid): rank for rank, pid in enumerate(pids)}
+    named: list[int] = []
+    with (
+        replaced("comm.cma._name_tracer", named.append),
+        replaced("comm.cma._is_launched", lambda: launched),
+    ):
+        for group in (
+            None,
+            [dist.new_group(members) for members in ([0, 2], [1, 3])][cluster.rank % 2],
+            None,
+        ):
+            all_reduce(torch.ones(3), pattern="cma", group=group)
+    return [ranks.get(pid, -1 if pid == os.getppid() else -2) for pid in named]
+
+
+def test_a_rank_names_its_reader_to_a_strict_kernel_and_its_launcher_where_there_are_several():
+    assert run_ranks(named_tracers, 4, True) == [[1, -1], [2, -1], [3, -1], [0, -1]]
+    assert run_ranks(named_tracers, 4, False) == [[1], [2], [3], [0]], (
+        "never the shell of ranks started by hand"
+    )
 
 
 def test_what_leaves_arrives_in_order_whether_it_is_read_or_sent():

@@ -96,11 +96,12 @@ def test_ranks_meet_in_any_number_and_no_port_stays_open(capfd):
 def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str], set[str]]:
     """Join and communicate in all patterns; where this rank then listens, and where Python bound sockets."""
     bound: set[str] = set()
-    sys.addaudithook(
-        lambda event, args: (
-            bound.add(args[1][0]) if event == "socket.bind" and args[0].type == socket.SOCK_STREAM else None
-        )
-    )
+
+    def watch(event: str, args: tuple) -> None:
+        if event == "socket.bind" and args[0].family != socket.AF_UNIX:
+            bound.add(args[1][0])
+
+    sys.addaudithook(watch)
     set_variables(environments[cluster.rank])
     with rendezvous.joined():
         for pattern in ("torch", "ring", "tcp", "cma"):

@@ -9,12 +9,11 @@ import time
 import pytest
 import torch
 
-from comm import sockets
+from comm import neighbours
 from comm.collectives import CommError, all_reduce
+from comm.neighbours import Listeners
 from lab.interface import own_address
 from lab.ranks import RankError, run_ranks
-
-TOKEN = 12345
 
 
 def knock(port: int, data: bytes) -> socket.socket:
@@ -25,34 +24,36 @@ def knock(port: int, data: bytes) -> socket.socket:
 
 
 def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(monkeypatch):
-    monkeypatch.setattr(sockets, "_STRANGER_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(neighbours, "_TOKEN_SECONDS", 0.1)
+    with Listeners(unix=False) as listeners:
+        _, port, token = listeners.row()
         silent, wrong, short = knock(port, b""), knock(port, struct.pack("!q", 1)), knock(port, b"abc")
         gone = knock(port, b"")
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         gone.close()  # with a reset
-        neighbour = knock(port, struct.pack("!q", TOKEN))
-        with sockets._accept(listener, TOKEN, time.monotonic() + 20) as accepted:
+        neighbour = knock(port, struct.pack("!q", token))
+        with listeners.accept(time.monotonic() + 20) as accepted:
             assert accepted.getpeername() == neighbour.getsockname()
         for end in (silent, wrong, short, neighbour):
             end.close()
 
 
 def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(monkeypatch):
-    monkeypatch.setattr(sockets, "_STRANGER_SECONDS", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(neighbours, "_TOKEN_SECONDS", 0.05)
+    with Listeners(unix=True) as listeners:
         stop, strangers = threading.Event(), []
 
         def keep_knocking() -> None:
             while not stop.wait(0.05):
-                strangers.append(knock(listener.getsockname()[1], b""))
+                strangers.append(knock(listeners.row()[1], b""))
 
         thread = threading.Thread(target=keep_knocking)
         thread.start()
         try:
             with pytest.raises(TimeoutError):
-                sockets._accept(listener, TOKEN, time.monotonic() + 0.5)
+                listeners.accept(time.monotonic() + 0.5)
         finally:
             stop.set()
             thread.join()

@@ -48,9 +48,12 @@ with joined() as cluster:
 
 # Rank 1 crashes once; then rank 0 lists what the launcher and both ranks listen on, and what Python bound.
 LISTENS = """
-import json, os, sys
+import json, os, socket, sys
 bound = []
-sys.addaudithook(lambda event, args: event == "socket.bind" and bound.append(args[1]))
+def watch(event, args):
+    if event == "socket.bind" and args[0].family != socket.AF_UNIX:
+        bound.append(args[1])
+sys.addaudithook(watch)
 import torch
 from comm.collectives import all_reduce
 from comm.rendezvous import joined
