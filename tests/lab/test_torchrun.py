@@ -55,6 +55,7 @@ def watch(event, args):
         bound.append(args[1])
 sys.addaudithook(watch)
 import torch
+import torch.distributed as dist
 from comm.collectives import all_reduce
 from comm.rendezvous import joined
 from tests.listening import family, listening
@@ -69,6 +70,7 @@ with joined() as cluster:
     if cluster.is_main:
         found = listening(*family(os.getppid()))
         print(json.dumps({"listening": found, "bound": bound, "port": int(os.environ["MASTER_PORT"])}))
+    dist.barrier()  # until then rank 1 listens, too
 """
 
 
