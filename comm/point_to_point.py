@@ -51,11 +51,17 @@ class SlowTransfer:
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer | SlowTransfer:
-    """Start sending a contiguous tensor to rank `dst` of the group; `wait()` before you change it."""
-    payload = peer_wire(group).isend(tensor.detach(), dst)
+    """Start sending a contiguous tensor to rank `dst` of the group; `wait()` before you change it.
+
+    Over gloo a GPU's tensor goes by way of host memory, so the call waits until it is computed.
+    """
+    outgoing = tensor.detach().to("cpu") if _is_staged(tensor, group) else tensor.detach()
+    payload = peer_wire(group).isend(outgoing, dst)
     if slow_link.current() is None:
         return payload
-    at = torch.tensor([slow_link.arrival(queue_of(group), tensor.nbytes)], device=tensor.device)
+    if outgoing.is_cuda:
+        torch.cuda.current_stream().synchronize()  # the link takes what is computed, not what is launched
+    at = torch.tensor([slow_link.arrival(queue_of(group), tensor.nbytes)], device=outgoing.device)
     return SlowTransfer(payload, peer_wire(group, counted=False).isend(at, dst), is_received=False)
 
 
@@ -64,11 +70,20 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
 
     The k-th receive from a rank meets its k-th send. Nobody compares sizes here: agree on them first.
     """
-    payload = peer_wire(group).irecv(tensor.detach(), src)
+    incoming, is_staged = tensor.detach(), _is_staged(tensor, group)
+    if is_staged:
+        incoming = torch.empty(tensor.shape, dtype=tensor.dtype)
+    payload = peer_wire(group).irecv(incoming, src)
+    payload.goes_to = tensor.detach() if is_staged else None
     if slow_link.current() is None:
         return payload
-    at = torch.empty(1, dtype=torch.int64, device=tensor.device)
+    at = torch.empty(1, dtype=torch.int64, device=incoming.device)
     return SlowTransfer(payload, peer_wire(group, counted=False).irecv(at, src), is_received=True)
+
+
+def _is_staged(tensor: torch.Tensor, group: Group) -> bool:
+    """Whether the tensor is on a GPU and its messages are gloo's, which has none for such."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:

@@ -39,6 +39,7 @@ class Transfer:
     def __init__(self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> None:
         self._wire, self.tensor, self._peer, self._verb = wire, tensor, peer, verb
         self._work: dist.Work | None = work
+        self.goes_to: torch.Tensor | None = None  # on a GPU: a copy of what has arrived in host memory
 
     def wait(self) -> None:
         """Block until the message has arrived, or has left and its memory may be used again.
@@ -52,6 +53,8 @@ class Transfer:
             work.wait()
         except RuntimeError as error:
             raise self._wire.failed(error, self._peer, self._verb) from error
+        if self.goes_to is not None:
+            self.goes_to.copy_(self.tensor)
 
 
 class Wire:

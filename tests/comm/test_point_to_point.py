@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import collectives, point_to_point
+from comm import collectives, point_to_point, slow_link
 from comm.collectives import CommError
+from comm.cost import Link
 from comm.point_to_point import irecv, isend, measure_link, recv, send
+from comm.wire import Wire
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import RankError, run_ranks
 
@@ -142,3 +144,40 @@ def test_a_group_that_nobody_holds_is_freed_after_messages_too():
         return reference() is None
 
     assert run_ranks(make_and_forget, 2) == [True, True]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, and only a copy of it can be sent."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def to(self, device: str) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory(monkeypatch):
+    def exchange(cluster) -> list[float]:
+        for name in ("isend", "irecv"):
+            plain = getattr(Wire, name)
+
+            def in_host_memory(self, tensor, peer, header=False, plain=plain):
+                assert type(tensor) is torch.Tensor
+                return plain(self, tensor, peer, header)
+
+            monkeypatch.setattr(Wire, name, in_host_memory)
+        got = []
+        for link in (None, Link(1e-4, 1e-9)):
+            mine = torch.full((3,), float(cluster.rank)).as_subclass(OnGpu)
+            theirs = torch.full((3,), -1.0).as_subclass(OnGpu)
+            with slow_link.slowed(link):
+                arriving, leaving = irecv(theirs, 1 - cluster.rank), isend(mine, 1 - cluster.rank)
+                mine.fill_(9.0)  # it has been copied already
+                arriving.wait()
+                theirs += 10
+                arriving.wait()  # a second time does not copy again
+                leaving.wait()
+            got += theirs.tolist()
+        return got
+
+    assert run_ranks(exchange, 2) == [[11.0] * 6, [10.0] * 6]
