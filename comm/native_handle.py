@@ -66,7 +66,7 @@ def failed(op: str, error: RuntimeError) -> CommError:
     """The sentence for an error of torch's."""
     if isinstance(error, CommError):
         return error
-    return CommError(f"{op} (torch): rank {dist.get_rank()} {peer_trouble(str(error), 'a peer')}.")
+    return CommError(f"{op} (torch): rank {dist.get_rank()} gave up: {peer_trouble(str(error), 'a peer')}.")
 
 
 def _error_of(op: str, future: torch.futures.Future) -> CommError | None:

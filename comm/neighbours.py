@@ -15,10 +15,12 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Self
 
+from comm import liveness
 from lab.interface import own_address
 
 _TOKEN = struct.Struct("!q")
 _TOKEN_SECONDS = 2.0  # for a connection to show the token
+_LOOK_SECONDS = 0.2  # between two looks whether a rank has died
 
 
 class Listeners:
@@ -47,9 +49,14 @@ class Listeners:
         return struct.unpack("!I", socket.inet_aton(host))[0], port, self._token
 
     def accept(self, deadline: float) -> socket.socket:
-        """Return the connection that shows the token; any other, a silent one too, is closed."""
+        """Return the connection that shows the token; any other, a silent one too, is closed.
+
+        OSError when the time is up, or a rank has died meanwhile: it may be the one that should connect.
+        """
         while (left := deadline - time.monotonic()) > 0:
-            for listener in wait(self._sockets, left):
+            if (gone := liveness.cause(0)) and gone.how != "finished":
+                raise ConnectionError(str(gone))
+            for listener in wait(self._sockets, min(left, _LOOK_SECONDS)):
                 assert isinstance(listener, socket.socket)
                 listener.settimeout(left)
                 connection, _ = listener.accept()

@@ -26,12 +26,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import tyro
 
 from comm import collectives, slow_link
 from comm.cost import Link
 from comm.order import queue_of
-from comm.rendezvous import joined
+from comm.script import start
 from comm.wire import Group, Transfer, peer_wire
 from lab.cluster import Cluster
 
@@ -195,6 +194,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

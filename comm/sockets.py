@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from comm import cma
+from comm import cma, liveness
 from comm.cma import CmaIn, CmaOut
 from comm.edges import StreamIn, StreamOut
 from comm.header import ROW_BYTES, Header, RowExchange, check_rows
@@ -27,6 +27,7 @@ from lab.ledger import LEDGER
 # What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
 PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
 CAN_POLL = hasattr(select, "poll")  # Windows cannot
+_LOST = "the connection is lost, it has died or left, so look for the first error in its log"
 
 
 class RingSockets:
@@ -57,7 +58,9 @@ class RingSockets:
             try:
                 self._right, self._left = self._meet(listeners, rows[right], deadline)
             except OSError as error:
-                raise self._lost(f"its neighbours on the ring ({error})") from error
+                why = f"they could not connect ({error})"
+                raise self._lost("its neighbours on the ring", why=why) from error
+            _close_forgotten(group, pattern)  # all ranks are here, so none reads from the last ring any more
 
     def _meet(
         self, listeners: Listeners, row: tuple[int, int, int], deadline: float
@@ -127,11 +130,13 @@ class RingSockets:
                 last_move = time.monotonic()
                 continue
             if time.monotonic() - last_move > self._timeout:
-                peer = self._left_name if position < len(incoming) else self._right_name
+                waits_for_left = position < len(incoming)
                 raise self._lost(
-                    f"rank {peer}: nothing moved until the timeout; it, or a rank beyond it on the ring, "
+                    f"rank {self._left_name if waits_for_left else self._right_name}",
+                    self._left if waits_for_left else self._right,
+                    "nothing moved until the timeout; it, or a rank beyond it on the ring, "
                     "has not come here, is stuck or is paused",
-                    gone=False,
+                    patience=0.0,
                 )
             something = select.poll()
             if position < len(incoming):
@@ -150,22 +155,20 @@ class RingSockets:
         try:
             return self._right.push(queue)
         except OSError as error:
-            raise self._lost(f"rank {self._right_name}") from error
+            raise self._lost(f"rank {self._right_name}", self._right) from error
 
     def _receive(self, into: memoryview) -> int:
         try:
             return self._left.receive(into)
         except OSError as error:
-            raise self._lost(f"rank {self._left_name}") from error
+            raise self._lost(f"rank {self._left_name}", self._left) from error
 
-    def _lost(self, peer: str, gone: bool = True) -> CommError:
-        why = (
-            ": the connection is lost, it has died or left, so look for the first error in its log"
-            if gone
-            else ""
-        )
-        who = f"{self._op} ({self.pattern}): rank {dist.get_rank()}"
-        return CommError(f"{who} could not go on with {peer}{why}.")
+    def _lost(self, peer: str, end: object = None, why: str = _LOST, patience: float = 1.0) -> CommError:
+        """The error to raise. It tells what the connection `end` really is: a stream where CMA is refused."""
+        kind = "tcp" if isinstance(end, StreamOut | StreamIn) else self.pattern
+        who = f"{self._op} ({kind}): rank {dist.get_rank()}"
+        gone = liveness.cause(patience)
+        return CommError(f"{who} could not go on with {peer}: {gone or why}.")
 
 
 def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
@@ -177,7 +180,10 @@ def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
 
 
 _sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = weakref.WeakKeyDictionary()
-_forgotten: list[RingSockets] = []
+# Out of step, but the neighbours may have to read from them what did not fit, and would find them reset.
+_forgotten: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSockets:
@@ -197,5 +203,9 @@ def forget(group: Group, pattern: str) -> None:
     if sockets.is_in_step:
         sockets.close()
     else:
-        # The neighbours may have to read from them what did not fit, and would find them reset.
-        _forgotten.append(sockets)
+        _forgotten.setdefault(group_of(group), {})[pattern] = sockets
+
+
+def _close_forgotten(group: dist.ProcessGroup, pattern: str) -> None:
+    if sockets := _forgotten.get(group, {}).pop(pattern, None):
+        sockets.close()

@@ -21,14 +21,13 @@ import time
 from collections.abc import Callable
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from comm import collectives as c
 from comm import cost
 from comm.point_to_point import measure_link
-from comm.rendezvous import joined
+from comm.script import start
 from comm.shards import shard_sizes
 from lab.cluster import Cluster
 from lab.interface import interface_bytes_sent
@@ -194,6 +193,4 @@ def _ms(seconds: float | None) -> str:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

@@ -19,12 +19,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from comm import liveness
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 
 Group = dist.ProcessGroup | None
 Numbers = defaultdict[tuple[int, bool], int]  # messages so far by peer, headers apart
 
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
 _TURN_BITS, _NUMBER_BITS = 10, 20
 _EARLY, _EARLY_TURN_BITS, _EARLY_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
 
@@ -131,7 +133,7 @@ class Wire:
         name = f"rank {dist.get_global_rank(self.group, peer)}"
         why = peer_trouble(str(error), name)
         return CommError(
-            f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {verb} {name}: it {why}."
+            f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {verb} {name}: {why}."
         )
 
 
@@ -162,15 +164,26 @@ def names_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def peer_trouble(text: str, peer: str) -> str:
-    """What an error text of gloo says about a peer, as the end of a sentence that starts with a rank."""
-    if "imed out" in text or "imeout" in text:
+    """Return what an error text of gloo says about a peer, as the end of a sentence.
+
+    Where the peers' connections tell which rank has gone first (comm.liveness), that one is named.
+    """
+    timed_out = "imed out" in text or "imeout" in text
+    if gone := liveness.cause(patience=0.0 if timed_out else 1.0):
+        return str(gone)
+    if timed_out:
         return (
-            f"waited in vain until the timeout; {peer} has not come here, is stuck or is paused, "
+            f"it waited until the timeout; {peer} has not come here, is stuck or is paused, "
             "or waits itself for a rank that is"
         )
-    if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
-        return f"lost the connection; {peer} has died or left, so look for the first error in its log"
-    return f"failed: {text}"
+    if is_lost_connection(text):
+        return f"it lost the connection; {peer} has died or left, so look for the first error in its log"
+    return f"it failed: {text}"
+
+
+def is_lost_connection(text: str) -> bool:
+    """Whether an error text of gloo or of torch's store speaks of a connection that a peer has closed."""
+    return any(sign in text for sign in _LOST)
 
 
 def _nothing() -> None:

@@ -16,7 +16,6 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from comm import refuse
 from comm.arguments import given
 from comm.collectives import all_gather, all_reduce
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.sampler import DistributedSampler
 from lab.check import replicas_equal
 from lab.cluster import Cluster
@@ -117,6 +116,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

@@ -28,13 +28,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
 from comm import cost
 from comm.arguments import AccumulationArgs
 from comm.collectives import Group, Work, all_reduce, broadcast, default_pattern
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.bucket_layout import Bucket, Layout
 from data_parallel.bucket_order import BucketOrder
 from data_parallel.guard import ReplicaGuard, replace_hook
@@ -215,6 +214,4 @@ def main(cluster: Cluster, args: BucketArgs) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(BucketArgs)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, BucketArgs)

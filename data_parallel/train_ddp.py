@@ -25,14 +25,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from comm import cost
 from comm.arguments import AccumulationArgs
 from comm.collectives import CommError, Group, all_reduce
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.run import Run
 from lab import timeline
 from lab.cluster import Cluster
@@ -128,6 +127,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

@@ -39,7 +39,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -49,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 from comm import cost
 from comm.collectives import Work, all_gather, broadcast, reduce_scatter
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.zero_memory import MemoryReport, Share, states_of
 from data_parallel.zero_run import ZeroArgs, ZeroRun
 from lab.cluster import Cluster
@@ -240,6 +239,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

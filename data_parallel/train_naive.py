@@ -20,13 +20,12 @@ import contextlib
 from typing import Any
 
 import torch
-import tyro
 from torch import nn
 
 from comm import cost
 from comm.arguments import Args
 from comm.collectives import Group, all_reduce, broadcast
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.guard import ReplicaGuard
 from data_parallel.run import Run
 from lab.cluster import Cluster
@@ -109,6 +108,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

@@ -19,10 +19,9 @@ times the bytes).
 import dataclasses
 
 import torch
-import tyro
 
 from comm.arguments import AccumulationArgs
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.run import Run
 from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
 from lab.cluster import Cluster
@@ -63,6 +62,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

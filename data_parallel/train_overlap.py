@@ -22,13 +22,12 @@ import contextlib
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from comm import cost
 from comm.arguments import AccumulationArgs
 from comm.collectives import Group, Work, all_reduce, broadcast
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.in_order import InOrder
 from data_parallel.run import Run
@@ -154,6 +153,4 @@ def main(cluster: Cluster, args: AccumulationArgs) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(AccumulationArgs)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, AccumulationArgs)

@@ -20,11 +20,10 @@ import contextlib
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from comm.collectives import Work, reduce_scatter
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.sharded_optimizer import Bucket, ShardedOptimizer
 from data_parallel.zero_run import BucketedZeroArgs, ZeroRun
 from lab.cluster import Cluster
@@ -100,6 +99,4 @@ def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(BucketedZeroArgs)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, BucketedZeroArgs)

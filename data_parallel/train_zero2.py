@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.gradient_shard import GradientShard, OnTheWay
 from data_parallel.sharded_optimizer import Bucket, ShardedOptimizer
 from data_parallel.zero_run import BucketedZeroArgs, ZeroRun
@@ -109,6 +108,4 @@ def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(BucketedZeroArgs)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, BucketedZeroArgs)

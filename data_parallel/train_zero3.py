@@ -22,9 +22,8 @@ import contextlib
 import dataclasses
 
 import torch
-import tyro
 
-from comm.rendezvous import joined
+from comm.script import start
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.zero_run import ZeroArgs, ZeroRun, recompute_blocks
 from lab.cluster import Cluster
@@ -84,6 +83,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

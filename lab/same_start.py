@@ -1,8 +1,8 @@
 """Ranks that were started differently are refused before the first step: they would train, and wrongly.
 
-      rank 0    data 3f0c..  --seed 0 ─┐                             ┌─► "--seed is 0 on rank 0, 2 and 1 on
-      rank 1    data 3f0c..  --seed 1 ─┼─► store ─► rank 0 compares ─┼─►  rank 1: start all ranks with the
-      rank 2    data 3f0c..  --seed 0 ─┘                             └─►  same arguments"
+      rank 0    data 3f0c..  --seed 0 ─┐             ┌─► compares all: "--seed is 0 on rank 0, 2
+      rank 1    data 3f0c..  --seed 1 ─┼─►  store  ──┼─►  and 1 on rank 1: start all ranks with the
+      rank 2    data 3f0c..  --seed 0 ─┘             └─►  same arguments"
 
 The arguments and a digest of the training data travel together, in one exchange.
 """
@@ -10,8 +10,8 @@ The arguments and a digest of the training data travel together, in one exchange
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,33 +20,27 @@ from torch import Tensor
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 
+_NAP = 0.002  # seconds between two looks at the store
+
 
 def check_same_start(
-    cluster: Cluster, data: Tensor, arguments: Mapping[str, Any], timeout: float = 60.0
+    cluster: Cluster, data: Tensor, arguments: Mapping[str, Any], timeout: float | None = None
 ) -> None:
     """Return when all ranks hold the same data and arguments; else raise one WorkbookError on every rank.
 
-    Rank 0 compares the reports and publishes its verdict on `cluster.store`. It waits `timeout` seconds
-    for the others to report, and they twice as long for the verdict.
+    Every rank writes a report to `cluster.store`, and waits `timeout` seconds (the store's own by default)
+    for the others'.
     """
-    call = cluster.store.add(f"lab.same_start/calls/{cluster.rank}", 1)
-    store = dist.PrefixStore(f"lab.same_start/{call}", cluster.store)
+    store = cluster.store
+    prefix = f"lab.same_start/{store.add(f'lab.same_start/calls/{cluster.rank}', 1)}"
     values = {name: "unset" if value is None else str(value) for name, value in arguments.items()}
     report = {"digest": digest(data), "python": platform.python_version(), "arguments": values}
-    store.set(f"report/{cluster.rank}", json.dumps(report))
-    if cluster.is_main:
-        verdict = _compare(store, cluster.world_size, timeout)
-        store.set("verdict", verdict)
-        if verdict:
-            # The store may live in this process: let the others read why before it ends.
-            _arrived(store, [f"read/{rank}" for rank in range(1, cluster.world_size)], min(timeout, 5.0))
-    elif _arrived(store, ["verdict"], 2 * timeout):
-        verdict = store.get("verdict").decode()
-        store.set(f"read/{cluster.rank}", "")
-    else:
-        verdict = (
-            f"rank 0 has not compared the ranks' data (waited up to {2 * timeout:g} s): look for its error"
-        )
+    store.set(f"{prefix}/{cluster.rank}", json.dumps(report))
+    # torch's stubs do not know that a store has a timeout
+    seconds = store.timeout.total_seconds() if timeout is None else timeout  # type: ignore[attr-defined]
+    keys = [f"{prefix}/{rank}" for rank in range(cluster.world_size)]
+    _wait_for(store, keys, seconds)
+    verdict = _compare([json.loads(store.get(key)) for key in keys])
     if verdict:
         raise WorkbookError(verdict)
 
@@ -56,15 +50,8 @@ def digest(data: Tensor) -> str:
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-def _compare(store: dist.Store, world_size: int, timeout: float) -> str:
+def _compare(reports: list[dict[str, Any]]) -> str:
     """Return what is wrong with the reports of all ranks, in a sentence; empty if nothing is."""
-    keys = [f"report/{rank}" for rank in range(world_size)]
-    if not _arrived(store, keys, timeout):
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        return (
-            f"rank {', '.join(missing)} sent no digest of its data within {timeout:g} s: look for its error"
-        )
-    reports = [json.loads(store.get(key)) for key in keys]
     odd = [str(rank) for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
     if odd:
         pythons = [f"{report['python']} on rank {rank}" for rank, report in enumerate(reports)]
@@ -91,10 +78,14 @@ def _differing(arguments: list[dict[str, str]]) -> list[str]:
     return clauses
 
 
-def _arrived(store: dist.Store, keys: list[str], timeout: float) -> bool:
-    """Wait for all keys; False if time runs out or the store is gone."""
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError:
-        return False
-    return True
+def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:
+    """Return when all keys are there. WorkbookError names the ranks whose keys are not."""
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):  # not wait(): it would print C++ frames, and could not say which is missing
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise WorkbookError(
+                f"rank {', '.join(missing)} sent no digest of its data within {seconds:g} s: "
+                "look for its error, or whether it is stuck or paused"
+            )
+        time.sleep(_NAP)

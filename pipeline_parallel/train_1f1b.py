@@ -13,9 +13,7 @@ with the backwards that are left (cooldown). So m can grow until the bubble is s
 "Memory-Efficient Pipeline-Parallel DNN Training", 2020 (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
 """
 
-import tyro
-
-from comm.rendezvous import joined
+from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from pipeline_parallel.run import Args, Run
@@ -41,6 +39,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

@@ -15,9 +15,7 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 https://arxiv.org/abs/2104.04473.
 """
 
-import tyro
-
-from comm.rendezvous import joined
+from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from pipeline_parallel.run import ChunkedArgs, Run
@@ -43,6 +41,4 @@ def main(cluster: Cluster, args: ChunkedArgs) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(ChunkedArgs)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, ChunkedArgs)

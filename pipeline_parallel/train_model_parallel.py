@@ -15,9 +15,7 @@ in at once is the next lesson, train_afab.py. The bubble: Huang et al., "GPipe",
 https://arxiv.org/abs/1811.06965.
 """
 
-import tyro
-
-from comm.rendezvous import joined
+from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from pipeline_parallel.run import Args, Run
@@ -43,6 +41,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

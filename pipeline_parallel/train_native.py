@@ -38,7 +38,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -52,7 +51,7 @@ from torch.distributed.pipelining import (
 
 from comm.channels import Channels
 from comm.point_to_point import SlowTransfer, irecv, isend
-from comm.rendezvous import joined
+from comm.script import start
 from comm.wire import Group, Transfer
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -233,6 +232,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

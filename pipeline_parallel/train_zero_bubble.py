@@ -20,9 +20,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.
 import dataclasses
 from typing import Literal
 
-import tyro
-
-from comm.rendezvous import joined
+from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from pipeline_parallel.run import Args, Run
@@ -57,6 +55,4 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(ZeroBubbleArgs)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, ZeroBubbleArgs)

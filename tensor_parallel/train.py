@@ -16,9 +16,7 @@ the weights. The layers are in layers.py, what is cut how in parallelize.py. Aft
 "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 """
 
-import tyro
-
-from comm.rendezvous import joined
+from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from tensor_parallel.parallelize import parallelize
@@ -48,6 +46,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

@@ -38,7 +38,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
@@ -56,8 +55,8 @@ from torch.distributed.tensor.parallel import (
 from comm import cost
 from comm.arguments import TrainArgs
 from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, reduce_scatter
-from comm.rendezvous import joined
 from comm.run import Run
+from comm.script import start
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
@@ -258,6 +257,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

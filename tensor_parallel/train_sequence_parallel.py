@@ -16,9 +16,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 https://arxiv.org/abs/2205.05198.
 """
 
-import tyro
-
-from comm.rendezvous import joined
+from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from tensor_parallel.parallelize import parallelize
@@ -48,6 +46,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    settings = tyro.cli(Args)
-    with joined() as this_cluster:
-        main(this_cluster, settings)
+    start(main, Args)

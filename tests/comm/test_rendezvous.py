@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import collectives, rendezvous
+from comm import collectives, meeting, rendezvous
 from comm.collectives import CommError
+from comm.script import joined
 from lab.ranks import RankError, run_ranks
 from tests.listening import listening
 
@@ -62,12 +63,12 @@ def set_variables(environment: dict[str, object]) -> None:
 def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
     """Join as these variables say, add up the ranks, and leave: rank, world size and the sum."""
     set_variables(environment)
-    rendezvous._TELL, rendezvous._LINGER = 0.3, 0.5
-    joined = rendezvous.join()
-    total = torch.tensor([float(joined.rank)])
+    meeting._TELL, meeting._LINGER = 0.3, 0.5
+    cluster = rendezvous.join()
+    total = torch.tensor([float(cluster.rank)])
     collectives.all_reduce(total)
-    rendezvous.leave(joined)
-    return joined.rank, joined.world_size, total.item()
+    rendezvous.leave(cluster)
+    return cluster.rank, cluster.world_size, total.item()
 
 
 def meet(*environments: dict[str, object], timeout: float = 40) -> list:
@@ -103,7 +104,7 @@ def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str
 
     sys.addaudithook(watch)
     set_variables(environments[cluster.rank])
-    with rendezvous.joined():
+    with joined():
         for pattern in ("torch", "ring", "tcp", "cma"):
             collectives.all_reduce(torch.ones(100_000), pattern=pattern)
         return {address for address, _ in listening(os.getpid())}, bound
@@ -228,7 +229,7 @@ def test_nccl_without_a_gpu_is_told(monkeypatch):
 def test_a_script_ends_with_one_line_and_exit_code_1(capfd):
     def script(cluster) -> None:
         os.environ.update(RANK="7", WORLD_SIZE="2")
-        with rendezvous.joined():
+        with joined():
             pass
 
     (result,) = run_ranks(script, 1, backend=None, collect_failures=True)
@@ -262,7 +263,7 @@ def test_under_torchrun_a_worker_that_crashes_is_started_again_and_the_job_ends_
 import os
 import torch
 from comm import collectives
-from comm.rendezvous import joined
+from comm.script import joined
 
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 with joined() as cluster:

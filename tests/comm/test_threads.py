@@ -4,6 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comm import rendezvous
+from comm.script import joined
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.comm.test_rendezvous import places, set_variables
@@ -15,7 +16,7 @@ def threads_after_joining(cluster, environments: list[dict[str, object]], cores:
     torch.set_num_threads(8)
     with (
         replaced("lab.threads.own_cores", lambda: frozenset(cores[cluster.rank])),
-        rendezvous.joined(),
+        joined(),
     ):
         return torch.get_num_threads()
 

@@ -37,7 +37,7 @@ time.sleep(60)
 TRAINS = """
 import os, sys, time
 import torch.distributed as dist
-from comm.rendezvous import joined
+from comm.script import joined
 
 with joined() as cluster:
     dist.barrier()
@@ -57,7 +57,7 @@ sys.addaudithook(watch)
 import torch
 import torch.distributed as dist
 from comm.collectives import all_reduce
-from comm.rendezvous import joined
+from comm.script import joined
 from tests.listening import family, listening
 
 with joined() as cluster:

@@ -1,0 +1,286 @@
+"""Who is gone: each rank holds a connection to rank 0, and the kernel closes it when the rank dies.
+
+      rank 1 ──┐
+      rank 2 ──┼──► rank 0, whose thread tells all others which ranks have gone, and how, in order
+      rank 3 ──┘
+
+gloo shows a death to the dead rank's neighbours alone. They give up, their own neighbours lose *them*, and in
+the end three ranks blame three different ones. With these connections all can name the first. A rank
+also tells here that it has finished, or has failed and why, for then it has not died. Whoever connects
+must show a token from the store. A rank that is stuck or paused stays connected: only timeouts tell of it.
+"""
+
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from lab.interface import own_address
+
+_KEY = "liveness"
+_PATIENCE = 1.0  # seconds until what one connection has shown is known to all
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A rank that takes part no more, as the end of a sentence."""
+
+    rank: int
+    how: Literal["died", "failed", "finished"]
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.how == "finished":
+            return f"rank {self.rank} has finished, and every rank must take the same number of steps"
+        if self.how == "failed" and self.why and "\n" not in self.why:
+            return f"rank {self.rank} has failed: {self.why.removesuffix('.')}"
+        return f"rank {self.rank} has {self.how}, so look for the first error in its log"
+
+
+class Liveness:
+    """What one rank knows about the others; `Host` is rank 0's side of it and `Guest` that of the others."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.gone: list[Gone] = []  # in the order in which rank 0 noticed
+
+    def cause(self, patience: float = _PATIENCE) -> Gone | None:
+        """Return the first rank that died or failed, else the first that finished; None if all are here.
+
+        It waits so many seconds for news, since one connection may show a death before another.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            left = deadline - time.monotonic()
+            self._hear(max(0.0, left))
+            others = [gone for gone in self.gone if gone.rank != self.rank]
+            bad = [gone for gone in others if gone.how != "finished"]
+            if bad or left <= 0:
+                return next(iter(bad or others), None)
+
+    def finish(self) -> None:
+        """Tell the others that this rank has finished."""
+        raise NotImplementedError
+
+    def fail(self, why: str) -> bool:
+        """Tell the others why this rank gives up; return whether rank 0 fails of the same and will say so."""
+        raise NotImplementedError
+
+    def _hear(self, seconds: float) -> None:
+        """Wait so long for news."""
+        raise NotImplementedError
+
+
+class Host(Liveness):
+    """Rank 0's side. Its thread ends when all others have left."""
+
+    def __init__(self, store: dist.Store, world_size: int) -> None:
+        super().__init__(0)
+        self._token = secrets.token_hex(16)
+        self._absent = set(range(1, world_size))
+        self._guests: dict[int, socket.socket] = {}
+        self._news = threading.Condition()
+        self._listener = socket.create_server((own_address(), 0))
+        address = self._listener.getsockname()
+        threading.Thread(target=self._serve, name="liveness", daemon=True).start()
+        store.set(_KEY, json.dumps([*address, self._token]))
+
+    def finish(self) -> None:
+        self._add(Gone(0, "finished"))
+
+    def fail(self, why: str) -> bool:
+        self._add(Gone(0, "failed", why))
+        return False
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Return when all others have left, or after so many seconds."""
+        with self._news:
+            self._news.wait_for(lambda: not self._absent and not self._guests, seconds)
+
+    def _hear(self, seconds: float) -> None:
+        with self._news:
+            if not self.gone and seconds:
+                self._news.wait(seconds)
+
+    def _add(self, gone: Gone) -> None:
+        with self._news:
+            if gone.rank not in [earlier.rank for earlier in self.gone]:
+                self.gone.append(gone)
+                for rank, guest in self._guests.items():
+                    if rank != gone.rank:
+                        with suppress(OSError):
+                            guest.sendall(_line(gone))
+            self._news.notify_all()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector, self._listener:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while self._absent or self._guests:
+                for key, _ in selector.select():
+                    if key.fileobj is self._listener:
+                        with suppress(OSError):
+                            guest, _ = self._listener.accept()
+                            guest.setblocking(False)
+                            selector.register(guest, selectors.EVENT_READ, _Lines(guest))
+                    elif not self._take(key.data):
+                        selector.unregister(key.fileobj)
+                        key.data.end.close()
+                if not self._absent and self._listener.fileno() >= 0:
+                    selector.unregister(self._listener)
+                    self._listener.close()
+
+    def _take(self, lines: "_Lines") -> bool:
+        """Handle what has come over a connection; False if it has ended, or is none of ours."""
+        messages, is_open = lines.read()
+        for message in messages:
+            if lines.rank is not None:
+                self._add(Gone(lines.rank, message["how"], message["why"]))
+            elif message.get("token") != self._token:
+                return False
+            else:
+                lines.rank = int(message["rank"])
+                with self._news:
+                    self._absent.discard(lines.rank)
+                    self._guests[lines.rank] = lines.end
+                    for gone in self.gone:
+                        lines.end.sendall(_line(gone))
+        if not is_open and lines.rank is not None:
+            with self._news:
+                self._guests.pop(lines.rank, None)
+            self._add(Gone(lines.rank, "died"))
+        return is_open
+
+
+class Guest(Liveness):
+    """The side of a rank that is not 0. OSError if rank 0 cannot be reached."""
+
+    def __init__(self, rank: int, host: str, port: int, token: str) -> None:
+        super().__init__(rank)
+        self._end = socket.create_connection((host, port), timeout=5)
+        self._end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._end, selectors.EVENT_READ)
+        self._lines, self._lock = _Lines(self._end), threading.Lock()
+        self._end.sendall(json.dumps({"rank": rank, "token": token}).encode() + b"\n")
+
+    def finish(self) -> None:
+        self._tell(Gone(self.rank, "finished"))
+        self._close()
+
+    def fail(self, why: str) -> bool:
+        self._tell(Gone(self.rank, "failed", why))
+        deadline = time.monotonic() + _PATIENCE
+        while (left := deadline - time.monotonic()) > 0:
+            self._hear(left)
+            if self.gone and self.gone[0].how != "died" and Gone(0, "failed", why) in self.gone:
+                return True
+            if any(gone.why != why for gone in self.gone):  # not refused by all alike
+                return False
+        return False
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._end.close()
+
+    def _tell(self, gone: Gone) -> None:
+        with suppress(OSError):
+            self._end.sendall(_line(gone))
+
+    def _hear(self, seconds: float) -> None:
+        with self._lock:
+            if self._end.fileno() < 0:
+                return
+            if self._selector.select(seconds):
+                messages, is_open = self._lines.read()
+                self.gone += [Gone(**message) for message in messages]
+                if not is_open:
+                    self._close()
+                    if 0 not in [gone.rank for gone in self.gone]:
+                        self.gone.append(Gone(0, "died"))
+
+
+class _Lines:
+    """JSON, one object a line, from a non-blocking socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.rank: int | None = None
+        self._rest = b""
+
+    def read(self) -> tuple[list[dict], bool]:
+        """Return the objects that have come, and whether more may."""
+        is_open = True
+        try:
+            data = self.end.recv(_LONGEST_LINE)
+            is_open = bool(data)
+        except BlockingIOError:
+            data = b""
+        except OSError:
+            data, is_open = b"", False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return [], False
+        is_open = is_open and len(self._rest) < _LONGEST_LINE
+        return [message for message in messages if isinstance(message, dict)], is_open
+
+
+def _line(gone: Gone) -> bytes:
+    return json.dumps(asdict(gone)).encode() + b"\n"
+
+
+_of_this_process: Liveness | None = None
+
+
+def attend(store: dist.Store, rank: int, world_size: int) -> bool:
+    """Connect to rank 0, once it can be found in the store; return False if it cannot yet."""
+    global _of_this_process
+    if rank == 0:
+        _of_this_process = Host(store, world_size)
+        return True
+    if not store.check([_KEY]):
+        return False
+    _of_this_process = Guest(rank, *json.loads(store.get(_KEY)))
+    return True
+
+
+def current() -> Liveness | None:
+    """Return what this process knows about its peers; None without `comm.rendezvous.join`."""
+    return _of_this_process
+
+
+def cause(patience: float = _PATIENCE) -> Gone | None:
+    """Return the rank whose end explains a failure of this rank, as Liveness.cause."""
+    return None if _of_this_process is None else _of_this_process.cause(patience)
+
+
+def finish() -> None:
+    """Tell the others that this rank has finished."""
+    if _of_this_process is not None:
+        _of_this_process.finish()
+
+
+def fail(why: str) -> bool:
+    """Tell the others why this rank gives up; return whether rank 0 says the same."""
+    return _of_this_process is not None and _of_this_process.fail(why)
+
+
+def wait_for_the_others(seconds: float) -> None:
+    """On rank 0, return when all others have gone, or after so many seconds."""
+    if isinstance(_of_this_process, Host):
+        _of_this_process.wait_until_alone(seconds)
+
+
+def forget() -> None:
+    """Know nothing about peers of an earlier group."""
+    global _of_this_process
+    _of_this_process = None

@@ -1,0 +1,129 @@
+"""How ranks that have found the store meet: who is here, who is missing, and why it cannot work.
+
+Each rank writes who it is and counts who has come. A rank that finds that something cannot work writes the
+reason into the store, and all that wait there give up with the same sentence, instead of waiting on.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from comm import liveness
+from comm.wire import CommError
+
+_POLL = 0.05  # seconds between two looks at the store
+_TELL = 2.0  # seconds between two lines about who is missing
+_LINGER = 1.0  # seconds a failed host keeps its store open, so that others can read why
+
+
+def gather_everyone(
+    store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, refusal: str
+) -> None:
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
+    entry = json.dumps(me)
+    seated = store.compare_set(f"rank/{rank}", "", entry).decode()
+    if seated != entry:
+        other = json.loads(seated)
+        raise give_up(
+            store,
+            rank,
+            f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
+            f"{me['pid']} on {me['host']}; give each its own RANK.",
+        )
+    is_watched = _attend(store, rank, world_size, seconds=1.0)
+    _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
+    next_word = time.monotonic() + _TELL
+    present: dict[int, dict] = {}
+    while len(present) < world_size or not is_watched:
+        is_watched = is_watched or _attend(store, rank, world_size, seconds=0.0)
+        stop_if_hopeless(store, rank)
+        for peer in range(world_size):
+            if peer not in present and store.check([f"rank/{peer}"]):
+                present[peer] = json.loads(store.get(f"rank/{peer}"))
+                if present[peer]["world_size"] != world_size:
+                    raise give_up(
+                        store,
+                        rank,
+                        f"Rank {rank} was started with WORLD_SIZE {world_size}, but rank {peer} with "
+                        f"{present[peer]['world_size']}; all ranks need the same.",
+                    )
+        missing = [peer for peer in range(world_size) if peer not in present]
+        now = time.monotonic()
+        if missing and now > deadline:
+            raise give_up(
+                store,
+                rank,
+                f"{_ranks(missing)} of {world_size} did not come within {timeout:g} s; look into their logs, "
+                "or start them with the same MASTER_ADDR and MASTER_PORT (JOIN_TIMEOUT waits longer).",
+            )
+        if missing and now > next_word:
+            _say(rank, world_size, f"still waiting for {_ranks(missing)}")
+            next_word = now + _TELL
+        if missing:
+            time.sleep(_POLL)
+    if refusal:
+        raise give_up(store, rank, f"{refusal} (Rank {rank} says so.)")
+    # A rank that failed now would find nobody listening: all stay until all have seen all.
+    wait_for_all(store, rank, world_size, "seen", deadline)
+    if rank == 0:
+        _say(rank, world_size, f"all {world_size} ranks have met")
+
+
+def _attend(store: dist.Store, rank: int, world_size: int, seconds: float) -> bool:
+    """Let the others see when this rank dies; False if rank 0 has not come in so many seconds."""
+    deadline = time.monotonic() + seconds
+    try:
+        while not (is_watched := liveness.attend(store, rank, world_size)) and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
+        return is_watched
+    except OSError as error:
+        _say(
+            rank, world_size, f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
+        )
+        return True
+
+
+def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
+    """Return when all ranks have come to this stage."""
+    store.set(f"{stage}/{rank}", "")
+    keys = [f"{stage}/{peer}" for peer in range(world_size)]
+    while not store.check(keys):
+        stop_if_hopeless(store, rank)
+        if time.monotonic() > deadline:
+            missing = [peer for peer in range(world_size) if not store.check([keys[peer]])]
+            raise give_up(
+                store, rank, f"The group cannot form: {_ranks(missing)} came and then stopped; look there."
+            )
+        time.sleep(_POLL / 10)
+
+
+def stop_if_hopeless(store: dist.Store, rank: int) -> None:
+    """Raise the reason for which a rank has given up, or name the rank that has died."""
+    gone = liveness.cause(0)  # before the look: a rank writes its reason before it ends
+    if store.check(["failed"]):
+        raise give_up(store, rank, "")
+    if gone is not None:
+        raise give_up(store, rank, f"The group cannot form: {gone}.")
+
+
+def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
+    """The error to raise: the first reason that any rank has written down, the same for all."""
+    with suppress(RuntimeError):
+        reason = store.compare_set("failed", "", reason).decode()
+        if rank == 0:
+            time.sleep(_LINGER)
+    return CommError(reason)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _say(rank: int, world_size: int, what: str) -> None:
+    """One line about the rendezvous, on stderr."""
+    print(f"rank {rank} of {world_size}: {what}", file=sys.stderr, flush=True)

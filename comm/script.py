@@ -1,0 +1,81 @@
+"""How the lessons' scripts start and end: `start(main, Args)`.
+
+All ranks meet first. Then what all of them refuse, a wrong argument for one, is said once, by rank 0.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import TypeVar
+
+import tyro
+
+from comm import liveness
+from comm.rendezvous import join, leave
+from comm.wire import is_lost_connection
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+
+Arguments = TypeVar("Arguments")
+
+
+class Usage(WorkbookError):
+    """What a script says instead of running: its help, or what is wrong with its command line."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def start(main: Callable[[Cluster, Arguments], object], arguments: type[Arguments]) -> None:
+    """Join the other ranks, read the command line, call `main(cluster, arguments)`, and leave together."""
+    with joined() as cluster:
+        main(cluster, command_line(arguments))
+
+
+@contextmanager
+def joined() -> Iterator[Cluster]:
+    """`with joined() as cluster:` joins, and leaves at the end.
+
+    An error whose text says it all is printed as one line, and the process exits with its code. Where all
+    ranks raise the same, rank 0 alone prints it.
+    """
+    try:
+        cluster = join()
+        yield cluster
+    except WorkbookError as error:
+        _exit(str(error), error.exit_code, str(error) if isinstance(error, Usage) else None)
+    except KeyboardInterrupt:
+        _exit("interrupted.", 130)
+    except BaseException as error:
+        # torch's own techniques communicate past ours.
+        if isinstance(error, RuntimeError) and is_lost_connection(str(error)) and (gone := liveness.cause()):
+            _exit(f"a peer has closed its connection: {gone}.", 1)
+        liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise
+    leave(cluster)
+
+
+def command_line(arguments: type[Arguments]) -> Arguments:
+    """Return the script's arguments. Raises Usage, and prints nothing, where tyro would end the process."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            return tyro.cli(arguments)
+    except SystemExit as end:
+        raise Usage(said.getvalue(), int(end.code or 0)) from None
+
+
+def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main or not liveness.fail(sentence):
+        line = usage or f"rank {os.environ.get('RANK', '0')}: {sentence}\n"
+        print(line, end="", file=sys.stderr if exit_code else sys.stdout, flush=True)
+    if is_main:
+        liveness.fail(sentence)
+        liveness.wait_for_the_others(1.0)
+    sys.stdout.flush()
+    # Not sys.exit: destructors of a broken group would wait for peers that are gone.
+    os._exit(exit_code)
