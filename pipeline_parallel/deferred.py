@@ -61,11 +61,28 @@ class _Deferring(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and func == F.linear:
-            return _Linear.apply(self._jobs, *_linear_arguments(*args, **kwargs))
-        if torch.is_grad_enabled() and func == F.conv2d:
-            return _Conv2d.apply(self._jobs, *_conv2d_arguments(*args, **kwargs))
+        if torch.is_grad_enabled() and func in _DEFERRED:
+            arguments_of, function = _DEFERRED[func]
+            x, weight, bias, *settings = arguments_of(*args, **kwargs)
+            if _can_wait(func, x, weight, bias, settings):
+                # Under torch.autocast products have another dtype; the input's cast is autograd's to undo.
+                return function.apply(self._jobs, _cast(x, _autocast_dtype(x)), weight, bias, *settings)
         return func(*args, **kwargs)
+
+
+def _can_wait(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: list[Any]) -> bool:
+    """Whether the weight's gradient can be put off: it must belong to the weight itself, and not to what it
+    was computed from. Unbatched inputs and what convolutions take besides numbers are left to autograd."""
+    if not weight.is_leaf or not (bias is None or bias.is_leaf) or x.dim() < 2:
+        return False
+    return func == F.linear or (x.dim() == 4 and not x.is_complex() and not isinstance(settings[1], str))
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which torch.autocast, if it is on, has `x` multiplied."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64 or not x.is_floating_point():
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
@@ -81,9 +98,7 @@ def _conv2d_arguments(
     dilation: Any = 1,
     groups: int = 1,
 ) -> tuple[Any, ...]:
-    if isinstance(padding, str):
-        raise NotImplementedError(f"padding={padding!r}: give the number of pixels.")
-    pairs = ([value] * 2 if isinstance(value, int) else list(value) for value in (stride, padding, dilation))
+    pairs = ([value] * 2 if isinstance(value, int) else value for value in (stride, padding, dilation))
     return input, weight, bias, *pairs, groups
 
 
@@ -95,7 +110,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         # Not saved: recomputation would hand back a copy, and the gradient belongs to the parameter itself.
         ctx.weight, ctx.bias, ctx.jobs = weight, bias, jobs
-        return F.linear(x, weight, bias)
+        ctx.low = low = _autocast_dtype(x)
+        return F.linear(x, _cast(weight, low), _cast(bias, low))
 
     @staticmethod
     @once_differentiable
@@ -103,18 +119,19 @@ class _Linear(torch.autograd.Function):
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
 
         def weights() -> None:
-            rows_of_dy, rows_of_x = dy.flatten(0, -2), x.flatten(0, -2)
+            rows_of_dy, rows_of_x = dy.flatten(0, -2), x.flatten(0, -2).conj()
             if weight.requires_grad:
-                if weight.grad is None:
-                    weight.grad = rows_of_dy.t() @ rows_of_x
+                if weight.grad is None or weight.grad.dtype != dy.dtype:
+                    _add_to(weight, rows_of_dy.t() @ rows_of_x)
                 else:
                     weight.grad.addmm_(rows_of_dy.t(), rows_of_x)
             if bias is not None and bias.requires_grad:
                 _add_to(bias, rows_of_dy.sum(0))
 
-        if any(ctx.needs_input_grad[2:]):
+        if any(ctx.needs_input_grad[2:4]):
             ctx.jobs.add(weights, x, dy)
-        return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None
+        dx = dy @ _cast(weight, ctx.low).conj() if ctx.needs_input_grad[1] else None
+        return None, dx, None, None
 
 
 class _Conv2d(torch.autograd.Function):
@@ -126,7 +143,8 @@ class _Conv2d(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.jobs, ctx.settings = weight, bias, jobs, settings
-        return F.conv2d(x, weight, bias, *settings)
+        ctx.low = low = _autocast_dtype(x)
+        return F.conv2d(x, _cast(weight, low), _cast(bias, low), *settings)
 
     @staticmethod
     @once_differentiable
@@ -137,7 +155,7 @@ class _Conv2d(torch.autograd.Function):
         def gradients(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
             sizes = None if bias is None else [len(bias)]
             return torch.ops.aten.convolution_backward(
-                dy, x, weight, sizes, stride, padding, dilation, False, [0, 0], groups, wanted
+                dy, x, _cast(weight, ctx.low), sizes, stride, padding, dilation, False, [0, 0], groups, wanted
             )
 
         def weights() -> None:
@@ -154,7 +172,19 @@ class _Conv2d(torch.autograd.Function):
         return None, dx, None, None, *[None] * len(ctx.settings)
 
 
+# By function: how its arguments come in a fixed order, and what takes its place.
+_DEFERRED: dict[Any, tuple[Callable[..., tuple[Any, ...]], Any]] = {
+    F.linear: (_linear_arguments, _Linear),
+    F.conv2d: (_conv2d_arguments, _Conv2d),
+}
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+
+
 def _add_to(parameter: Tensor, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -13,6 +13,7 @@ Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174).
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -58,7 +59,8 @@ class Passes:
     """The passes of a stage by autograd.
 
     `microbatches` divides the loss, so that gradients add up to those of the mean. `split` prepares forwards
-    for `backward_input` and `backward_weight`.
+    for `backward_input` and `backward_weight`. `output_dtype`: of what is handed on, whatever torch.autocast
+    makes of it.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class Passes:
         loss_of: LossOf | None = None,
         recompute: bool = False,
         split: bool = False,
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         self.stage, self.microbatches, self.loss_of = stage, microbatches, loss_of
-        self.recompute, self.split = recompute, split
+        self.recompute, self.split, self.output_dtype = recompute, split, output_dtype
         self._begun: dict[int, tuple[Tensor, GradientEdge | None]] = {}
         self.jobs: dict[int, Jobs] = {}
 
@@ -92,7 +95,9 @@ class Passes:
         else:
             y = self.stage(x)
         if target is None:
-            return y
+            # The next stage casts it as it needs it, and so the gradient that comes back.
+            is_cast = self.output_dtype is not None and torch.is_autocast_enabled(y.device.type)
+            return y.to(self.output_dtype) if is_cast else y
         assert self.loss_of is not None, "a target is for the last stage, which has a loss"
         return self.loss_of(y, target) / self.microbatches
 
@@ -105,11 +110,13 @@ class Passes:
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, edge = self._begun.pop(microbatch)
         if edge is not None:  # a frozen stage at the very beginning has no gradient to compute
-            torch.autograd.backward([edge], [dy])
+            with _without_autocast(x):
+                torch.autograd.backward([edge], [dy])
         return x.grad
 
     def backward_weight(self, microbatch: int) -> None:
-        self.jobs.pop(microbatch).run()
+        with _without_autocast(*self.jobs[microbatch].tensors[:1]):
+            self.jobs.pop(microbatch).run()
 
     def deferred(self, microbatch: int) -> list[Tensor]:
         return self.jobs[microbatch].tensors
@@ -123,3 +130,10 @@ class Passes:
 
     def when(self) -> None:
         return None
+
+
+def _without_autocast(*of: Tensor) -> AbstractContextManager[object]:
+    """A backward computes in the dtypes that its forward recorded, though both are in one torch.autocast."""
+    if any(torch.is_autocast_enabled(tensor.device.type) for tensor in of):
+        return torch.autocast(of[0].device.type, enabled=False)
+    return nullcontext()

@@ -76,7 +76,8 @@ class Pipeline(nn.Module):
                 return ClockPasses(clock, outputs, inputs, tick / len(own), self.device)
             is_split = has_split_backward(table)
             loss = loss_of if is_last else None
-            return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split)
+            dtype = self.boundaries[stage + 1].dtype
+            return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split, dtype)
 
         own_passes = {stage: passes(stage) for stage in own}
         self.executor = Executor(table, own_passes, self.boundaries, self.rank, group, self.device, rows=rows)

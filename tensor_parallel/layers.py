@@ -77,7 +77,21 @@ def column_parallel(
     """Several column layers of one input: its gradients are added up here, and reduced once."""
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers]
-    return _ColumnParallel.apply(x, group, sequence_parallel, len(layers), *weights, *biases)
+    x, *parameters = as_autocast(x, *weights, *biases)
+    return _ColumnParallel.apply(x, group, sequence_parallel, len(layers), *parameters)
+
+
+def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Cast what F.linear would cast under torch.autocast; a Function of ours has to have it done before."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+
+    def is_cast(tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+    return [tensor.to(dtype) if tensor is not None and is_cast(tensor) else tensor for tensor in tensors]
 
 
 class _ColumnParallel(Function):
@@ -150,7 +164,7 @@ class RowParallelLinear(nn.Module):
             y = scatter_sums(term, TIME, self.group)
         else:
             y = sum_over_ranks(term, self.group)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # another one under torch.autocast
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,6 +1,7 @@
 """Weight gradients that come later are autograd's, and what they needed goes when they have come."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -170,10 +171,76 @@ def test_what_is_frozen_keeps_nothing_for_later():
         assert not jobs.tensors and not jobs.waiting
 
 
-def test_a_padding_in_words_is_refused():
-    with pytest.raises(NotImplementedError, match="padding='same': give the number of pixels"):
-        with deferring(Jobs()):
-            nn.Conv2d(1, 1, 3, padding="same")(torch.ones(1, 1, 4, 4))
+def test_what_cannot_wait_is_left_to_autograd():
+    """Weights that are computed from others, inputs without a batch, and a padding in words."""
+
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    computed = nn.utils.parametrize.register_parametrization
+    cases: list[tuple[nn.Module, Tensor]] = [
+        (computed(nn.Linear(4, 3), "weight", Halved()), some(2, 4)),
+        (computed(nn.Linear(4, 3), "bias", Halved()), some(2, 4)),
+        (nn.Linear(4, 3), some(4)),
+        (nn.Conv2d(2, 3, 3, padding="same"), some(2, 2, 5, 5)),
+        (nn.Conv2d(2, 3, 3), some(2, 5, 5)),
+        (nn.MultiheadAttention(4, 2, batch_first=True), some(2, 3, 4)),
+    ]
+    for module, x in cases:
+        module.double()
+        found = []
+        for is_deferred in (False, True):
+            module.zero_grad()
+            jobs, given = Jobs(), x.detach().clone().requires_grad_()
+            with deferring(jobs) if is_deferred else nullcontext():
+                y = (
+                    module(given, given, given)[0]
+                    if isinstance(module, nn.MultiheadAttention)
+                    else module(given)
+                )
+            y.square().sum().backward()
+            jobs.run()
+            found.append(gradients(module) | {"input": given.grad})
+        assert_same(found[1], found[0], 1e-12, f"gradient, {module},")
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_a_complex_layers_gradients_are_autograds():
+    module = nn.Linear(4, 3).to(torch.complex128)
+    found = []
+    for is_deferred in (False, True):
+        module.zero_grad()
+        jobs, x = Jobs(), torch.complex(some(2, 4), 2 * some(2, 4)).detach().requires_grad_()
+        with deferring(jobs) if is_deferred else nullcontext():
+            y = module(x * 1j)
+        (y.real * y.imag).sum().backward()
+        jobs.run()
+        found.append([x.grad, module.weight.grad, module.bias.grad])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("make, batch_of", [(mlp, vectors), (lambda _: cnn(), images)], ids=["mlp", "cnn"])
+def test_under_autocast_gradients_are_autograds_to_the_bit(make, batch_of, recompute: bool):
+    (x, _), found = batch_of(3), []
+    for is_deferred in (False, True):
+        model = make(3).float()
+        given = x.float().requires_grad_()
+        for _ in range(2):
+            jobs = Jobs()
+
+            def forward(x: Tensor) -> Tensor:
+                with deferring(jobs) if is_deferred else nullcontext():
+                    return model(x).float().square().mean()
+
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = checkpoint(forward, given, use_reentrant=False) if recompute else forward(given)
+            loss.backward()
+            jobs.run()
+        found.append(gradients(model) | {"input": given.grad})
+        assert {gradient.dtype for gradient in found[-1].values()} == {torch.float32}
+    assert_same(found[1], found[0], 0, "gradient,")
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
