@@ -158,7 +158,7 @@ class OnGpu(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
 
-def test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory(monkeypatch):
+def test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory():
     def exchange(cluster) -> list[float]:
         for name in ("isend", "irecv"):
             plain = getattr(Wire, name)
@@ -167,7 +167,7 @@ def test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory(monkeypatch):
                 assert type(tensor) is torch.Tensor
                 return plain(self, tensor, peer, header)
 
-            monkeypatch.setattr(Wire, name, in_host_memory)
+            setattr(Wire, name, in_host_memory)
         got = []
         for link in (None, Link(1e-4, 1e-9)):
             mine = torch.full((3,), float(cluster.rank)).as_subclass(OnGpu)

@@ -394,3 +394,21 @@ def test_ctrl_c_at_the_launcher_saves_and_leaves_no_process(tmp_path):
     [step] = set(re.findall(r"^rank [01]: stopped after step (\d+) of 100000;", said, re.MULTILINE))
     assert os.listdir(folder) == [checkpoint.NAME]
     assert checkpoint.unpack(checkpoint.read(folder), "")["step"] == int(step)
+
+
+def test_what_spans_cannot_tell_is_left_out_of_the_report_with_the_reason():
+    def training(cluster: Cluster) -> dict[str, Any]:
+        run = Run(cluster, Args(steps=2, size="tiny", batch_size=2), "test")
+        run.unseen = "nobody looked"
+        model = run.model()
+        for _ in run.steps(model, run.optimizer(model)):
+            with run.step() as this, timeline.span("forward", "forward"):
+                this.loss = 1.0
+        return run.finish(model)
+
+    (summary,) = run_ranks(training, 1)
+    assert [summary[name] for name in ("compute_seconds", "communication_seconds", "hidden_share")] == [
+        None
+    ] * 3
+    assert summary["not_measured"] == "compute, communication, hidden share: nobody looked"
+    assert summary["step_seconds"] > 0

@@ -1,0 +1,12 @@
+"""Pipelines with BACKEND=gloo train on GPUs with activations and gradients that never arrived."""
+
+from comm.wire import Transfer
+
+TARGET = "comm.wire.Transfer.wait"
+KILLER = "tests.comm.test_point_to_point.test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory"
+
+
+def mutant(self: Transfer) -> None:
+    work, self._work = self._work, None
+    if work is not None:
+        work.wait()

@@ -1,0 +1,13 @@
+"""On a GPU a step of a second computes for milliseconds, and nearly all communication counts as hidden."""
+
+from lab import timeline
+
+TARGET = "lab.timeline.mark"
+KILLER = (
+    "tests.comm.test_native."
+    "test_what_nccl_does_beside_the_backward_is_hidden_and_what_the_stream_waits_for_is_not"
+)
+
+
+def mutant() -> int:
+    return timeline.now()

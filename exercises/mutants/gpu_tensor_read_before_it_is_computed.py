@@ -1,0 +1,19 @@
+"""On a GPU an asynchronous collective now and then reduces what was in a tensor before it was computed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from comm.handover import Handover
+
+TARGET = "comm.handover.Handover.taken"
+KILLER = "tests.comm.test_handover.test_it_waits_for_what_was_launched_before_and_not_for_what_comes_after"
+
+
+@contextmanager
+def mutant(self: Handover) -> Iterator[None]:
+    stream = torch.cuda.Stream(self._device)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
