@@ -80,6 +80,18 @@ def test_zero_3_trains_on_three_nodes_and_sends_what_the_formula_says(up):
         assert figures[f"{name}_bytes"] >= figures[f"formula_{name}_bytes"] > 0
 
 
+def test_a_checkpoint_in_shards_is_on_a_disk_that_all_nodes_share_and_other_nodes_go_on_from_it(up):
+    def run(args: str, **settings: str) -> dict[str, float]:
+        nodes = up(RUN_MODE="zero3", ARGS=f"--json --size tiny {args}", timeout=240, **settings)
+        assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+        return nodes["node0"].json()
+
+    assert run("--steps 3 --checkpoint checkpoints/z")["steps"] == 3
+    rest = run("--steps 6 --checkpoint checkpoints/z --resume", WORLD_SIZE="3")
+    assert rest["steps"] == 3
+    assert rest["last_loss"] == pytest.approx(run("--steps 6")["last_loss"], rel=1e-4)
+
+
 def test_a_model_cut_among_four_nodes_trains_as_on_one(up):
     args = "--json --steps 5 --size tiny --clip 1"
     nodes = up(RUN_MODE="tensor_parallel", WORLD_SIZE="4", ARGS=args)
