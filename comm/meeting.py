@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from comm import liveness
+from comm import gpus, liveness
 from comm.wire import CommError
 
 _POLL = 0.05  # seconds between two looks at the store
@@ -22,9 +22,9 @@ _LINGER = 1.0  # seconds a failed host keeps its store open, so that others can 
 
 
 def gather_everyone(
-    store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, refusal: str
+    store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str, refusal: str
 ) -> None:
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
     entry = json.dumps(me)
     seated = store.compare_set(f"rank/{rank}", "", entry).decode()
     if seated != entry:
@@ -68,6 +68,8 @@ def gather_everyone(
             time.sleep(_POLL)
     if refusal:
         raise give_up(store, rank, f"{refusal} (Rank {rank} says so.)")
+    if refusal := gpus.refusal_of({peer: entry["gpu"] for peer, entry in present.items()}):
+        raise give_up(store, rank, refusal)
     # A rank that failed now would find nobody listening: all stay until all have seen all.
     wait_for_all(store, rank, world_size, "seen", deadline)
     if rank == 0:

@@ -26,7 +26,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from comm import liveness, meeting
+from comm import gpus, liveness, meeting
 from comm.settings import check_interface, master, number, place, seconds
 from comm.store import meeting_store
 from comm.watched_store import WatchedStore
@@ -56,11 +56,12 @@ def join() -> Cluster:
     hide_torch_warnings()
     local_rank = number("LOCAL_RANK") or 0
     timeout = op_timeout = 60.0
-    device, backend, refusal = torch.device("cpu"), "gloo", ""
+    device, backend, gpu, refusal = torch.device("cpu"), "gloo", "", ""
     try:
         timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", 60.0)
         check_interface()
-        device, backend = _device(local_rank)
+        device, backend = gpus.choose(local_rank)
+        gpu = gpus.name_of(device, backend)
     except CommError as error:
         refusal = str(error)
 
@@ -74,7 +75,7 @@ def join() -> Cluster:
     try:
         store.add(sharing, 1)
         if world_size > 1:
-            meeting.gather_everyone(store, rank, world_size, deadline, timeout, refusal)
+            meeting.gather_everyone(store, rank, world_size, deadline, timeout, gpu, refusal)
         elif refusal:
             raise CommError(refusal)
         share_cores(store.add(sharing, 0))
@@ -130,25 +131,6 @@ def _form_group(
     if world_size > 1:
         # A rank that failed now would break the connections that others are still making.
         meeting.wait_for_all(store, rank, world_size, "formed", deadline)
-
-
-def _device(local_rank: int) -> tuple[torch.device, str]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
-    if backend not in ("gloo", "nccl"):
-        raise CommError(f"BACKEND is {backend!r}; it must be gloo or nccl.")
-    if not gpus:
-        if backend == "nccl":
-            raise CommError("BACKEND is nccl, but there is no GPU here; leave it out or choose gloo.")
-        return torch.device("cpu"), backend
-    if backend == "nccl" and local_rank >= gpus:
-        raise CommError(
-            f"LOCAL_RANK is {local_rank}, but there are only {gpus} GPUs and nccl wants one for each rank; "
-            "start fewer ranks, or let them share with BACKEND=gloo."
-        )
-    device = torch.device("cuda", local_rank % gpus)
-    torch.cuda.set_device(device)
-    return device, backend
 
 
 def _listen_on_one_interface(world_size: int) -> None:
