@@ -274,10 +274,12 @@ def fail(why: str) -> bool:
     return _of_this_process is not None and _of_this_process.fail(why)
 
 
-def wait_for_the_others(seconds: float) -> None:
-    """On rank 0, return when all others have gone, or after so many seconds."""
-    if isinstance(_of_this_process, Host):
-        _of_this_process.wait_until_alone(seconds)
+def wait_for_the_others(seconds: float) -> bool:
+    """On rank 0, return True when all others have gone or so many seconds have passed; else False at once."""
+    if not isinstance(_of_this_process, Host):
+        return False
+    _of_this_process.wait_until_alone(seconds)
+    return True
 
 
 def forget() -> None:

@@ -114,11 +114,13 @@ def stop_if_hopeless(store: dist.Store, rank: int) -> None:
 
 
 def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
-    """The error to raise: the first reason that any rank has written down, the same for all."""
+    """Return the error to raise: the first reason that any rank has written down, the same for all."""
     with suppress(RuntimeError):
         reason = store.compare_set("failed", "", reason).decode()
         if rank == 0:
-            time.sleep(_LINGER)
+            liveness.fail(reason)
+            if not liveness.wait_for_the_others(_LINGER):
+                time.sleep(_LINGER)
     return CommError(reason)
 
 

@@ -1,0 +1,149 @@
+"""A rank that ends early is named by all others, at once, from its first word on, with how it ended."""
+
+import json
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives, liveness, meeting, rendezvous
+from comm.script import joined
+from lab.ranks import run_ranks
+from lab.replace import replaced
+from lab.same_start import check_same_start
+from tests.comm.test_failures import die, sentence
+from tests.comm.test_rendezvous import places, set_variables
+
+PROMPTLY = 20  # seconds; the timeouts below are 50
+POINTS = {
+    "after its first word": "comm.meeting.wait_for_all",
+    "before the group forms": "torch.distributed.init_process_group",
+    "after the group has formed": "comm.rendezvous.WatchedStore",
+    "before its data is compared": "lab.same_start.digest",
+    "before it connects to its neighbour": "comm.sockets.connect",
+    "before a reduction of torch's own": "torch.distributed.all_reduce",
+}
+
+
+def script(cluster, environments: list[dict[str, object]], victim: int, target: str) -> None:
+    set_variables(environments[cluster.rank])
+    meeting._LINGER = 0.2
+    with ExitStack() as dying:
+        if cluster.rank == victim:
+            dying.enter_context(replaced(target, die))
+        with joined() as place:
+            check_same_start(place, torch.arange(8), {})
+            for pattern in ("cma", "torch"):
+                collectives.all_reduce(torch.ones(100), pattern=pattern)
+
+
+def told(capfd: pytest.CaptureFixture[str], function, world_size: int, *args: object) -> dict[int, list[str]]:
+    """What each rank printed, without what ranks say while they meet."""
+    environments = places(list(range(world_size)), world_size, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+    run_ranks(function, world_size, environments, *args, backend=None, collect_failures=True)
+    lines = capfd.readouterr().err.splitlines()
+    lines = [
+        line
+        for line in lines
+        if not any(word in line for word in (": here as", "all have met", "ranks have"))
+    ]
+    return {rank: [line for line in lines if line.startswith(f"[rank {rank}]")] for rank in range(world_size)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_ranks() -> None:
+    run_ranks(lambda cluster: None, 1)  # what is timed below is not the import of torch
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_that_dies_at_the_start_is_named_at_once_by_each_other_one(point, victim, capfd):
+    start = time.monotonic()
+    lines = told(capfd, script, 3, victim, POINTS[point])
+    assert time.monotonic() - start < PROMPTLY
+    for rank in {0, 1, 2} - {victim}:
+        [sentence] = lines[rank]
+        assert sentence.endswith(f"rank {victim} has died, so look for the first error in its log.")
+
+
+def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> None:
+    set_variables(environments[cluster.rank])
+    place = rendezvous.join()
+    collectives.barrier()
+    if place.rank == 2:
+        die()
+    collectives.all_reduce(torch.ones(10), pattern=pattern)
+
+
+def test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour():
+    for pattern in ("ring", "tcp", "cma", "tree", "torch"):
+        environments = places(list(range(5)), 5, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+        errors = run_ranks(in_a_ring, 5, environments, pattern, backend=None, collect_failures=True)
+        for rank in (0, 1, 3, 4):
+            text = sentence(str(errors[rank])).strip()
+            assert text.startswith(f"all_reduce ({pattern}): rank {rank} ")
+            assert text.endswith(": rank 2 has died, so look for the first error in its log.")
+
+
+def uneven(cluster, environments: list[dict[str, object]], short: int) -> None:
+    set_variables(environments[cluster.rank])
+    place = rendezvous.join()
+    for _ in range(2 if place.rank == short else 3):
+        collectives.all_reduce(torch.ones(10))
+    rendezvous.leave(place)
+
+
+def test_all_are_told_that_a_rank_has_finished():
+    for short in (0, 2):
+        start, environments = time.monotonic(), places([0, 1, 2], 3, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+        ends = run_ranks(uneven, 3, environments, short, backend=None, collect_failures=True)
+        assert time.monotonic() - start < PROMPTLY
+        assert ends.pop(short) is None
+        for error in ends:
+            why = f"rank {short} has finished, and every rank must take the same number of steps."
+            assert sentence(str(error)).strip().endswith(why)
+
+
+def failing(cluster, environments: list[dict[str, object]]) -> None:
+    set_variables(environments[cluster.rank])
+    with joined() as place:
+        if place.rank == 1:
+            raise ZeroDivisionError("the loss is nan again")
+        collectives.all_reduce(torch.ones(10))
+
+
+def test_the_others_are_told_why_a_rank_has_failed(capfd):
+    lines = told(capfd, failing, 3)
+    for rank in (0, 2):
+        [sentence] = lines[rank]
+        assert sentence.endswith(": rank 1 has failed: ZeroDivisionError: the loss is nan again.")
+
+
+def test_who_has_no_token_is_not_listened_to_and_stops_nothing():
+    store = dist.HashStore()
+    assert liveness.attend(store, 0, 3)
+    host = liveness.current()
+    address, port, token = json.loads(store.get("liveness"))
+    strangers = [socket.create_connection((address, port)) for _ in range(4)]
+    strangers[1].sendall(b'{"rank": 1, "token": "guessed"}\n{"rank": 1, "how": "died", "why": ""}\n')
+    strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+    strangers[3].close()
+    guests = {rank: liveness.Guest(rank, address, port, token) for rank in (1, 2)}
+    assert guests[2].cause(patience=0) is None
+    guests[1].fail("it has enough")
+    assert str(guests[2].cause()) == str(host.cause()) == "rank 1 has failed: it has enough"
+    for guest in guests.values():
+        guest.finish()
+    host.wait_until_alone(5)
+    assert [gone.rank for gone in host.gone] == [1, 2]
+    liveness.forget()
+
+
+def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_before():
+    known = liveness.Liveness(0)
+    known._hear = lambda seconds: None
+    known.gone = [liveness.Gone(1, "finished"), liveness.Gone(2, "died"), liveness.Gone(3, "failed", "for 2")]
+    assert known.cause(patience=0) == liveness.Gone(2, "died")

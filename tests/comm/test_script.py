@@ -1,0 +1,78 @@
+"""What all ranks refuse is said once, by rank 0; what one refuses is said by it, and the others name it."""
+
+import dataclasses
+import sys
+
+import torch
+
+from comm.collectives import all_reduce
+from comm.script import start
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+from tests.comm.test_rendezvous import places, set_variables
+
+
+@dataclasses.dataclass
+class Args:
+    """Add ones."""
+
+    steps: int = 1
+
+
+def main(cluster, args: Args) -> None:
+    if args.steps < 1:
+        raise WorkbookError(f"--steps {args.steps}: there must be at least one.")
+    all_reduce(torch.ones(args.steps))
+
+
+def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
+    """How the ranks of a script ended that were started with those command lines, and what they printed."""
+
+    def run(cluster, environments: list[dict[str, object]]) -> str:
+        set_variables(environments[cluster.rank])
+        sys.argv = ["script.py", *command_lines[cluster.rank].split()]
+        start(main, Args)
+        return "ended well"
+
+    n = len(command_lines)
+    environments = places(list(range(n)), n, **variables)
+    results = run_ranks(run, n, environments, backend=None, collect_failures=True)
+    out, err = capfd.readouterr()
+    said = [line for line in err.splitlines() if ": here as" not in line and "ranks have met" not in line]
+    return [str(result) for result in results], out, "\n".join(said)
+
+
+def test_a_wrong_command_line_is_told_once_and_ends_all_ranks(capfd):
+    ends, out, err = outcome(capfd, *["--stpes 3"] * 3)
+    assert ends == [f"rank {rank} exited with code 2 before it returned." for rank in range(3)]
+    assert not out
+    assert "Unrecognized" in err and err.count("run script.py --help") == 1
+    assert all(line.startswith("[rank 0]") for line in err.splitlines())
+
+
+def test_help_is_printed_once_and_is_no_error(capfd):
+    ends, out, err = outcome(capfd, *["--help"] * 3)
+    assert ends == [f"rank {rank} exited with code 0 before it returned." for rank in range(3)]
+    assert not err
+    assert out.count("Add ones.") == 1 and "--steps" in out
+
+
+def test_what_all_ranks_refuse_is_told_once(capfd):
+    ends, _, err = outcome(capfd, *["--steps 0"] * 3)
+    assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
+    assert err == "[rank 0] rank 0: --steps 0: there must be at least one."
+
+
+def test_a_variable_that_all_ranks_refuse_is_told_once_after_they_have_met(capfd):
+    ends, _, err = outcome(capfd, *[""] * 3, OP_TIMEOUT="soon")
+    assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
+    assert err.count("OP_TIMEOUT is 'soon'") == 1 and err.startswith("[rank 0]")
+
+
+def test_what_one_rank_refuses_is_told_by_that_one_and_the_others_name_it(capfd):
+    ends, _, err = outcome(capfd, "", "", "--steps 0")
+    assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
+    assert "[rank 2] rank 2: --steps 0: there must be at least one." in err
+    for rank in (0, 1):
+        [sentence] = [line for line in err.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert sentence.endswith("rank 2 has failed: --steps 0: there must be at least one.")
