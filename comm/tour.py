@@ -7,6 +7,8 @@ counted as they leave, time measured beside time predicted from this link's alph
 And where every rank has a network interface of its own, as in a container, the interface's counter
 shows what really left, for torch's own collectives too, whose insides we cannot count.
 
+On GPUs it is a tour of nccl, by torch's own operations; BACKEND=gloo shows our patterns there.
+
 The prediction holds where each rank has a link for itself. Ranks on one machine share its cores and its
 memory bus: there a pattern that keeps all links busy is slower than predicted. And LINK slows down what a
 container sends, not what it receives: where many send to one root, it is faster than predicted.
@@ -17,10 +19,10 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -29,9 +31,11 @@ from comm import cost
 from comm.point_to_point import measure_link
 from comm.script import start
 from comm.shards import shard_sizes
+from comm.wire import device_of
 from lab.cluster import Cluster
 from lab.interface import interface_bytes_sent
 from lab.ledger import LEDGER
+from lab.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
 
@@ -76,9 +80,16 @@ TOUCHED = {  # the others: full and shard
 
 def tensors(cluster: Cluster, numel: int) -> Tensors:
     """`full` counts 10 * rank + position, so that a number tells where it came from."""
-    full = torch.arange(numel, dtype=torch.float32) + 10 * cluster.rank
-    shard = torch.full((shard_sizes(numel, cluster.world_size)[cluster.rank],), -float(cluster.rank))
-    return {"full": full, "shard": shard, "out": torch.zeros(numel)}
+    device = device_of(None)
+    full = torch.arange(numel, dtype=torch.float32, device=device) + 10 * cluster.rank
+    mine = shard_sizes(numel, cluster.world_size)[cluster.rank]
+    shard = torch.full((mine,), -float(cluster.rank), device=device)
+    return {"full": full, "shard": shard, "out": torch.zeros(numel, device=device)}
+
+
+def patterns_of(op: str) -> tuple[str, ...]:
+    """Return who can do the work here: ours and torch's own on gloo, only torch's on nccl."""
+    return ("torch",) if dist.get_backend() == "nccl" else (*c.PATTERNS[op], "torch")
 
 
 def show(cluster: Cluster, op: str, console: Console) -> None:
@@ -86,7 +97,7 @@ def show(cluster: Cluster, op: str, console: Console) -> None:
     t = tensors(cluster, cluster.world_size)
     names = TOUCHED.get(op, ("full", "shard"))
     before = {name: t[name].int().tolist() for name in names}
-    call(op, c.PATTERNS[op][0], t)
+    call(op, patterns_of(op)[0], t)
     after = {name: t[name].int().tolist() for name in names}
     rows = all_ranks(cluster, f"show/{op}", {"before": before, "after": after})
     if cluster.is_main and names:
@@ -113,9 +124,10 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
     while len(times) < args.repeats and sum(times) < 2.0:
         c.barrier()
         sent, on_wire = LEDGER.total(), own_interface_bytes()
-        start = time.perf_counter()
+        start = time_when_done(t["full"].device)
         call(op, pattern, t)
-        elapsed = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        took = (time_when_done(t["full"].device) - start) / 1e9
+        elapsed = torch.tensor([took], dtype=torch.float64, device=t["full"].device)
         booked = LEDGER.total() - sent
         # The last rank to finish has seen all the traffic; the others wait for it before they look.
         c.barrier()
@@ -123,7 +135,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
         now_on_wire = own_interface_bytes()
         if on_wire is not None and now_on_wire is not None:
             interface = now_on_wire - on_wire - barrier
-        c.all_reduce(elapsed, op="max", pattern="recursive_doubling")
+        c.all_reduce(elapsed, op="max", pattern="torch" if elapsed.is_cuda else "recursive_doubling")
         times.append(elapsed.item())
     assert booked is not None
     return {
@@ -163,8 +175,8 @@ def main(cluster: Cluster, args: Args) -> None:
     for column in ("rank 0 sent", "messages", "on eth0", "predicted", "measured"):
         table.add_column(column, justify="right")
     rows = []
-    for op, patterns in c.PATTERNS.items():
-        for pattern in (*patterns, "torch"):
+    for op in c.PATTERNS:
+        for pattern in patterns_of(op):
             row = measure(cluster, op, pattern, args, link)
             rows.append(row)
             table.add_row(
@@ -179,6 +191,8 @@ def main(cluster: Cluster, args: Args) -> None:
     if cluster.is_main:
         console.print(table)
         console.print("* by formula: torch's own messages cannot be counted from here.")
+        if dist.get_backend() == "nccl":
+            console.print("Our own patterns speak gloo: BACKEND=gloo shows them beside torch's.")
     if cluster.is_main and args.json:
         figures = {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta, "rows": rows}
         print(json.dumps({"run_mode": "comm", "world_size": cluster.world_size, **figures}), flush=True)

@@ -113,6 +113,27 @@ class Wire:
             raise self.failed(error, src, "receive from") from error
         return self._transfer(work, tensor, src, "receive from")
 
+    def batch(
+        self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int
+    ) -> tuple[Transfer, Transfer]:
+        """Start a send and a receive that nccl takes as one operation, so that their order does not matter.
+
+        All ranks of the group call it together. Both tensors are contiguous. One wait ends both transfers.
+        """
+        if self.counted:
+            LEDGER.count(self.op, self.pattern, outgoing.nbytes)
+        try:
+            work, *_ = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing.detach(), group=self.group, group_peer=dst),
+                    dist.P2POp(dist.irecv, incoming.detach(), group=self.group, group_peer=src),
+                ]
+            )
+        except RuntimeError as error:
+            raise self.failed(error, dst, "send to") from error
+        sent = Transfer(self, work, outgoing, dst, "send to")
+        return sent, Transfer(self, work, incoming, src, "receive from")
+
     def _transfer(self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> Transfer:
         if self.early and self._check is not _nothing:
             self.early_transfers.append((work, tensor))
@@ -156,6 +177,13 @@ def group_of(group: Group) -> dist.ProcessGroup:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
     return group or whole
+
+
+def device_of(group: Group) -> torch.device:
+    """Return where small tensors must be to travel in this group: nccl takes them on its GPU only."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def names_of(group: dist.ProcessGroup) -> list[int]:

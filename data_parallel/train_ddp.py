@@ -70,7 +70,10 @@ class HookState:
 def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook: the mean over ranks of a bucket, by comm's all-reduce with pattern "torch"."""
     gradients, bucket_is_last = bucket.buffer(), bucket.is_last()
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    # nccl calls `finish` once its work is in the stream, long before it is done. A future that knows
+    # its device takes note of the stream, and DDP has its own wait for it; with any other it reads too early.
+    devices = [gradients.device] if gradients.is_cuda else []
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
     def finish(error: BaseException | None) -> None:
         if bucket_is_last:

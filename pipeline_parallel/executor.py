@@ -37,7 +37,16 @@ from pipeline_parallel.batches import (
     refuse_without_gradients,
 )
 from pipeline_parallel.failure import SharedFailure
-from pipeline_parallel.messages import Message, Receive, Send, Sent, needed_by, sent_by, with_messages
+from pipeline_parallel.messages import (
+    Message,
+    Receive,
+    Send,
+    Sent,
+    needed_by,
+    neighbours,
+    sent_by,
+    with_messages,
+)
 from pipeline_parallel.passes import StagePasses
 
 
@@ -77,8 +86,9 @@ class Executor:
         self.watch: ActivationWatch | None = None
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(passes))}
         self._boundaries = boundaries
-        self._rank, self._program = rank, with_messages(table)[rank]
-        self._channels = Channels(group, apart)
+        programs = with_messages(table)
+        self._rank, self._program = rank, programs[rank]
+        self._channels = Channels(group, neighbours(programs), apart)
         self._failure = SharedFailure(group, device)
         self._here: dict[Message, Tensor] = {}
         self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}

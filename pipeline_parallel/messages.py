@@ -138,6 +138,13 @@ def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
     return [program(rank, row) for rank, row in enumerate(table)]
 
 
+def neighbours(programs: list[list[Step]]) -> set[tuple[int, int]]:
+    """Return who sends to whom: (source, destination) in ranks."""
+    return {
+        (rank, step.peer) for rank, steps in enumerate(programs) for step in steps if isinstance(step, Send)
+    }
+
+
 def has_split_backward(table: Table) -> bool:
     """Whether backwards are cut into input and weight gradients."""
     return any(action.kind == INPUT_GRADIENT for row in table for action in row)

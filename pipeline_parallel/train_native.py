@@ -63,10 +63,12 @@ from pipeline_parallel.actions import (
     GANTT_KIND,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
+    Table,
     num_microbatches,
 )
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.executor import Outcome
+from pipeline_parallel.messages import neighbours, with_messages
 from pipeline_parallel.passes import LossOf
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.run import ChunkedArgs, Run
@@ -172,12 +174,12 @@ class Moving(NamedTuple):
 
 
 @contextmanager
-def by_comm(group: Group = None) -> Iterator[None]:
+def by_comm(table: Table, group: Group = None) -> Iterator[None]:
     """In the block, the messages of PyTorch's schedules in this process go through comm.
 
-    `group` is that of the pipeline; its ranks must enter together.
+    `table` and `group` are those of the pipeline; its ranks must enter together.
     """
-    channels, rank = Channels(group), dist.get_rank(group)
+    channels, rank = Channels(group, neighbours(with_messages(table))), dist.get_rank(group)
 
     def start(ops: Sequence[dist.P2POp], desc: str | None = None) -> list[Moving]:
         # Their order stays PyTorch's: the k-th receive from a rank meets its k-th send, in comm as in gloo.
@@ -217,7 +219,7 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = run.optimizer(pipeline)
     x, _ = run.batch(0)
     native = TorchSchedule(pipeline, args.schedule, loss_of, x[: len(x) // args.microbatches])
-    with by_comm():
+    with by_comm(table):
         for step in run.steps(pipeline, optimizer):
             x, y = run.batch(step)
             with run.step() as this:

@@ -1,10 +1,14 @@
 """Channels: with a group for each direction or one for both, every message finds its receive."""
 
+import time
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from comm.channels import Channels
 from comm.point_to_point import irecv, isend
+from comm.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
@@ -15,7 +19,7 @@ def test_messages_both_ways_arrive_with_the_directions_apart_or_together_in_part
         for group in (None, alone if cluster.is_main else two):
             me, n = dist.get_rank(group), dist.get_world_size(group)
             for apart in (False, True, None):
-                channels, pending = Channels(group, apart), []
+                channels, pending = Channels(group, apart=apart), []
                 for peer in [rank for rank in range(n) if rank != me]:
                     theirs = torch.empty(3)
                     pending.append((peer, theirs, irecv(theirs, peer, channels.of(peer, me))))
@@ -28,3 +32,40 @@ def test_messages_both_ways_arrive_with_the_directions_apart_or_together_in_part
                 assert n == 1 or (channels.of(0, 1) is channels.of(1, 0)) == (not apart)
 
     run_ranks(exchange, 3)
+
+
+def connecting_at_the_first_message(cluster: Cluster, method):
+    """A Wire's isend or irecv that blocks as nccl's: the first one of two ranks, until both are there."""
+
+    def start(wire: Wire, tensor: torch.Tensor, peer: int, *rest):
+        pair = f"{wire.group.group_name}/{sorted((wire.rank, peer))}"
+        if not cluster.store.check([f"{pair}/{wire.rank}"]):
+            cluster.store.set(f"{pair}/{wire.rank}", "here")
+            until = time.monotonic() + 2
+            while not cluster.store.check([f"{pair}/{peer}"]):
+                assert time.monotonic() < until, f"rank {wire.rank} waits to be connected to rank {peer}"
+        return method(wire, tensor, peer, *rest)
+
+    return start
+
+
+def test_all_pairs_are_connected_before_the_first_message_where_connecting_holds_up_the_host():
+    def two_microbatches(cluster: Cluster) -> None:
+        with (
+            mock.patch.object(Wire, "isend", connecting_at_the_first_message(cluster, Wire.isend)),
+            mock.patch.object(Wire, "irecv", connecting_at_the_first_message(cluster, Wire.irecv)),
+        ):
+            channels = Channels(None, {(0, 1), (1, 0)}, apart=True)
+            activations, gradient = [torch.ones(2), torch.ones(3)], torch.zeros(1)
+            if cluster.rank == 0:
+                arriving = irecv(gradient, 1, channels.of(1, 0))  # early
+                pending = [arriving, *(isend(one, 1, channels.of(0, 1)) for one in activations)]
+            else:
+                for one in activations:
+                    irecv(one, 0, channels.of(0, 1)).wait()
+                pending = [isend(gradient + 7, 0, channels.of(1, 0))]
+            for transfer in pending:
+                transfer.wait()
+            assert gradient.item() == (7 if cluster.rank == 0 else 0)
+
+    run_ranks(two_microbatches, 2)

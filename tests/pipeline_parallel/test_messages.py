@@ -17,10 +17,11 @@ from pipeline_parallel.messages import (
     Step,
     has_split_backward,
     needed_by,
+    neighbours,
     sent_by,
     with_messages,
 )
-from pipeline_parallel.schedules import gpipe, one_f_one_b, zb_h1
+from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from tests.pipeline_parallel.test_simulate import tables
 
 some_ahead = st.integers(0, 3)
@@ -228,3 +229,9 @@ def test_the_machine_of_that_test_notices_ranks_that_wait_for_each_other():
     second[0], second[1] = second[1], second[0]
     with pytest.raises(AssertionError, match="meet"):
         run_by_chance([first, second], swapped, 0)
+
+
+def test_neighbours_are_the_ranks_of_consecutive_stages_in_both_directions():
+    row = {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert neighbours(with_messages(gpipe(3, 2))) == row
+    assert neighbours(with_messages(interleaved_1f1b(3, 6, 2))) == row | {(2, 0), (0, 2)}
