@@ -9,6 +9,7 @@ Every rank makes the whole model, with the same seed, and lets go of what is not
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -84,8 +85,12 @@ class Pipeline(nn.Module):
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
         """Forward and backward of the whole batch, as Executor.step."""
-        with self._new.collecting(parameter for parameter, _ in self._shared()):
+        with self.noting_tied_gradients():
             return self.executor.step(x, y, check=self._new.refuse_if_trained)
+
+    def noting_tied_gradients(self) -> AbstractContextManager[None]:
+        """Note, as `step` does, what the block adds to tied gradients, for `finish_gradient_sync`."""
+        return self._new.collecting(parameter for parameter, _ in self._shared())
 
     def finish_gradient_sync(self) -> None:
         """Give both copies of what two stages share the sum of their gradients since the last call."""

@@ -159,7 +159,8 @@ class TorchSchedule:
         losses: list[Tensor] = []
         inputs = (x,) if 0 in indices else ()
         target = y if self._last in indices else None
-        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        with self._pipeline.noting_tied_gradients():
+            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return Outcome(torch.stack(losses).detach().sum() if losses else None, None)
 
 
