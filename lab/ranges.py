@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) is given here, to know ranges of flat tensors and to trust no file.
+"""DCP (torch.distributed.checkpoint) learns here to save ranges of flat tensors, and to trust no file.
 
 DCP asks a tensor for the chunks that a rank has of it, and its planners for the tensors behind them. Its
 reader would unpickle the metadata, whatever that is; this one is given metadata that `unpickle` has let pass.

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from comm.cost import Link
-from lab import ranks
+from lab import checkpoint, ranks
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
@@ -124,6 +124,22 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_schedule_on_another_numb
     in_two_parts = run_ranks(rest, 2)[0]
     in_one_go = run_ranks(lambda cluster: summary(cluster, "gpipe", steps=4)["last_loss"], 1)[0]
     assert in_two_parts == pytest.approx(in_one_go, rel=1e-5)
+
+
+def test_a_checkpoint_that_lacks_what_one_stage_needs_is_refused_by_all_ranks(tmp_path):
+    def run(cluster: Cluster) -> str:
+        summary(cluster, "1f1b", steps=1, checkpoint=str(tmp_path))
+        if cluster.is_main:
+            state = checkpoint.unpack(checkpoint.read(tmp_path), "")
+            del state["model"]["head.weight"]
+            checkpoint.save(tmp_path, state)
+        with pytest.raises(WorkbookError) as caught:
+            summary(cluster, "1f1b", checkpoint=str(tmp_path), resume=True)
+        return str(caught.value)
+
+    first, last = run_ranks(run, 2, timeout=30)
+    assert first == last
+    assert first.startswith(f"{tmp_path} does not hold what this run saves (KeyError: 'head.weight')")
 
 
 def test_a_trace_shows_a_step_measured_above_simulated_and_a_page_to_play_it(tmp_path):
