@@ -46,7 +46,10 @@ def joined() -> Iterator[Cluster]:
         cluster = join()
         yield cluster
     except WorkbookError as error:
-        _exit(str(error), error.exit_code, str(error) if isinstance(error, Usage) else None)
+        sentence = str(error)
+        if is_lost_connection(str(error.__cause__)) and (gone := liveness.cause()):
+            sentence += f" ({gone})"
+        _exit(sentence, error.exit_code, sentence if isinstance(error, Usage) else None)
     except KeyboardInterrupt:
         _exit("interrupted.", 130)
     except BaseException as error:

@@ -56,10 +56,8 @@ def lost_rank_in_a_sentence(what: str) -> Iterator[None]:
     except WorkbookError:
         raise
     except RuntimeError as error:
-        why = "the connection to another rank is lost, it has died or left; its log says why"
-        if "imed out" in str(error):
-            why = "another rank has not answered in time; look what it waits for"
-        raise WorkbookError(f"cannot {what}: {why}") from error
+        how = "has not answered in time" if "imed out" in str(error) else "has died or left"
+        raise WorkbookError(f"cannot {what}: another rank {how}") from error
 
 
 def _exchanged(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
