@@ -69,3 +69,19 @@ class Flat:
             pieces.append((max(0, begin - offset) if begin < end else 0, piece))
             offset += size
         return pieces
+
+
+class Bucket:
+    """Some parameters in one flat tensor; `shard` is this rank's part of it, `pieces` what it has of each."""
+
+    def __init__(self, name: str, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
+        self.name, self.flat = name, Flat(parameters, rank, ranks)
+        self.full = parameters[0].new_zeros(self.flat.numel)
+        for parameter, view in zip(parameters, self.flat.views(self.full), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.shard = self.full[self.flat.mine]
+        self.pieces = [
+            Piece(parameter, start, nn.Parameter(part))
+            for parameter, (start, part) in zip(parameters, self.flat.pieces(self.shard), strict=True)
+        ]

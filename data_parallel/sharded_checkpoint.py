@@ -109,7 +109,8 @@ def load(
             for group, options in zip(optimizer.param_groups, found.header["options"], strict=True)
         ]
         # torch's method moves what must be elsewhere: `step` may be on the CPU, or where the parameter is.
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # What else is in a state dict says whose it is, and it is this optimizer's.
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state, "param_groups": groups})
         return found.header["extra"]
 
 

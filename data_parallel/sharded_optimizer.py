@@ -14,44 +14,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from comm import cost
 from comm.collectives import Group, all_gather, all_reduce, broadcast, default_pattern
-from data_parallel.flat import Flat, Piece, fill
+from data_parallel.clipping import clip_grad_norm_
+from data_parallel.elementwise import refuse_unless_elementwise
+from data_parallel.flat import Bucket, Piece, fill
+from data_parallel.grad_scaler import found_inf
+from data_parallel.guard import replace_hook
 from data_parallel.in_order import InOrder
+from data_parallel.shard_guard import ANOTHER_BACKWARD, ShardGuard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 
 MIB = 1 << 20
 
 
-class Bucket:
-    """Some parameters in one flat tensor; `shard` is this rank's part of it, `pieces` what it has of each."""
-
-    def __init__(self, name: str, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
-        self.name, self.flat = name, Flat(parameters, rank, ranks)
-        self.full = parameters[0].new_zeros(self.flat.numel)
-        for parameter, view in zip(parameters, self.flat.views(self.full), strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.shard = self.full[self.flat.mine]
-        self.pieces = [
-            Piece(parameter, start, nn.Parameter(part))
-            for parameter, (start, part) in zip(parameters, self.flat.pieces(self.shard), strict=True)
-        ]
-
-
 class ShardedOptimizer(Optimizer):
     """A torch optimizer of an elementwise class, on each rank of `group` for its shard, with `defaults`.
 
     `params` are a model's parameters, or groups of them, in any form torch's optimizers take. They become
-    rank 0's; buffers, which an optimizer does not see, do not. Call `finish_gradient_sync()` after the (last)
-    backward, or let `step()` do it. Several microbatches: divide each one's loss by their number, and run all
-    but the last inside `no_sync()`. Learning rate schedulers work as with the class itself. Raises
-    WorkbookError for a class that looks at a parameter as a whole.
+    rank 0's; buffers, which an optimizer does not see, do not (DDP's do, before every forward). Call
+    `finish_gradient_sync()` after the (last) backward, or let `step()` do it. Several microbatches: divide
+    each one's loss by their number, and run all but the last inside `no_sync()`. Learning rate schedulers and
+    torch.amp.GradScaler work as with the class itself. Raises WorkbookError for a class that looks at a
+    parameter as a whole.
+
+    What it does not do: leave gradients in the model (clip with `clip_grad_norm_` here; torch's own is
+    refused), reduce sparse ones, load another rank's state, or train parameters that are unfrozen (give them
+    to `add_param_group`), replaced or cast after it was made.
     """
+
+    sends_each_microbatch = False
+    _step_supports_amp_scaling = True  # asks GradScaler to pass itself to step()
 
     def __init__(
         self,
@@ -65,40 +62,60 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         refuse_unless_elementwise(optimizer_class, defaults)
         self.group, self.pattern = group, pattern
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        # torch's own reading of all the forms that parameters can be given in.
-        whole = optimizer_class(params, **defaults)
+        self._class, self._defaults = optimizer_class, defaults
+        self._caps = int(min(first_mb, bucket_mb) * MIB), int(bucket_mb * MIB)
+        self.inner: Optimizer | None = None
         self.buckets: list[Bucket] = []
-        for options in whole.param_groups:
-            for parameter in options["params"]:
-                broadcast(parameter.data, root=0, group=group)
-            trained = [parameter for parameter in options["params"] if parameter.requires_grad][::-1]
-            for positions in fill(trained, int(min(first_mb, bucket_mb) * MIB), int(bucket_mb * MIB)):
-                name = f"bucket {len(self.buckets)}"
-                self.buckets.append(Bucket(name, [trained[at] for at in positions], rank, ranks))
+        self.pieces: list[Piece] = []
+        self._place: dict[Tensor, tuple[Bucket, int]] = {}
+        self._guard = ShardGuard()
+        self._fired: set[Tensor] = set()
+        self._used: set[Tensor] = set()
+        self._synchronising, self._is_synced, self._has_gradients = True, False, False
+        self._is_over, self._is_stale = False, False  # stepped since zero_grad(); and then another backward
+        # torch's own reading of all the forms that parameters can be given in.
+        reading = optimizer_class(params, **defaults)
+        super().__init__(reading.param_groups, reading.defaults)  # which adds each group
         if not self.buckets:
             raise WorkbookError(f"{type(self).__name__} was given no parameter that is trained.")
-        self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-        mine = {piece.parameter: piece.tensor for piece in self.pieces}
-        groups = [
-            {**options, "params": [mine[parameter] for parameter in options["params"] if parameter in mine]}
-            for options in whole.param_groups
-        ]
-        self.inner = optimizer_class(groups, **defaults)
-        super().__init__([{**options} for options in self.inner.param_groups], self.inner.defaults)
         # One state and one set of options, whoever looks at them: schedulers, checkpoints, the inner one.
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self._place = {
-            piece.parameter: (bucket, position)
-            for bucket in self.buckets
-            for position, piece in enumerate(bucket.pieces)
-        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters from now on; all ranks call it, between two steps."""
+        if self._fired:
+            raise WorkbookError("add_param_group() came in the middle of a step: call it after zero_grad().")
+        options = self._class([param_group], **self._defaults).param_groups[0]
+        if any(parameter in self._place for parameter in options["params"]):
+            raise WorkbookError("add_param_group() was given a parameter that another group has.")
+        for parameter in options["params"]:
+            broadcast(parameter.data, root=0, group=self.group)
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        trained = [parameter for parameter in options["params"] if parameter.requires_grad][::-1]
+        caps = self._caps if not self.buckets else (self._caps[1], self._caps[1])
+        for positions in fill(trained, *caps):
+            bucket = Bucket(f"bucket {len(self.buckets)}", [trained[at] for at in positions], rank, ranks)
+            self.buckets.append(bucket)
+            self.pieces += bucket.pieces
+            self._place |= {piece.parameter: (bucket, at) for at, piece in enumerate(bucket.pieces)}
+            self.add_bucket(bucket)
+            for piece in bucket.pieces:
+                replace_hook(piece.parameter, self._on_gradient)
+        self._guard.watch(options["params"])
         self._launches = InOrder(len(self.buckets), lambda k: self.launch(self.buckets[k]))
-        self._fired: set[nn.Parameter] = set()
-        self._used: set[nn.Parameter] = set()
-        self._synchronising, self._is_synced = True, False
-        for piece in self.pieces:
-            piece.parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        mine = {piece.parameter: piece.tensor for piece in self.pieces}
+        names = options.get("param_names", [None] * len(options["params"]))
+        kept = [(p, name) for p, name in zip(options["params"], names, strict=True) if p in mine]
+        options |= {"params": [mine[parameter] for parameter, _ in kept]}
+        options |= {"param_names": [name for _, name in kept]} if "param_names" in options else {}
+        if self.inner is None:
+            self.inner = self._class([options], **self._defaults)
+        else:
+            self.inner.add_param_group(options)
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """The stage's: make room for the bucket's gradients."""
+        raise NotImplementedError
 
     def keep(self, bucket: Bucket, position: int) -> None:
         """The stage's: the gradient of that parameter of the bucket is complete on this rank."""
@@ -136,16 +153,20 @@ class ShardedOptimizer(Optimizer):
         gradient, and the optimizer leaves it alone.
         """
         self._complete_buckets()
-        used = torch.tensor([piece.parameter in self._used for piece in self.pieces], dtype=torch.uint8)
-        used = used.to(self.buckets[0].full.device)
+        flags = [piece.parameter in self._used for piece in self.pieces] + [self._guard.has_trouble()]
+        used = torch.tensor(flags, dtype=torch.uint8).to(self.buckets[0].full.device)
         all_reduce(used, op="max", group=self.group, pattern=self.pattern)
-        used_somewhere = iter(used.tolist())
+        *used_somewhere, in_trouble = used.tolist()
+        self._used.clear()
+        self._guard.refuse_if(in_trouble)
+        if self._is_stale:
+            raise WorkbookError("A backward came after step(): call the optimizer's zero_grad() in between.")
+        flag = iter(used_somewhere)
         for bucket in self.buckets:
             parts = bucket.flat.pieces(self.gradient_shard(bucket))
             for piece, (_, gradient) in zip(bucket.pieces, parts, strict=True):
-                piece.tensor.grad = gradient if next(used_somewhere) else None
-        self._used.clear()
-        self._is_synced = True
+                piece.tensor.grad = gradient if next(flag) else None
+        self._has_gradients, self._is_synced = any(used_somewhere), True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm."""
@@ -153,11 +174,21 @@ class ShardedOptimizer(Optimizer):
             self.finish_gradient_sync()
         return clip_grad_norm_([piece.tensor for piece in self.pieces], max_norm, self.group, self.pattern)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard, and gather everybody's."""
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Update this rank's shard, and gather everybody's. A GradScaler passes itself (grad_scaler.py)."""
         result = None if closure is None else closure()
         if not self._is_synced:
             self.finish_gradient_sync()
+        if not self._has_gradients:
+            raise WorkbookError(
+                "step() came, and no rank has a gradient of any parameter: call zero_grad() before the "
+                "backward, and make the optimizer again if the model's parameters were replaced since."
+            )
+        for piece in self.pieces:
+            piece.parameter.grad = None  # what a GAN's other backward leaves here is dropped by zero_grad()
+        self._is_over = True
+        if grad_scaler is not None and found_inf(grad_scaler, self, self.group, self.pattern):
+            return result
         self.inner.step()
         self.gather_parameters()
         return result
@@ -173,9 +204,12 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step before, on the model and on the pieces."""
+        if self._fired:  # a backward that no step follows, as the generator's through a GAN's discriminator
+            self._complete_buckets()
+        self._used.clear()
         for piece in self.pieces:
             piece.parameter.grad = piece.tensor.grad = None
-        self._is_synced = False
+        self._is_synced = self._is_over = self._is_stale = False
 
     def traffic_per_step(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
         """What the formula says a step sends: the gradients so many times, the parameters, who used what."""
@@ -185,29 +219,52 @@ class ShardedOptimizer(Optimizer):
         def one(op: str, numel: int, itemsize: int) -> Traffic:
             return cost.per_rank(op, pattern, numel, itemsize, *place)
 
-        total = one("all_reduce", len(self.pieces), 1)
+        total = one("all_reduce", len(self.pieces) + 1, 1)
         total += one("all_reduce", 1, 4) if is_clipped else Traffic()
         for bucket in self.buckets:
             size = bucket.full.numel(), bucket.full.itemsize
             total += one("all_gather", *size) + sum([one("reduce_scatter", *size)] * reductions, Traffic())
         return total
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own state, and whose shard it is of."""
+        return super().state_dict() | {"shard": self._shard()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """This rank's own, of an equal run (of another one: data_parallel.sharded_checkpoint)."""
-        self.inner.load_state_dict(state_dict)
+        """Load this rank's own, of an equal run (of another one: data_parallel.sharded_checkpoint).
+
+        All ranks call it; all raise WorkbookError if one was given another rank's.
+        """
+        is_other = torch.tensor([state_dict.get("shard") != self._shard()], dtype=torch.uint8)
+        is_other = is_other.to(self.buckets[0].full.device)
+        all_reduce(is_other, op="max", group=self.group, pattern=self.pattern)
+        if is_other:
+            raise WorkbookError(
+                "The state of a sharded optimizer fits its own rank of an equal run only, and a rank was "
+                "given another: let each save and load its own, or use data_parallel.sharded_checkpoint."
+            )
+        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
+    def _shard(self) -> dict[str, Any]:
+        pieces = [[piece.start, piece.tensor.numel()] for piece in self.pieces]
+        return {"rank": dist.get_rank(self.group), "pieces": pieces}
+
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._is_synced:
+        if not self._guard.has_gradient(parameter):
+            return
+        if self._is_synced and not self._is_over:
             raise WorkbookError("A backward came after finish_gradient_sync(): call zero_grad() in between.")
+        self._is_stale, self._is_synced = self._is_over, False
         if parameter in self._fired:
-            raise WorkbookError(
-                "Another backward began before finish_gradient_sync(): run all but the last microbatch "
-                "inside no_sync()."
-            )
+            if self._synchronising:
+                raise WorkbookError(ANOTHER_BACKWARD)
+            self._complete_buckets()  # the next microbatch inside one no_sync()
         self._used.add(parameter)
         self.keep(*self._place[parameter])
         if self._synchronising:
+            parameter.grad = self._guard.taken(parameter)
+        if self._synchronising or self.sends_each_microbatch:
             self._complete(parameter)
 
     def _complete(self, parameter: Tensor) -> None:
@@ -218,56 +275,14 @@ class ShardedOptimizer(Optimizer):
 
     def _complete_buckets(self) -> None:
         for piece in self.pieces:
-            if piece.parameter not in self._fired:
-                bucket, position = self._place[piece.parameter]
-                if piece.parameter.grad is None:
-                    self.keep_zero(bucket, position)
-                self._complete(piece.parameter)
+            parameter = piece.parameter
+            if parameter not in self._fired:
+                if parameter.grad is None or not self._guard.is_in_place(parameter):
+                    self.keep_zero(*self._place[parameter])
+                else:  # of an earlier microbatch, or computed after the backward
+                    self._used.add(parameter)
+                    self.keep(*self._place[parameter])
+                self._complete(parameter)
         self.wait()
         self._launches.reset()
         self._fired.clear()
-
-
-def clip_grad_norm_(pieces: list[nn.Parameter], max_norm: float, group: Group, pattern: str | None) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_ on the whole gradients: every element is in one rank's pieces."""
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    squares = [
-        gradient.float().square().sum() if gradient.itemsize < 4 else gradient.square().sum()
-        for gradient in gradients
-    ]
-    total = torch.stack(squares).sum() if squares else pieces[0].new_zeros(())
-    all_reduce(total, group=group, pattern=pattern)
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
-    return norm
-
-
-def refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> None:
-    """Raise WorkbookError unless two halves, each on its own, take the same steps as the whole."""
-    random = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(3, 4, 6, generator=random, dtype=torch.float64)
-    whole, halves = (
-        nn.Parameter(values.clone()),
-        [nn.Parameter(half.clone()) for half in values.view(-1).split([13, 11])],
-    )
-    try:
-        for parameters in ([whole], halves):
-            optimizer = optimizer_class(parameters, **defaults)
-            for gradient in gradients:
-                for parameter, part in zip(
-                    parameters, gradient.view(-1).split([p.numel() for p in parameters]), strict=True
-                ):
-                    parameter.grad = part.view_as(parameter).clone()
-                optimizer.step()
-        is_elementwise = torch.equal(whole.view(-1), torch.cat(halves))
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" in str(error):
-            raise
-        is_elementwise = False
-    if not is_elementwise:
-        raise WorkbookError(
-            f"{optimizer_class.__name__} does not work element by element, so it cannot have a shard of a "
-            "parameter; take one that does, such as SGD, Adam or AdamW."
-        )

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from comm.collectives import Work, reduce_scatter
 from comm.script import start
-from data_parallel.sharded_optimizer import Bucket, ShardedOptimizer
+from data_parallel.flat import Bucket
+from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_run import BucketedZeroArgs, ZeroRun
 from lab.cluster import Cluster
 from lab.model import loss_of
@@ -33,16 +34,20 @@ from lab.timeline import span
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """Stage 1. `param.grad` is a view of a flat bucket, whose shard of this rank becomes the mean."""
+    """Stage 1. Gradients add up in flat buckets, whose shard of this rank becomes the mean."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._gradients = {bucket: torch.zeros_like(bucket.full) for bucket in self.buckets}
-        self._views = {bucket: bucket.flat.views(full) for bucket, full in self._gradients.items()}
+        self._gradients: dict[Bucket, Tensor] = {}
+        self._views: dict[Bucket, list[Tensor]] = {}
         self._in_flight: list[Work] = []
+        super().__init__(*args, **options)
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        self._gradients[bucket] = torch.zeros_like(bucket.full)
+        self._views[bucket] = bucket.flat.views(self._gradients[bucket])
 
     def keep(self, bucket: Bucket, position: int) -> None:
-        """A gradient that was made anew moves into its place once, and adds up there."""
+        """A new gradient moves into its place once, and adds up there."""
         parameter, view = bucket.flat.parameters[position], self._views[bucket][position]
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)

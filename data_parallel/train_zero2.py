@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from comm.script import start
+from data_parallel.flat import Bucket
 from data_parallel.gradient_shard import GradientShard, OnTheWay
-from data_parallel.sharded_optimizer import Bucket, ShardedOptimizer
+from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_run import BucketedZeroArgs, ZeroRun
 from lab.cluster import Cluster
 from lab.model import loss_of
@@ -36,14 +37,18 @@ from lab.timeline import span
 class ZeroGradientOptimizer(ShardedOptimizer):
     """Stage 2. After a backward no `param.grad` is left: what remains of the gradients are the pieces'."""
 
+    sends_each_microbatch = True
+
     def __init__(self, *args: Any, **options: Any) -> None:
+        self._gradients: dict[Bucket, GradientShard] = {}
+        self._on_the_way = OnTheWay(0)
         super().__init__(*args, **options)
-        self._gradients = {
-            bucket: GradientShard(bucket.name, bucket.flat, bucket.full.dtype, self.group, self.pattern)
-            for bucket in self.buckets
-        }
-        largest = max(gradients.num_bytes for gradients in self._gradients.values())
-        self._on_the_way = OnTheWay(2 * largest)
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        self._gradients[bucket] = GradientShard(
+            bucket.name, bucket.flat, bucket.full.dtype, self.group, self.pattern
+        )
+        self._on_the_way = OnTheWay(2 * max(gradients.num_bytes for gradients in self._gradients.values()))
 
     def keep(self, bucket: Bucket, position: int) -> None:
         parameter = bucket.flat.parameters[position]
@@ -68,8 +73,9 @@ class ZeroGradientOptimizer(ShardedOptimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """For all but the last microbatch. Gradients add up in the shards: each microbatch sends its own."""
-        yield
-        self._complete_buckets()
+        with super().no_sync():
+            yield
+            self._complete_buckets()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

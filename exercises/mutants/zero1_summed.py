@@ -1,7 +1,7 @@
 """Stage 1's learning rate seems to grow with the number of ranks, but with AdamW: shards hold sums."""
 
 from comm.collectives import reduce_scatter
-from data_parallel.sharded_optimizer import Bucket
+from data_parallel.flat import Bucket
 
 TARGET = "data_parallel.train_zero1.ZeroOptimizer.launch"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"

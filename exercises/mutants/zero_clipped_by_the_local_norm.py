@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-TARGET = "data_parallel.sharded_optimizer.clip_grad_norm_"
+TARGET = "data_parallel.clipping.clip_grad_norm_"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_gradients_are_clipped_by_the_norm_over_all_shards"
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data_parallel.elementwise import refuse_unless_elementwise
 from data_parallel.fully_sharded import FullyShardedDataParallel
-from data_parallel.sharded_optimizer import refuse_unless_elementwise
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
 from lab.check import assert_same, parameters

@@ -1,0 +1,114 @@
+"""Uses of a sharded optimizer that would train nothing, or part of the model, without a word.
+
+      in a backward      a parameter was cast: its memory is no longer its bucket's
+      at the end of it   a parameter was unfrozen: no bucket has it
+      afterwards         a gradient is used that has left for its owner: clipped by a local norm, for example
+
+What one rank alone may notice, all are told at the end of the backward, by an all-reduce that is done anyway.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.errors import WorkbookError
+
+ANOTHER_BACKWARD = (
+    "Another backward began before finish_gradient_sync() and zero_grad(): run all but the last one inside "
+    "no_sync(), and after an error call finish_gradient_sync() and zero_grad()."
+)
+
+
+class TakenGradient(Tensor):
+    """Stands for a gradient that has left for the ranks that own it. Has no memory; every use is refused."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> "TakenGradient":
+        kind = {"dtype": parameter.dtype, "device": parameter.device}
+        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **kind)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            raise WorkbookError(ANOTHER_BACKWARD)
+        raise WorkbookError(
+            "In stages 1 and 2 of ZeRO a gradient leaves for the ranks that own it: clip with the "
+            "optimizer's own clip_grad_norm_(), and zero with its zero_grad()."
+        )
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise NotImplementedError("There is no memory behind a gradient that has left.")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class ShardGuard:
+    """Watches the parameters of a sharded optimizer."""
+
+    def __init__(self) -> None:
+        self._memory: dict[Tensor, int] = {}
+        self._taken: dict[Tensor, TakenGradient] = {}
+        self._frozen: set[nn.Parameter] = set()
+        self._deferred: set[Tensor] = set()
+        self._trouble = ""
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note where the parameters are now; those that are frozen are expected to stay so."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._memory[parameter] = parameter.data_ptr()
+                self._taken[parameter] = TakenGradient(parameter)
+                self._frozen.discard(parameter)
+            else:
+                self._frozen.add(parameter)
+
+    def taken(self, parameter: Tensor) -> TakenGradient:
+        """What the parameter has in place of its gradient."""
+        return self._taken[parameter]
+
+    def is_in_place(self, parameter: Tensor) -> bool:
+        """Whether the parameter is still part of its bucket."""
+        if parameter.data_ptr() == self._memory[parameter]:
+            return True
+        self._trouble = (
+            f"A parameter of shape {tuple(parameter.shape)} was cast or moved after the optimizer was made: "
+            "make the optimizer again."
+        )
+        return False
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a hook's parameter is complete and can be taken.
+
+        Autograd calls the hook with no gradient where a backward returns None for it. Whoever computes it
+        later (pipeline_parallel.deferred) calls no hook: such a gradient is complete at the end only.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            self._deferred.add(parameter)
+        elif gradient.layout != torch.strided:
+            self._trouble = (
+                f"A sparse gradient of shape {tuple(parameter.shape)} came, and it has another size on each "
+                "rank: leave sparse=True out."
+            )
+            parameter.grad = None
+            return False
+        return parameter not in self._deferred and self.is_in_place(parameter)
+
+    def has_trouble(self) -> bool:
+        """Whether something is wrong on this rank."""
+        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            self._trouble = (
+                f"A parameter of shape {tuple(unfrozen[0].shape)} was unfrozen after the optimizer was made: "
+                "give it to add_param_group()."
+            )
+        return bool(self._trouble)
+
+    def refuse_if(self, in_trouble: int) -> None:
+        """Raise WorkbookError if any rank is in trouble."""
+        trouble, self._trouble = self._trouble, ""
+        if in_trouble:
+            raise WorkbookError(trouble or "The optimizer of another rank refuses this step: see its error.")

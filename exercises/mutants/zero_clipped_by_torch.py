@@ -1,0 +1,14 @@
+"""Clipping has no effect in stage 2, and another one on each rank in stage 1: it was torch's own."""
+
+from torch import Tensor
+
+TARGET = "data_parallel.shard_guard.ShardGuard.taken"
+KILLER = (
+    "tests.data_parallel.test_sharded_optimizer."
+    "test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right"
+)
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(self, parameter: Tensor) -> Tensor | None:
+    return parameter.grad

@@ -1,0 +1,15 @@
+"""After a resume the loss is a little worse for a while: all ranks have loaded rank 0's momentum."""
+
+from typing import Any
+
+TARGET = "data_parallel.sharded_optimizer.ShardedOptimizer.load_state_dict"
+KILLER = (
+    "tests.data_parallel.test_sharded_optimizer."
+    "test_the_state_of_another_rank_is_refused_on_all_and_ones_own_goes_on"
+)
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(self, state_dict: dict[str, Any]) -> None:
+    self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+    self.param_groups, self.state = self.inner.param_groups, self.inner.state
