@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from comm.collectives import Group, all_reduce, fastest_pattern
 from tensor_parallel.layers import local_words
@@ -73,6 +74,7 @@ class _CrossEntropy(Function):
         return losses.where(counted, 0).sum() / counted.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         exps, total, mine, is_mine, counted = ctx.saved_tensors
         each = (grad / counted.sum()).where(counted, 0).unsqueeze(-1)

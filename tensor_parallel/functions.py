@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from comm.collectives import Group, Work, all_gather, all_reduce, fastest_pattern, reduce_scatter
 from comm.shards import shard_sizes
@@ -127,6 +128,7 @@ class _CopyToRanks(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return summed(grad, ctx.group), None
 
@@ -137,6 +139,7 @@ class _SumOverRanks(Function):
         return summed(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -148,6 +151,7 @@ class _Gather(Function):
         return Gathering(x, dim, group, size).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return own_part(grad, ctx.dim, ctx.group), None, None, None
 
@@ -159,6 +163,7 @@ class _Split(Function):
         return own_part(x, dim, group).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return Gathering(grad, ctx.dim, ctx.group, ctx.size).wait(), None, None
 
@@ -170,6 +175,7 @@ class _GatherTokens(Function):
         return Gathering(x, dim, group).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return Scattering(grad, ctx.dim, ctx.group).wait(), None, None
 
@@ -181,5 +187,6 @@ class _ScatterSums(Function):
         return Scattering(x, dim, group).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return Gathering(grad, ctx.dim, ctx.group).wait(), None, None

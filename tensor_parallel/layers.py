@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from comm.collectives import Group, all_reduce, fastest_pattern
 from lab.errors import WorkbookError
@@ -108,10 +109,11 @@ class _ColumnParallel(Function):
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         gathering = Gathering(x, TIME, ctx.group) if ctx.by_tokens else None
-        grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+        grad_x = sum(grad @ weight.conj() for grad, weight in zip(grads, weights, strict=True))
         whole = gathering.wait() if gathering is not None else x
         if not ctx.needs_input_grad[0]:
             reducing = None
@@ -122,8 +124,8 @@ class _ColumnParallel(Function):
             pattern = fastest_pattern("all_reduce", ctx.group)
             reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
         # What follows hides the reduction.
-        inputs = whole.flatten(0, -2)
-        outputs = [grad.flatten(0, -2) for grad in grads]
+        inputs = whole.reshape(-1, whole.shape[-1]).conj()
+        outputs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_weights = [grad.t() @ inputs for grad in outputs]
         grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
         if reducing is not None:
@@ -218,7 +220,7 @@ def local_words(
 def pad_vocabulary(whole: Tensor, group: Group) -> Tensor:
     """With rows of zeros at the end, so that the ranks divide them."""
     ranks = dist.get_world_size(group)
-    return F.pad(whole, (0, 0, 0, -len(whole) % ranks))
+    return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, -len(whole) % ranks))
 
 
 def refuse_unless_divided(what: str, size: int, group: Group) -> None:

@@ -14,6 +14,7 @@ the sums, positions).
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
+from tensor_parallel.accumulation import PartialGradients
+from tensor_parallel.arguments import sum_of_squares, the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.functions import Gathering, own_part
 from tensor_parallel.layers import (
@@ -43,6 +46,10 @@ class TensorParallel(nn.Module):
 
     A GPT returns this rank's part of the logits, (b, t, v/n): take the loss of these by `loss`. An MLP
     returns its whole output. `finish_gradient_sync()` after the backward makes every gradient complete.
+
+    What it does not do: second derivatives, and optimizers that have stepped before. A rank has a part of the
+    gradients, so torch's own clip_grad_norm_ clips by another norm on each rank (call this class's), and a
+    GradScaler that finds an infinity on one rank lets the others step (bfloat16 needs none).
     """
 
     def __init__(self, module: nn.Module, group: Group, sequence_parallel: bool) -> None:
@@ -51,33 +58,34 @@ class TensorParallel(nn.Module):
         self.randomness = RankRandomness(group)
         self._cut: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its whole size there
         self.dims: dict[str, tuple[int, int]] = {}  # `_cut` by name
-        self._by_tokens: list[nn.Parameter] = []  # whole, but with the gradient of this rank's tokens only
+        self._partial = PartialGradients()
 
-    def part(self, whole: Tensor, dim: int, padded: Tensor | None = None) -> nn.Parameter:
-        """This rank's part of a parameter."""
-        source = whole.detach() if padded is None else padded
-        parameter = nn.Parameter(own_part(source, dim, self.group).clone(), whole.requires_grad)
-        self._cut[parameter] = dim, whole.shape[dim]
-        return parameter
+    def part(self, whole: nn.Parameter, dim: int, padded: Tensor | None = None) -> nn.Parameter:
+        """Make the parameter this rank's part of itself: an optimizer that has it goes on with the part."""
+        if not isinstance(whole, nn.Parameter):
+            raise WorkbookError(
+                "A weight that is computed from others cannot be cut: remove parametrizations."
+            )
+        source, self._cut[whole] = whole.detach() if padded is None else padded, (dim, whole.shape[dim])
+        whole.grad, whole.data = None, own_part(source, dim, self.group).clone()
+        return whole
 
     def column(
         self, plain: nn.Linear, gather_output: bool = False, words: bool = False
     ) -> ColumnParallelLinear:
-        """The layer cut by its outputs, which are padded if they are words."""
-        weight = plain.weight.detach()
-        if words:
-            weight = pad_vocabulary(weight, self.group)
-        refuse_unless_divided("outputs", len(weight), self.group)
+        """The layer cut by its outputs, which are padded if they are words. A tied weight is cut already."""
         layer = ColumnParallelLinear(
             1, dist.get_world_size(self.group), False, self.group, self.sequence_parallel, gather_output
         )
-        layer.weight = self.part(plain.weight, 0, weight)
-        layer.bias = None if plain.bias is None else self.part(plain.bias, 0)
+        for name, parameter in (("weight", plain.weight), ("bias", plain.bias)):
+            if parameter is not None and parameter not in self._cut:
+                padded = pad_vocabulary(parameter.detach(), self.group) if words else None
+                self.part(parameter, 0, padded)
+            setattr(layer, name, parameter)
         return layer
 
     def row(self, plain: nn.Linear) -> RowParallelLinear:
         """The layer cut by its inputs."""
-        refuse_unless_divided("inputs", plain.in_features, self.group)
         ranks = dist.get_world_size(self.group)
         layer = RowParallelLinear(ranks, 1, False, self.group, self.sequence_parallel)
         layer.weight = self.part(plain.weight, 1)
@@ -86,14 +94,18 @@ class TensorParallel(nn.Module):
 
     def sort_parameters(self) -> None:
         """Take note of who has what, once all layers are cut."""
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter in self._cut:
-                self.dims[name] = self._cut[parameter]
-            elif self.sequence_parallel and not any(parameter is known for known in self._by_tokens):
-                self._by_tokens.append(parameter)
-        self._cut.clear()  # with the part of a tied head that its embedding's has replaced
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        self.dims = {name: self._cut[p] for name, p in parameters.items() if p in self._cut}
+        self._cut.clear()
+        self._partial.watch(self._by_tokens())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _by_tokens(self) -> list[nn.Parameter]:
+        """What is whole here, but has the gradient of this rank's tokens only."""
+        named = self.module.named_parameters() if self.sequence_parallel else ()
+        return [parameter for name, parameter in named if name not in self.dims]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x = the_tensor_of(args, kwargs)
         time = x.shape[1] if isinstance(self.module, GPT) else 0
         if self.sequence_parallel:
             longest = self.module.position_embedding.num_embeddings
@@ -109,13 +121,14 @@ class TensorParallel(nn.Module):
         return vocab_parallel_cross_entropy(logits_btw, targets_bt, self.module.config.vocab_size, self.group)
 
     def finish_gradient_sync(self) -> None:
-        """Add up what each rank has of its own tokens only."""
-        gradients = [p.grad for p in self._by_tokens if p.grad is not None]
-        if gradients:
-            total = torch.cat([gradient.flatten() for gradient in gradients])
-            all_reduce(total, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
-            for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        """Add up what each rank has of its own tokens only, of all backwards since the last call."""
+        with self._partial.completing(self._by_tokens()) as gradients:
+            if gradients:
+                total = torch.cat([gradient.flatten() for gradient in gradients])
+                all_reduce(total, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
+                parts = total.split([gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient.copy_(part.view_as(gradient))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As torch's clip_grad_norm_ on the whole model: cut parameters add up, others count once."""
@@ -123,8 +136,7 @@ class TensorParallel(nn.Module):
         mine, common = torch.zeros(2, dtype=torch.float64, device=device)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                square = parameter.grad.double().square().sum()
-                (mine if name in self.dims else common).add_(square)
+                (mine if name in self.dims else common).add_(sum_of_squares(parameter.grad))
         all_reduce(mine, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
         norm = (mine + common).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -149,7 +161,7 @@ class TensorParallel(nn.Module):
         rest = [("all_reduce", one)] * 2
         if self.sequence_parallel:
             rest = [("all_gather", one)] * 3 + [("reduce_scatter", one)] * 2
-            rest += [("all_reduce", sum(parameter.numel() for parameter in self._by_tokens))]
+            rest += [("all_reduce", sum(parameter.numel() for parameter in self._by_tokens()))]
         rest += [("all_reduce", tokens), ("all_reduce", 3 * tokens)]  # the cross entropy
         blocks = [self.traffic_per_block(batch, time)] * self.module.config.num_layers
         norm = self._sent([("all_reduce", 1)] * is_clipped, itemsize=8)
@@ -187,44 +199,54 @@ class TensorParallel(nn.Module):
         if name not in self.dims:
             return whole
         dim, _ = self.dims[name]
-        is_padded = name in ("token_embedding.weight", "head.weight")
+        is_padded = name in ("token_embedding.weight", "head.weight", "head.bias")
         return own_part(pad_vocabulary(whole, self.group) if is_padded else whole, dim, self.group)
 
 
 def parallelize(model: nn.Module, group: Group = None, sequence_parallel: bool = False) -> TensorParallel:
     """Cut a plain GPT or MLP of `lab` among the ranks, in place; weights and random seed become rank 0's.
 
-    WorkbookError where heads or widths do not divide; a vocabulary is padded.
+    The model keeps its parameters, so an optimizer may be made before. WorkbookError where heads or widths do
+    not divide; a vocabulary is padded.
     """
+    _refuse(model, group, sequence_parallel)
     for tensor in [*model.parameters(), *model.buffers()]:
         broadcast(tensor.data, root=0, group=group)
+    model.zero_grad()
     parallel = TensorParallel(model, group, sequence_parallel)
     if isinstance(model, GPT):
         _cut_gpt(model, parallel)
-    elif isinstance(model, MLP) and not sequence_parallel:
+    else:
         for i, layer in enumerate(model.layers):
             is_last = i == len(model.layers) - 1
             model.layers[i] = parallel.row(layer) if i % 2 else parallel.column(layer, gather_output=is_last)
-    else:
-        what = "An MLP has no tokens to cut" if isinstance(model, MLP) else f"not a {type(model).__name__}"
-        raise WorkbookError(f"parallelize takes a GPT, or an MLP without sequence parallelism: {what}.")
     parallel.sort_parameters()
     return parallel
 
 
+def _refuse(model: nn.Module, group: Group, sequence_parallel: bool) -> None:
+    """Raise WorkbookError, while the model is as it was, if it cannot be cut."""
+    if not isinstance(model, GPT | MLP) or (sequence_parallel and isinstance(model, MLP)):
+        what = "An MLP has no tokens to cut" if isinstance(model, MLP) else f"not a {type(model).__name__}"
+        raise WorkbookError(f"parallelize takes a GPT, or an MLP without sequence parallelism: {what}.")
+    if any(isinstance(module, ColumnParallelLinear) for module in model.modules()):
+        raise WorkbookError("The model is tensor parallel already: parallelize a plain one.")
+    if isinstance(model, GPT):
+        refuse_unless_divided("query heads", model.config.num_heads, group)
+        refuse_unless_divided("key and value heads", model.config.kv_heads, group)
+    else:
+        for i, layer in enumerate(model.layers):
+            of_outputs, of_inputs = ("outputs", layer.out_features), ("inputs", layer.in_features)
+            refuse_unless_divided(*(of_inputs if i % 2 else of_outputs), group)
+
+
 def _cut_gpt(model: GPT, parallel: TensorParallel) -> None:
     config, ranks, by_tokens = model.config, dist.get_world_size(parallel.group), parallel.sequence_parallel
-    for what, size in (("query heads", config.num_heads), ("key and value heads", config.kv_heads)):
-        if size % ranks:
-            raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally.")
-    words, is_tied = model.token_embedding.weight, model.head.weight is model.token_embedding.weight
+    words = model.token_embedding.weight
     embedding = VocabParallelEmbedding(ranks, 1, parallel.group, by_tokens)
     embedding.num_words = config.vocab_size
     embedding.weight = parallel.part(words, 0, pad_vocabulary(words.detach(), parallel.group))
-    head = parallel.column(model.head, words=True)
-    if is_tied:
-        head.weight = embedding.weight
-    model.token_embedding, model.head = embedding, head
+    model.token_embedding, model.head = embedding, parallel.column(model.head, words=True)
     if by_tokens:
         # A text as long as the block may have to be padded.
         model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)
@@ -262,9 +284,8 @@ class OwnPositions(nn.Embedding):
     """Of the positions asked for, this rank's part; what pads a text has the last position."""
 
     def __init__(self, plain: nn.Embedding, group: Group) -> None:
-        weight = plain.weight
-        super().__init__(*weight.shape, _weight=weight.detach(), _freeze=not weight.requires_grad)
-        self._group = group
+        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
+        self.weight, self._group = plain.weight, group
 
     def forward(self, positions_t: Tensor) -> Tensor:
         return super().forward(own_part(positions_t, 0, self._group).clamp(max=self.num_embeddings - 1))

@@ -1,0 +1,13 @@
+"""With accumulated steps norms learn too fast: gradients that are complete are added up once more."""
+
+from contextlib import contextmanager
+
+TARGET = "tensor_parallel.accumulation.PartialGradients.completing"
+KILLER = (
+    "tests.tensor_parallel.test_plausible_use.test_gradients_of_norms_count_once_after_two_accumulated_steps"
+)
+
+
+@contextmanager
+def mutant(self, parameters):
+    yield [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,314 @@
+"""What a course would do with a tensor parallel model is as on one process, or refused in a sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lab.check import assert_same, gradients, parameters
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ledger import LEDGER
+from lab.model import MLP, loss_of
+from lab.ranks import run_ranks
+from tensor_parallel.functions import copy_to_ranks, gather, scatter_sums, sum_over_ranks
+from tensor_parallel.layers import ColumnParallelLinear
+from tensor_parallel.parallelize import TensorParallel, parallelize
+from tests.tensor_parallel.equivalence import RTOL, gathered, gpt, text, whole
+
+Change = Callable[[nn.Module], Any]
+
+
+def none(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def zeroed_in_place(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def halved(model: nn.Module) -> None:
+    """As clipping does."""
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+# `backward` is of a batch of its own; the others change the gradients that there are.
+PROGRAMS: list[list[str | Change]] = [
+    ["backward", "finish", "backward", "finish"],
+    ["backward", "finish", "finish"],
+    ["backward", "backward", "finish", "backward", "finish", "backward", "backward", "finish"],
+    ["backward", "finish", none, "backward", "finish"],
+    ["backward", "finish", zeroed_in_place, "backward", "finish"],
+    ["backward", "finish", halved, "backward", "finish"],
+    ["backward", none, "backward", "finish"],
+    ["backward", "finish", "backward", none, "backward", "finish"],
+    ["finish", "backward", "finish"],
+]
+
+
+def compare_program(cluster: Cluster, program: list[str | Change], sequence_parallel: bool) -> None:
+    plain, ours = gpt(num_layers=1), parallelize(gpt(num_layers=1), None, sequence_parallel)
+    x, _ = text()
+    for number, what in enumerate(program):
+        tokens = (x + number) % 61
+        if what == "backward":
+            loss_of(plain(tokens), tokens).backward()
+            ours.loss(ours(tokens), tokens).backward()
+        elif what == "finish":
+            ours.finish_gradient_sync()
+        else:
+            what(plain)
+            what(ours)
+    found = whole(ours, gradients(ours.module))
+    assert_same(found, gradients(plain), RTOL, f"gradient, {program}, sequence_parallel {sequence_parallel},")
+
+
+def test_gradients_are_complete_however_backwards_zeroing_and_synchronisation_alternate():
+    def work(cluster: Cluster) -> None:
+        for program in PROGRAMS:
+            compare_program(cluster, program, True)
+        compare_program(cluster, PROGRAMS[2], False)
+
+    run_ranks(work, 2)
+
+
+def test_gradients_of_norms_count_once_after_two_accumulated_steps():
+    run_ranks(lambda cluster: compare_program(cluster, PROGRAMS[0], True), 2, timeout=20)
+
+
+def test_a_second_call_sends_nothing():
+    def work(cluster: Cluster) -> None:
+        ours = parallelize(gpt(num_layers=1), None, True)
+        x, y = text()
+        ours.loss(ours(x), y).backward()
+        ours.finish_gradient_sync()
+        before = LEDGER.total()
+        ours.finish_gradient_sync()
+        assert LEDGER.total() == before
+
+    run_ranks(work, 2)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, after: Change = none, steps: int = 3
+) -> dict[str, torch.Tensor | None]:
+    """A few steps, of which the first is followed by `after`; returns the last gradients."""
+    for step in range(steps):
+        x, y = text()
+        optimizer.zero_grad()
+        is_parallel = isinstance(model, TensorParallel)
+        loss = model.loss(model(x), y) if is_parallel else loss_of(model(x), y)
+        loss.backward()
+        if is_parallel:
+            model.finish_gradient_sync()
+        optimizer.step()
+        if step == 0:
+            after(model)
+    module = model.module if isinstance(model, TensorParallel) else model
+    return gradients(module)
+
+
+def test_an_optimizer_made_before_trains_the_parts():
+    def work(cluster: Cluster) -> None:
+        for kind, options in ((torch.optim.SGD, {"lr": 0.3}), (torch.optim.AdamW, {"lr": 0.01})):
+            for sequence_parallel in (False, True):
+                plain, cut = gpt(num_layers=1), gpt(num_layers=1)
+                optimizers = [kind(model.parameters(), **options) for model in (plain, cut)]
+                loss_of(cut(text()[0]), text()[1]).backward()  # of the plain model: not a part's gradient
+                ours = parallelize(cut, None, sequence_parallel)
+                assert all(parameter.grad is None for parameter in ours.parameters())
+                train(plain, optimizers[0])
+                train(ours, optimizers[1])
+                # AdamW divides small gradients by their size, and so makes rounding larger.
+                rtol = RTOL if kind is torch.optim.SGD else 1e-6
+                found = whole(ours, parameters(ours.module))
+                assert_same(found, parameters(plain), rtol, f"parameter, {kind}, {sequence_parallel},")
+
+    run_ranks(work, 2)
+
+
+def freeze(model: nn.Module) -> None:
+    """Another choice than at the beginning."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name or "norm" in name)
+
+
+def assign(model: nn.Module) -> None:
+    module = model.module if isinstance(model, TensorParallel) else model
+    module.load_state_dict(
+        {name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True
+    )
+
+
+def cast(model: nn.Module) -> None:
+    model.float().double()
+
+
+def test_what_is_frozen_unfrozen_assigned_or_cast_after_the_cut_is_as_on_one_process():
+    def work(cluster: Cluster) -> None:
+        for change in (freeze, assign, cast):
+            for sequence_parallel in (False, True):
+                plain, cut = gpt(num_layers=1, tied=False), gpt(num_layers=1, tied=False)
+                for model in (plain, cut):
+                    model.blocks[0].mlp.requires_grad_(False)
+                    model.final_norm.requires_grad_(False)
+                ours = parallelize(cut, None, sequence_parallel)
+
+                def after(model: nn.Module) -> None:
+                    change(model)
+                    optimizer.param_groups.clear()
+                    optimizer.add_param_group({"params": [*model.parameters()], "lr": 0.3})
+
+                found = []
+                for model in (plain, ours):
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+                    found.append(train(model, optimizer, after))
+                is_trained = found[0]["blocks.0.mlp.up_proj.weight"] is not None
+                assert is_trained == (change is freeze)
+                what = f"gradient, {change.__name__}, sequence_parallel {sequence_parallel},"
+                rtol = 1e-4 if change is cast else RTOL
+                assert_same(whole(ours, found[1]), found[0], rtol, what)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_a_norm_counts_sparse_and_complex_gradients_as_they_are():
+    def work(cluster: Cluster) -> None:
+        plain, ours = gpt(num_layers=1), parallelize(gpt(num_layers=1))
+        for model in (plain, ours.module):
+            model.position_embedding.sparse = True
+        x, y = text()
+        loss_of(plain(x), y).backward()
+        ours.loss(ours(x), y).backward()
+        assert ours.module.position_embedding.weight.grad.is_sparse
+        expected = torch.stack([p.grad.to_dense().norm() for p in plain.parameters()]).norm()
+        assert_same({"norm": ours.clip_grad_norm_(1e-3)}, {"norm": expected}, RTOL)
+        clipped = {"position": ours.module.position_embedding.weight.grad.to_dense()}
+        right = {"position": plain.position_embedding.weight.grad.to_dense() * 1e-3 / (expected + 1e-6)}
+        assert_same(clipped, right, RTOL)
+
+        plain, ours = (MLP([4, 6]).to(torch.complex128) for _ in range(2))
+        ours = parallelize(ours)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) * (1 + 2j)
+        for model in (plain, ours):
+            y = model(x.to(torch.complex128))
+            (y.real * y.imag).sum().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert_same({"norm": ours.clip_grad_norm_(0.1)}, {"norm": expected}, RTOL)
+        for name, parameter in plain.named_parameters():
+            part = gathered(ours.module.get_parameter(name).grad, 0)
+            torch.testing.assert_close(part, parameter.grad, rtol=1e-9, atol=0)
+
+    run_ranks(work, 2)
+
+
+def test_the_input_may_have_its_name_and_must_be_one_tensor():
+    def work(cluster: Cluster) -> list[str]:
+        x, _ = text()
+        model, mlp = parallelize(gpt(num_layers=1)), parallelize(MLP([4, 8, 4]))
+        assert torch.equal(model(tokens_bt=x), model(x))
+        assert torch.equal(mlp(x=torch.ones(2, 4)), mlp(torch.ones(2, 4)))
+        sentences = []
+        for arguments, named in (
+            ((), {"x": {"x": x}}),
+            ((None,), {}),
+            ((x,), {"mask": None}),
+            (((x, x),), {}),
+            ((), {}),
+        ):
+            with pytest.raises(WorkbookError) as error:
+                model(*arguments, **named)
+            sentences.append(
+                str(error.value).removeprefix("A tensor-parallel model takes one tensor, and was given ")
+            )
+        return sentences
+
+    first, second = run_ranks(work, 2)
+    assert first == second == ["a dict.", "None.", "a Tensor, None.", "a tuple.", "nothing."]
+
+
+def test_an_input_without_a_batch_is_taken_as_by_nn_linear():
+    def work(cluster: Cluster) -> None:
+        plain, ours = nn.Linear(4, 6), ColumnParallelLinear(4, 6, gather_output=True)
+        plain.load_state_dict({name: gathered(tensor, 0) for name, tensor in ours.state_dict().items()})
+        x = torch.arange(4.0)
+        for layer in (plain, ours):
+            layer(x).square().sum().backward()
+        found = {name: gathered(parameter.grad, 0) for name, parameter in ours.named_parameters()}
+        assert_same(found, gradients(plain), 1e-5)
+
+    run_ranks(work, 2)
+
+
+def test_second_derivatives_are_refused():
+    """What a collective has added up has no derivative of its own; without a word it would be left out."""
+
+    def work(cluster: Cluster) -> None:
+        x = torch.ones(2, 4, requires_grad=True)
+        for function in (
+            lambda x: copy_to_ranks(x) ** 2,
+            lambda x: sum_over_ranks(x) ** 2,
+            lambda x: gather(x, 0) ** 2,
+            lambda x: scatter_sums(x, 0) ** 2,
+            lambda x: ColumnParallelLinear(4, 6)(x) ** 2,
+        ):
+            [gradient] = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                gradient.sum().backward()
+
+    run_ranks(work, 2)
+
+
+def test_a_model_that_is_refused_is_as_it_was_and_a_parallel_one_is_not_cut_again():
+    def work(cluster: Cluster) -> list[str]:
+        sentences = []
+        model, tuned = MLP([4, 8, 4, 9]), MLP([4, 8])
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        nn.utils.parametrizations.weight_norm(tuned.layers[0])
+        for one in (model, parallelize(gpt(num_layers=1)).module, parallelize(MLP([4, 8])).module, tuned):
+            with pytest.raises(WorkbookError) as error:
+                parallelize(one)
+            sentences.append(str(error.value))
+        assert_same(dict(model.state_dict()), before, 0)
+        return sentences
+
+    first, second = run_ranks(work, 2)
+    again = "The model is tensor parallel already: parallelize a plain one."
+    computed = "A weight that is computed from others cannot be cut: remove parametrizations."
+    assert first == second == ["9 outputs cannot be divided among 2 ranks equally.", again, again, computed]
+
+
+def test_a_head_with_a_bias_is_cut_and_saved_with_it():
+    def work(cluster: Cluster) -> None:
+        plain, cut = gpt(num_layers=1), gpt(num_layers=1)
+        for model in (plain, cut):
+            model.head.bias = nn.Parameter(torch.linspace(-1, 1, 61).double())
+        ours = parallelize(cut)
+        x, y = text()
+        loss_of(plain(x), y).backward()
+        ours.loss(ours(x), y).backward()
+        assert_same(whole(ours, gradients(ours.module)), gradients(plain), RTOL)
+        state = ours.full_state_dict()
+        assert_same(state, plain.state_dict(), 0)
+        ours.load_full_state_dict({name: tensor + 1 for name, tensor in state.items()})
+        assert_same({"bias": gathered(ours.module.head.bias, 0)[:61]}, {"bias": plain.head.bias + 1}, 0)
+
+    run_ranks(work, 2)
+
+
+def test_a_gradient_of_the_input_is_one_process():
+    def work(cluster: Cluster) -> None:
+        plain, ours = MLP([4, 8, 4]).double(), parallelize(MLP([4, 8, 4]).double())
+        found = []
+        for model in (plain, ours):
+            x = torch.linspace(-1, 1, 8).double().view(2, 4).requires_grad_()
+            [gradient] = torch.autograd.grad(F.mse_loss(model(x), torch.ones(2, 4).double()), x)
+            found.append({"x": gradient})
+        assert_same(found[1], found[0], RTOL)
+
+    run_ranks(work, 2)
