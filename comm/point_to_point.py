@@ -129,9 +129,17 @@ def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Gro
         transfer.wait()
 
 
-def measure_link(group: Group = None, repeats: int = 20, large_bytes: int = 4 << 20) -> Link:
-    """alpha and beta between ranks 0 and 1, by ping-pong, medians; the same numbers on every rank."""
-    device = device_of(group)
+def measure_link(
+    group: Group = None,
+    repeats: int = 20,
+    large_bytes: int = 4 << 20,
+    device: torch.device | None = None,
+) -> Link:
+    """alpha and beta between ranks 0 and 1, by ping-pong, medians; the same numbers on every rank.
+
+    The messages are tensors on `device`: over gloo a GPU's take longer than the host's.
+    """
+    device = device or device_of(group)
     alpha = _ping_pong(torch.zeros(1, device=device), group, repeats) / 2
     large = _ping_pong(torch.zeros(large_bytes // 4, device=device), group, max(3, repeats // 4)) / 2
     per_byte = max(large - alpha, 0.0) / large_bytes

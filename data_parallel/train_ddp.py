@@ -78,7 +78,7 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
     def finish(error: BaseException | None) -> None:
         if bucket_is_last:
             # DDP waits inside the backward, where no span of ours could show it.
-            timeline.record("wait", "wait", launched, timeline.now(), lane=MAIN_LANE)
+            timeline.record("wait", "wait", launched, timeline.mark(), lane=MAIN_LANE)
         state.error = state.error or error
         done.set_result(gradients)
 
@@ -86,11 +86,13 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
     try:
         with span(f"bucket {bucket.index()}", "launch", lane="launches", bytes=gradients.nbytes):
             handle = all_reduce(gradients, op="mean", group=state.group, async_op=True, pattern="torch")
+        if gradients.is_cuda and dist.get_backend(state.group) == "gloo":
+            handle.wait()  # gloo's copy back to the GPU is still under way when its future is complete
     except CommError as error:
-        launched = timeline.now()
+        launched = timeline.mark()
         finish(error)
     else:
-        launched = timeline.now()
+        launched = timeline.mark()
         handle.when_done(finish)
     return done
 

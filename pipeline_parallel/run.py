@@ -81,7 +81,9 @@ class Run(comm.run.Run):
         super()._check(args)
 
     def _measured_link(self) -> Link:
-        return measure_link() if self._cluster.world_size > 1 else Link(0.0, 0.0)
+        if self._cluster.world_size == 1:
+            return Link(0.0, 0.0)
+        return measure_link(device=self._cluster.device)
 
     def model(self) -> nn.Module:
         """The whole model, the same on each rank: stages of several ranks make one."""
