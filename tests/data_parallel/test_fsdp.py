@@ -1,6 +1,7 @@
 """PyTorch's fully_shard as train_fsdp.py wraps it: an own loop for it, since its gradients are DTensors."""
 
 import functools
+import tempfile
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from comm.cost import Link
 from comm.run import Run
-from data_parallel import train_fsdp
+from data_parallel import sharded_checkpoint, train_fsdp
+from data_parallel.flat import Piece
+from data_parallel.sharded_checkpoint import pieces_of_dtensors
 from data_parallel.train_fsdp import Args, full_state_dict, shard, shares_of, traffic_per_step
 from data_parallel.zero_memory import MemoryReport
 from lab.check import assert_same, gradients, parameters, reference_gradients
@@ -227,3 +230,41 @@ def test_a_clock_in_place_of_computing_is_refused():
             train_fsdp.main(cluster, Args(metronome="20ms"))
 
     run_ranks(work, 1)
+
+
+def test_a_checkpoint_is_the_full_tensors_for_any_pieces_and_comes_back_into_dtensors():
+    def work(cluster: Cluster, folder: str) -> None:
+        model = shard(frozen_gpt(cluster.rank), cluster.device)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        accumulate(model, text_loss, mine(cluster, text()))
+        optimizer.step()
+        buffers = dict(model.named_buffers())
+        sharded_checkpoint.save(cluster, folder, pieces_of_dtensors(model), optimizer, {"step": 1}, buffers)
+
+        plain = frozen_gpt(7)  # every rank reads all: each piece is a full parameter
+        parts = {
+            name: Piece(p, 0, nn.Parameter(p.detach().reshape(-1), requires_grad=p.requires_grad))
+            for name, p in plain.named_parameters()
+        }
+        other = torch.optim.Adagrad([part.tensor for part in parts.values()], lr=0.1)
+        buffers = dict(plain.named_buffers())
+        assert sharded_checkpoint.load(cluster, folder, parts, other, buffers) == {"step": 1}
+        again = shard(frozen_gpt(8), cluster.device)
+        resumed = torch.optim.Adagrad(again.parameters(), lr=0.7)
+        buffers = dict(again.named_buffers())
+        sharded_checkpoint.load(cluster, folder, pieces_of_dtensors(again), resumed, buffers)
+        assert resumed.param_groups[0]["lr"] == 0.1
+
+        def sums(of: torch.optim.Optimizer) -> list[Tensor]:
+            states = whole({str(i): state["sum"] for i, state in enumerate(of.state.values())})
+            return [one.reshape(-1) for one in states.values() if one is not None]
+
+        expected = whole(parameters(model))
+        assert_same(whole(parameters(again)), expected, rtol=0, what="parameter in DTensors")
+        loaded = {name: part.tensor.detach().view_as(part.parameter) for name, part in parts.items()}
+        assert_same(loaded, expected, rtol=0, what="parameter in pieces")
+        for first, *others in zip(sums(optimizer), sums(other), sums(resumed), strict=True):
+            assert all(torch.equal(first, one) for one in others)
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(work, 3, folder)

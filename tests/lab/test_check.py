@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from lab.check import assert_same, digest, gradients, reference_gradients, replicas_equal
+from lab.check import assert_same, digest, gradients, reference_gradients, refuse_unequal, replicas_equal
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 
 EXPECTED = {"w": torch.tensor([1.0, -2.0, 3.0]).double(), "unused": None}
@@ -70,3 +71,9 @@ def test_replicas_are_equal_only_if_every_rank_holds_the_same_bits():
         return same, replicas_equal(cluster, module)
 
     assert run_ranks(work, 3) == [(True, False)] * 3
+
+
+def test_unequal_replicas_are_refused_and_the_ranks_named():
+    refuse_unequal(["a", "a", "a"])
+    with pytest.raises(WorkbookError, match="rank 1, 3 differs from rank 0"):
+        refuse_unequal(["a", "b", "a", "c"])
