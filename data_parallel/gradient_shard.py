@@ -50,11 +50,11 @@ class GradientShard:
         return self._room is not None and not self._missing
 
     def put(self, position: int, gradient: Tensor) -> None:
-        """The gradient of the parameter at that position of the flat; the caller need not keep it."""
+        """Take the gradient of the parameter at that position of the flat; the caller need not keep it."""
         if self._room is None:
             self._make_room(gradient.device)
         self._missing.remove(position)
-        self._views[position].copy_(gradient)
+        self._views[position].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def fill_up(self, device: torch.device) -> None:
         """What has no gradient on this rank counts as zero."""

@@ -1,12 +1,11 @@
-"""Parameters that are whole only while they are computed with: what stage 3 of ZeRO gathers and frees.
+"""Parameters that are full only while they are computed with: what stage 3 of ZeRO gathers and frees.
 
       shard, always here      [■■■■]
       all-gather              [■■■■|■■■■|■■■■|■■■■]     before the block's forward, and before its backward
       free                    [                   ]     after each
 
-`param.data` is a view of the whole. What autograd has saved for the backward are the parameters themselves,
-so it is enough that their memory is filled again by then: freeing gives the storage's bytes back and
-leaves the tensors in place.
+`param.data` is a view of the full memory. The graph that autograd builds must not keep that memory: within
+`Notes` (data_parallel.freed) it keeps where in a unit each parameter was, and asks for it in the backward.
 """
 
 from typing import Any
@@ -18,15 +17,20 @@ from torch import Tensor, nn
 from comm import cost
 from comm.collectives import Group, Work, all_gather, broadcast, default_pattern
 from data_parallel.flat import Flat, Piece, fill
+from data_parallel.freed import fill_in, free, stand_in
+from data_parallel.gradient_part import GradientPart
 from data_parallel.gradient_shard import GradientShard, OnTheWay
 from lab.ledger import Traffic
+
+CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 class Unit:
     """Parameters, all of one dtype and all trained or all frozen, that are gathered and freed together.
 
-    They become rank 0's. This rank's shard keeps their dtype; the whole, and gradients on the wire, have
-    `compute_dtype`.
+    They become rank 0's. This rank's shard keeps their dtype; the full parameters, and gradients on the wire,
+    have `compute_dtype` where both are floating-point numbers. Units that are full enter themselves in
+    `full_units`, by the address of their memory.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Unit:
         group: Group = None,
         pattern: str | None = None,
         compute_dtype: torch.dtype | None = None,
+        full_units: dict[int, "Unit"] | None = None,
     ) -> None:
         self.name, self._group, self._pattern = name, group, pattern
         self.flat = Flat(parameters, dist.get_rank(group), dist.get_world_size(group))
@@ -50,54 +55,100 @@ class Unit:
             Piece(parameter, start, nn.Parameter(part, requires_grad=parameter.requires_grad))
             for parameter, (start, part) in zip(parameters, self.flat.pieces(self.shard), strict=True)
         ]
-        self.full = torch.empty(self.flat.numel, dtype=compute_dtype or first.dtype, device=first.device)
-        self._num_bytes = self.full.nbytes
+        self.dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
+        self.full: Tensor | None = None
         self._gathering: Work | None = None
-        self.is_whole = True
-        self.renew()
+        self._full_units = {} if full_units is None else full_units
+        self._version = 0  # of the shard, when it was gathered
+        self._stand_ins = [stand_in(self.shard, self.dtype, parameter.shape) for parameter in parameters]
+        self._let_go()
         self.gradients: GradientShard | None = None
-        if first.requires_grad:
-            self.gradients = GradientShard(name, self.flat, self.shard.dtype, group, pattern, self.full.dtype)
+        if self.flat.is_trained:
+            self.gradients = GradientShard(name, self.flat, self.shard.dtype, group, pattern, self.dtype)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the parameters can be computed with."""
+        return self.full is not None and self._gathering is None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard has changed since the parameters were gathered."""
+        return self.full is not None and self._version != self.shard._version
 
     def start_gather(self) -> None:
-        """Begin to make the parameters whole, unless they are or it has begun."""
-        if self.is_whole or self._gathering is not None:
+        """Begin to gather the parameters, unless they are here or it has begun."""
+        if self.full is not None:
             return
-        self.full.untyped_storage().resize_(self._num_bytes)
+        self._version = self.shard._version
+        self.full = torch.empty(self.flat.numel, dtype=self.dtype, device=self.shard.device)
         mine = self.full[self.flat.mine]
         mine.copy_(self.shard)
         self._gathering = all_gather(self.full, mine, group=self._group, async_op=True, pattern=self._pattern)
 
     def gather(self) -> None:
-        """Have the parameters whole."""
+        """Have the full parameters."""
         self.start_gather()
         if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering, self.is_whole = None, True
+            handle, self._gathering = self._gathering, None
+            handle.wait()
+            if self.full.data_ptr():
+                self._full_units[self.full.data_ptr()] = self
+            for piece, view in zip(self.pieces, self.flat.views(self.full), strict=True):
+                fill_in(piece.parameter, view, piece.tensor.requires_grad)
 
     def free(self) -> None:
-        """Give the whole parameters' memory back."""
+        """Give the full parameters' memory back."""
+        if self.full is None:
+            return
         if self._gathering is not None:
-            self.gather()
-        self.full.untyped_storage().resize_(0)
-        self.is_whole = False
+            handle, self._gathering = self._gathering, None
+            handle.wait()
+        else:
+            self._full_units.pop(self.full.data_ptr(), None)
+            self._let_go()
+        self.full = None
 
-    def renew(self) -> None:
-        """Free the whole parameters, though somebody may still look at their memory; between steps only."""
-        self.full = torch.empty_like(self.full)
-        for parameter, view in zip(self.flat.parameters, self.flat.views(self.full), strict=True):
-            parameter.data = view
-        self.free()
+    def _let_go(self) -> None:
+        for parameter, data in zip(self.flat.parameters, self._stand_ins, strict=True):
+            free(parameter, data)
+        # What was saved outside of a `Notes` shows these very tensors: autograd must notice.
+        torch.autograd.graph.increment_version(self.flat.parameters)
+
+    def adopt_gradients(self) -> list[nn.Parameter]:
+        """Go on from the pieces' gradients, which may be cleared or replaced; return what has none."""
+        assert self.gradients is not None
+        if all(piece.tensor.grad is None for piece in self.pieces):
+            self.gradients.clear()
+            return self.flat.parameters
+        if self.gradients.shard is None:
+            self.gradients.shard = torch.zeros_like(self.shard)
+        cleared = []
+        for piece, (_, part) in zip(self.pieces, self.flat.pieces(self.gradients.shard), strict=True):
+            if piece.tensor.grad is None:
+                part.zero_()
+                cleared.append(piece.parameter)
+            elif piece.tensor.grad.data_ptr() != part.data_ptr():
+                part.copy_(piece.tensor.grad)
+        return cleared
+
+    def give_gradients(self) -> None:
+        """Make the pieces' gradients what has added up."""
+        if self.gradients is None or self.gradients.shard is None:
+            return
+        for piece, (_, part) in zip(self.pieces, self.flat.pieces(self.gradients.shard), strict=True):
+            if piece.tensor.grad is None or piece.tensor.grad.data_ptr() != part.data_ptr():
+                piece.tensor.grad = GradientPart.of(part, self._group, self._pattern)
 
     def traffic(self, gathers: int) -> Traffic:
         """What this rank sends for so many gathers and, if it is trained, a reduction."""
         pattern = self._pattern or default_pattern("all_gather", self._group)
         place = dist.get_world_size(self._group), dist.get_rank(self._group)
         ops = ["all_gather"] * gathers + ["reduce_scatter"] * (self.gradients is not None)
-        sizes = self.full.numel(), self.full.itemsize
+        sizes = self.flat.numel, self.dtype.itemsize
         return sum((cost.per_rank(op, pattern, *sizes, *place) for op in ops), Traffic())
 
-    def whole_master(self) -> list[Tensor]:
+    def full_master(self) -> list[Tensor]:
         """A copy of each parameter in the shard's precision; every rank must call it."""
         full = self.shard.new_empty(self.flat.numel)
         all_gather(full, self.shard, group=self._group, pattern=self._pattern)
@@ -105,7 +156,7 @@ class Unit:
 
 
 class Block:
-    """A module's parameters, which come and go together, and how far it is in this microbatch.
+    """A module's parameters, which come and go together, and how far it is in this backward.
 
     Gradients are sent in units of `unit_bytes`, so that the first ones leave while others are computed.
     """
@@ -121,18 +172,12 @@ class Block:
         ]
         self.trained = [(unit, unit.gradients) for unit in self.units if unit.gradients is not None]
         self._sent = 0
-        self.runs = 0  # forwards
-        self.turns = 0  # of these, whose backward has begun
         self.is_reduced = False
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether what runs its forward now is a recomputation."""
-        return self.turns > 0
+        self.turn: Any = None  # its last forward
 
     @property
     def num_bytes(self) -> int:
-        """Of its gradients, when they are on their way."""
+        """The bytes of its gradients, when they are on their way."""
         return sum(gradients.num_bytes for _, gradients in self.trained)
 
     def send_complete(self, on_the_way: OnTheWay) -> bool:
@@ -140,12 +185,15 @@ class Block:
         while self._sent < len(self.trained) and self.trained[self._sent][1].is_complete:
             on_the_way.start(self.trained[self._sent][1])
             self._sent += 1
-        return self._sent == len(self.trained)
+        if self._sent < len(self.trained):
+            return False
+        self._sent = 0
+        return True
 
     def send_rest(self, on_the_way: OnTheWay) -> None:
         """Reduce what has not been sent yet, zeros for gradients that are not here."""
         for unit, gradients in self.trained[self._sent :]:
-            gradients.fill_up(unit.full.device)
+            gradients.fill_up(unit.shard.device)
             on_the_way.start(gradients)
         self._sent = 0
 
@@ -161,9 +209,28 @@ class Block:
         for unit in self.units:
             unit.free()
 
+    def free_trained(self) -> None:
+        """Free what has its gradients; a frozen layer below may still pass one on."""
+        for unit, _ in self.trained:
+            unit.free()
+
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost module lists."""
-    if isinstance(module, nn.ModuleList):
-        return [block for block in module if any(True for _ in block.parameters())]
-    return [block for child in module.children() for block in blocks_of(child)]
+    """Return the members of the containers in `module`, and of containers in these, that have parameters.
+
+    A list or dict has no forward of its own, so a member that is one is replaced by its own members. So is a
+    Sequential of composite modules, while a Sequential of single layers is one block.
+    """
+    blocks: list[nn.Module] = []
+    for child in module.children():
+        if not isinstance(module, CONTAINERS) or _is_container_of_blocks(child):
+            blocks += blocks_of(child)
+        elif any(True for _ in child.parameters()):
+            blocks.append(child)
+    return list(dict.fromkeys(blocks))
+
+
+def _is_container_of_blocks(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential):
+        return any(True for member in module for _ in member.children())
+    return isinstance(module, CONTAINERS)

@@ -31,7 +31,7 @@ from comm.collectives import all_gather
 from data_parallel.flat import Flat
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
-from lab.memory import live_bytes, saved_activations
+from lab.memory import gradient_of, live_bytes, saved_activations
 from lab.meter import peak_memory
 
 FORMULAS = ("P+G+O", "P+G+O/n", "P+G/n+O/n", "(P+G+O)/n")  # by stage
@@ -201,7 +201,7 @@ class MemoryReport:
         sizes = live_bytes(
             {
                 "parameters": parameters,
-                "gradients": [parameter.grad for parameter in parameters],
+                "gradients": [gradient_of(parameter) for parameter in parameters],
                 "optimizer_state": state,
                 "step_counters": steps,
                 "aside": aside,

@@ -51,12 +51,19 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
     return sizes | {"other": add_up(_all_tensors())}
 
 
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """Return a leaf's gradient. A subclass that acts when it is used does not notice."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.grad if tensor.is_leaf else None
+
+
 def _all_tensors() -> Iterator[Tensor]:
     # Not isinstance(): that asks the objects themselves, and some answer with a warning or an error.
     for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
         yield tensor
-        if tensor.is_leaf and tensor.grad is not None:
-            yield tensor.grad  # perhaps no Python object yet
+        gradient = gradient_of(tensor)
+        if gradient is not None:
+            yield gradient  # perhaps no Python object yet
 
 
 def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
@@ -68,7 +75,8 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
         inner = [getattr(tensor, name) for name in names]
         return [storage for part in inner if isinstance(part, Tensor) for storage in _storages(part)]
     try:
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():  # as in gradient_of
+            storage = tensor.untyped_storage()
         return [storage] if storage.device.type != "meta" and storage.nbytes() else []
     except (RuntimeError, NotImplementedError):  # sparse, or a subclass that keeps its memory to itself
         return []

@@ -1,12 +1,11 @@
-"""A segmentation fault in the backward, or "storage of size 0": the weights went after the forward."""
+"""All results are right, and each backward waits: a block is gathered unit by unit, as it is touched."""
 
 TARGET = "data_parallel.fully_sharded.FullyShardedDataParallel._before_backward"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_block_is_whole_in_its_forward_and_its_backward"
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_block_is_full_in_its_forward_and_its_backward"
 
 
-def mutant(self, turn: int) -> None:
-    block = self._ran[turn]
-    for later in self._ran[turn + 1 :]:
-        if later is not block and later.turns == later.runs:
-            self._finish(later)
-    block.turns += 1
+def mutant(self, turn) -> None:
+    self._begin_backward()
+    turn.has_begun, at = True, self._turns.index(turn)
+    for later in self._turns[at + 1 :]:
+        self._finish(later.block)

@@ -8,9 +8,7 @@ from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.unit import blocks_of
 
 TARGET = "data_parallel.fully_sharded.FullyShardedDataParallel"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers.test_a_layer_that_blocks_share_is_whole_in_each_of_them"
-)
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_layer_that_blocks_share_is_full_in_each_of_them"
 
 
 class Rest:

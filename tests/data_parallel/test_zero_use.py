@@ -1,5 +1,6 @@
 """How the stages of ZeRO are used: state dicts, evaluation, schedulers, optimizers, and mistakes."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,11 @@ def test_evaluation_leaves_no_block_whole_and_training_goes_on():
         x, _ = mine(cluster, text())
         with torch.no_grad():
             assert torch.equal(model(x), deep_gpt(0)(x))
-        assert not any(unit.is_whole for unit in model.units)
+        assert not any(unit.is_full for unit in model.units)
         with model.gathered() as module:
-            module.head.weight.detach().numpy()  # which forbids to free its memory
-        assert all(unit.full.untyped_storage().nbytes() == 0 for unit in model.units)
+            array = module.head.weight.detach().numpy()
+        assert np.array_equal(array, deep_gpt(0).head.weight.detach().numpy())  # which is kept
+        assert all(unit.full is None for unit in model.units)
         text_loss(model, *mine(cluster, text())).backward()
         model.finish_gradient_sync()
 
@@ -60,16 +62,6 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing():
             assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected)
 
     run_ranks(compare, 2)
-
-
-def test_a_second_forward_before_the_first_ones_backward_is_told_in_a_sentence():
-    def twice(cluster) -> None:
-        model = FullyShardedDataParallel(Odd(0))
-        for _ in range(2):
-            odd_loss(model, *examples(2))
-
-    with pytest.raises(RankError, match=r"A second forward began before finish_gradient_sync\(\)"):
-        run_ranks(twice, 2)
 
 
 def test_a_learning_rate_scheduler_steers_the_sharded_optimizer():
@@ -116,19 +108,25 @@ def test_a_backward_too_many_is_told_in_a_sentence():
 
 
 def test_ranks_that_ran_other_blocks_or_in_another_order_are_all_told():
+    class Chosen(Blocks):
+        def forward(self, x: Tensor, names: str) -> Tensor:
+            for name in names:
+                x = self.blocks[int(name)](x)
+            return x
+
     def differ(cluster, names: tuple[str, str]) -> None:
-        model = FullyShardedDataParallel(Blocks())
+        model = FullyShardedDataParallel(Chosen())
         for _ in range(2):
-            x = torch.ones(2, 8)
-            for name in names[cluster.rank]:
-                x = model.module.blocks[int(name)](x)
-            x.sum().backward()
+            model(torch.ones(2, 8), names[cluster.rank]).sum().backward()
             model.finish_gradient_sync()
 
-    for names in (("01", "02"), ("012", "021"), ("0112", "012")):
+    for names in (("01", "02"), ("012", "021")):
         for error in run_ranks(differ, 2, names, collect_failures=True, group_timeout=20):
-            assert isinstance(error, RankError)
-            assert "ran different blocks" in str(error) or "do not fit together" in str(error)
+            assert isinstance(error, RankError) and "ran different blocks" in str(error)
+    # Not as many collectives: one rank may leave with the sentence before the other has read all of it.
+    errors = run_ranks(differ, 2, ("0112", "012"), collect_failures=True, group_timeout=20)
+    assert any("do not fit together" in str(error) for error in errors)
+    assert all("do not fit" in str(error) or "look for the first error" in str(error) for error in errors)
 
 
 class Twofold(nn.Module):

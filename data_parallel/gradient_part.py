@@ -1,0 +1,78 @@
+"""Gradients of which every rank has a part, but which torch's own tools see as one.
+
+      nn.utils.clip_grad_norm_(model.parameters(), 1.0)    the norm over all ranks
+      scaler.step(optimizer)                               skipped by all ranks, or by none
+
+Where GradScaler looks for infinities, and where the norm of one gradient is asked for, the ranks exchange a
+number. FSDP2's DTensors do the same. Everything else sees the part as the plain tensor that it is.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comm.collectives import Group, all_reduce
+
+
+class GradientPart(Tensor):
+    """This rank's part of a gradient. All ranks must ask for the norms of the same gradients."""
+
+    group: Group
+    pattern: str | None
+
+    @staticmethod
+    def of(part: Tensor, group: Group, pattern: str | None) -> "GradientPart":
+        """Return `part`, in the same memory, as a part of what the group has."""
+        result: GradientPart = torch.Tensor._make_subclass(GradientPart, part)  # type: ignore[attr-defined]
+        result.group, result.pattern = group, pattern
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _OF_ALL_RANKS.get(func, func)(*args, **(kwargs or {}))
+
+
+def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, **options: Any) -> Tensor:
+    """Return torch.linalg.vector_norm of the full gradient, on all ranks."""
+    return foreach_norm([x], ord, options.get("dtype"))[0]
+
+
+def foreach_norm(
+    parts: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None, **_: Any
+) -> list[Tensor]:
+    """Return the norm of each full gradient, on all ranks: one message for all."""
+    if not all(isinstance(part, GradientPart) for part in parts):  # among gradients of other modules
+        return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
+    norms = torch.stack([_powers(part, float(ord), dtype) for part in parts])
+    how = {math.inf: "max", -math.inf: "min"}.get(float(ord), "sum")
+    all_reduce(norms, op=how, group=parts[0].group, pattern=parts[0].pattern)
+    if how == "sum" and ord != 0:
+        norms = norms.pow(1 / ord)
+    return list(norms.to(dtype or parts[0].abs().dtype).unbind())
+
+
+def _powers(part: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
+    """Return what adds up over ranks: for the infinite norms, what the largest or least is taken of."""
+    size = part.abs()
+    size = size.to(dtype) if dtype is not None else size.float() if size.itemsize < 4 else size
+    if math.isinf(ord):
+        least = 0.0 if ord > 0 else math.inf
+        extreme = torch.max if ord > 0 else torch.min
+        return extreme(torch.cat([size.flatten(), size.new_tensor([least])]))
+    return (size != 0).sum().to(size.dtype) if ord == 0 else size.pow(ord).sum()
+
+
+def non_finite_check_and_unscale(parts: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Divide the parts by the scale; `found_inf` is 1 on all ranks if any has an infinity or NaN."""
+    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+    all_reduce(found_inf, op="max", group=parts[0].group, pattern=parts[0].pattern)
+
+
+_OF_ALL_RANKS = {
+    torch.linalg.vector_norm: vector_norm,
+    torch._foreach_norm: foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: non_finite_check_and_unscale,
+}

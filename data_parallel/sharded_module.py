@@ -1,0 +1,265 @@
+"""What a module whose parameters are shards is to others: names, saving, clipping, costs, and refusals.
+
+How the shards are gathered, computed with and freed is in fully_sharded.py.
+"""
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm import cost
+from comm.collectives import Group, all_reduce, broadcast, default_pattern
+from data_parallel.flat import Piece
+from data_parallel.gradient_shard import GradientShard, OnTheWay
+from data_parallel.sharded_optimizer import clip_grad_norm_
+from data_parallel.unit import Block, Unit, blocks_of
+from data_parallel.wrapped import Wrapped, refuse_penalties
+from lab.errors import WorkbookError
+from lab.ledger import Traffic
+
+
+class ShardedModule(nn.Module):
+    """A wrapper of `module`. Its `parameters()` are this rank's pieces, for any elementwise optimizer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        pattern: str | None,
+        compute_dtype: torch.dtype | None,
+        blocks: list[nn.Module] | None,
+        unit_bytes: int,
+    ) -> None:
+        super().__init__()
+        self.module, self.group, self.pattern = module, group, pattern
+        self._compute_dtype = compute_dtype
+        for buffer in module.buffers():
+            broadcast(buffer, root=0, group=group)
+        self._names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
+        self._output_dtype = next((p.dtype for p in self._names if p.is_floating_point()), None)
+        self._block_modules = blocks_of(module) if blocks is None else blocks
+        # What two blocks share, or what is in none, is the root's.
+        users = [set(block.parameters()) for block in self._block_modules]
+        shared = {p for p in self._names if sum(p in used for used in users) != 1}
+        own = [[p for p in block.parameters() if p not in shared] for block in self._block_modules]
+        self._full_units: dict[int, Unit] = {}
+        options = unit_bytes, group, pattern, compute_dtype, self._full_units
+        self.root = Block("root", [p for p in self._names if p in shared], *options)
+        self.blocks = [Block(f"block {i}", parameters, *options) for i, parameters in enumerate(own)]
+        self._all = [self.root, *self.blocks]
+        self._place: dict[nn.Parameter, tuple[Block, GradientShard, int]] = {}
+        for block in self._all:
+            for unit in block.units:
+                for position, piece in enumerate(unit.pieces):
+                    parameter = piece.parameter
+                    parameter.on_touch = functools.partial(self._on_touch, parameter, block, unit)
+                    if unit.gradients is not None:
+                        self._place[parameter] = block, unit.gradients, position
+        for parameter in self._place:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._on_the_way = OnTheWay(2 * max(block.num_bytes for block in self._all))
+        self._late: list[tuple[GradientShard, int, Tensor]] = []
+        self._used: set[nn.Parameter] = set()
+        self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
+        self._is_synced = True
+        refuse_penalties(self._names, self.units)
+        self._wrapped = Wrapped(self, self._names, self.units)
+
+    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: Unit) -> None:
+        raise NotImplementedError
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def finish_gradient_sync(self) -> None:
+        """The technique's: complete the pieces' gradients."""
+        raise NotImplementedError
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is gathered together."""
+        return [unit for block in (self.root, *self.blocks) for unit in block.units]
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank owns of each parameter, by name; of tied ones the first."""
+        owned = {piece.parameter: piece for unit in self.units for piece in unit.pieces}
+        return {names[0]: owned[parameter] for parameter, names in self._names.items()}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the pieces, under the names of the parameters that they are of."""
+        for name, piece in self.pieces.items():
+            yield f"{prefix}.{name}" if prefix else name, piece.tensor
+
+    def _as_computed(self, tensor: Tensor) -> Tensor:
+        is_cast = self._compute_dtype is not None and tensor.is_floating_point()
+        return tensor.to(self._compute_dtype) if is_cast else tensor
+
+    def _as_given(self, tensor: Tensor) -> Tensor:
+        is_cast = self._compute_dtype is not None and tensor.dtype == self._compute_dtype
+        return tensor.to(self._output_dtype) if is_cast else tensor
+
+    def _count_run(self, block: Block) -> None:
+        number = self.blocks.index(block) % 256
+        self._order_so_far = zlib.crc32(bytes([number]), self._order_so_far)
+
+    def _free_all(self) -> None:
+        for block in self._all:
+            block.free()
+
+    def _free_stale(self) -> None:
+        """Free what a forward has left that no backward followed, if there was an optimizer step since."""
+        for block in self._all:
+            if any(unit.is_stale for unit in block.units):
+                block.free()
+
+    def _send_late(self) -> None:
+        """Reduce what came after its unit had been: the same on all ranks, for they compute the same."""
+        for block in self._all:
+            for unit, gradients in block.trained:
+                late = [(position, gradient) for of, position, gradient in self._late if of is gradients]
+                for position, gradient in late:
+                    gradients.put(position, gradient)
+                if late:
+                    gradients.fill_up(unit.shard.device)
+                    self._on_the_way.start(gradients)
+        self._late.clear()
+        self._on_the_way.finish()
+
+    def _adopt_gradients(self) -> None:
+        for block in self._all:
+            for unit, _ in block.trained:
+                self._used.difference_update(unit.adopt_gradients())
+
+    def _give_gradients(self) -> None:
+        for block in self._all:
+            for unit, _ in block.trained:
+                unit.give_gradients()
+
+    def _agree_on_gradients(self) -> None:
+        """Take the gradients of parameters that no rank used; check that all ranks ran the same blocks."""
+        used = [int(parameter in self._used) for parameter in self._place]
+        message = torch.tensor(
+            [*used, self._order_so_far, -self._order_so_far], device=self.units[0].shard.device
+        )
+        all_reduce(message, op="max", group=self.group, pattern=self.pattern)
+        *used, most, minus_least = message.tolist()
+        self._order_so_far = 0
+        if most != -minus_least:
+            raise WorkbookError(
+                "The ranks ran different blocks in this step, or in another order; in stage 3 all must run "
+                "the same."
+            )
+        used_somewhere = iter(used)
+        for block in self._all:
+            for unit, _ in block.trained:
+                for piece in unit.pieces:
+                    if not next(used_somewhere):
+                        piece.tensor.grad = None
+        self._is_synced = True
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm.
+
+        torch.nn.utils.clip_grad_norm_ does the same, with a message for each gradient.
+        """
+        if not self._is_synced:
+            self.finish_gradient_sync()
+        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The module with all its parameters full, as it computes with them; to look at, not to change."""
+        for unit in self.units:
+            unit.gather()
+        versions = {parameter: parameter._version for parameter in self._names}
+        try:
+            yield self.module
+            for parameter, version in versions.items():
+                if parameter._version != version:
+                    raise WorkbookError(
+                        f"{self._names[parameter][0]} was changed inside gathered(), and only shards are "
+                        "kept: initialise and load before wrapping, or change what parameters() yields."
+                    )
+        finally:
+            for unit in self.units:
+                unit.free()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return, on rank 0, what a plain module of the same class loads, on the CPU; nothing on the others.
+
+        One block's parameters are full at a time. Every rank must call it. Buffers are rank 0's.
+        """
+        result: dict[str, Tensor] = {}
+        is_main = dist.get_rank(self.group) == 0
+        for unit in self.units:
+            for piece, full in zip(unit.pieces, unit.full_master(), strict=True):
+                if is_main:
+                    result |= dict.fromkeys(self._names[piece.parameter], full.cpu().clone())
+        if is_main:
+            result |= {name: buffer.cpu().clone() for name, buffer in self._saved_buffers()}
+        return result
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: see full_state_dict."""
+        raise WorkbookError(
+            "state_dict() would hold this rank's shards only: call full_state_dict() on all ranks and save "
+            "what rank 0 gets, or write shards with data_parallel.sharded_checkpoint."
+        )
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the module is loaded before it is wrapped."""
+        raise WorkbookError(
+            "Every rank has a shard of each parameter, and a state dict has none: load it into the module "
+            "before wrapping, or read shards with data_parallel.sharded_checkpoint."
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise WorkbookError(
+            "A sharded model can be neither copied nor pickled, for each rank has a shard only: copy the "
+            "module before wrapping, or load full_state_dict() into another module."
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Let pass what `to()`, `double()` and the like leave as it is, and refuse what they would change."""
+        if any(fn(tensor) is not tensor for tensor in (*self.parameters(), *self.buffers())):
+            raise WorkbookError(
+                "A sharded model is neither moved nor cast: do that to the module before wrapping; the dtype "
+                "to compute in is compute_dtype."
+            )
+        return self
+
+    def _refuse_look(self, parameter: nn.Parameter) -> NoReturn:
+        raise WorkbookError(
+            f"{self._names[parameter][0]} is sharded, and full only in a forward or backward: look at it "
+            "inside gathered(), train and freeze what parameters() yields, save with full_state_dict(); "
+            "initialise, load, cast and copy the module before wrapping."
+        )
+
+    def _traffic(self, gathers: dict[Block, int], microbatches: int, is_clipped: bool) -> Traffic:
+        """What so many gathers of each block and a reduction send in each microbatch, and who used what."""
+        traffics = [
+            unit.traffic(times) for block, times in gathers.items() for unit in block.units
+        ] * microbatches
+        pattern = self.pattern or default_pattern("all_reduce", self.group)
+        place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        for numel, itemsize in [(len(self._place) + 2, 8)] + [(1, 4)] * is_clipped:
+            traffics.append(cost.per_rank("all_reduce", pattern, numel, itemsize, *place))
+        return sum(traffics, Traffic())

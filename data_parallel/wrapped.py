@@ -1,0 +1,60 @@
+"""What is refused of a sharded model, because it would be lost without a word: changes and penalties."""
+
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from data_parallel.unit import Unit
+from lab.errors import WorkbookError
+
+
+class Wrapped:
+    """What a module was made of when it was wrapped: what is added, replaced or unfrozen has no shard."""
+
+    def __init__(self, model: nn.Module, names: dict[nn.Parameter, list[str]], units: list[Unit]) -> None:
+        self._names, self._pieces = names, [piece for unit in units for piece in unit.pieces]
+        self._modules = [
+            (name, module, [*module._parameters.items()], [*module._modules.items()])
+            for name, module in model.named_modules()
+        ]
+        self._memory = [piece.tensor.data_ptr() for piece in self._pieces]
+        self._frozen = [piece for unit in units if unit.gradients is None for piece in unit.pieces]
+
+    def refuse_changes(self) -> None:
+        """Raise WorkbookError, before a step, for parameters that would not be trained."""
+        for prefix, module, parameters, modules in self._modules:
+            for were, are in ((parameters, module._parameters), (modules, module._modules)):
+                if len(were) != len(are) or not all(are.get(name) is value for name, value in were):
+                    names = [name for name, value in were if are.get(name) is not value]
+                    names += [name for name in are if name not in dict(were)]
+                    self._refuse(f"{prefix}.{names[0]}".strip("."), "was added, replaced or removed")
+        for piece, memory in zip(self._pieces, self._memory, strict=True):
+            if piece.tensor.data_ptr() != memory:
+                self._refuse(self._names[piece.parameter][0], "was given other memory")
+        for piece in self._frozen:
+            if piece.tensor.requires_grad:
+                self._refuse(self._names[piece.parameter][0], "was unfrozen")
+
+    @staticmethod
+    def _refuse(name: str, what: str) -> NoReturn:
+        name = name.removeprefix("module.")
+        raise WorkbookError(
+            f"{name} {what} after the module was sharded, and would not be trained: make the module as it is "
+            "to be, then wrap it and give parameters() to the optimizer."
+        )
+
+
+def refuse_penalties(names: dict[nn.Parameter, list[str]], units: list[Unit]) -> None:
+    """Raise WorkbookError where a backward reaches a piece: each rank sees its part of a penalty only."""
+
+    def refuse(gradient: Tensor, name: str) -> NoReturn:
+        raise WorkbookError(
+            f"The loss uses this rank's shard of {name}: compute a penalty inside the model's forward, where "
+            "its parameters are full, or give the optimizer a weight_decay."
+        )
+
+    for unit in units:
+        for piece in unit.pieces:
+            if piece.tensor.requires_grad:
+                name = names[piece.parameter][0]
+                piece.tensor.register_hook(lambda gradient, name=name: refuse(gradient, name))
