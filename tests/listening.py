@@ -11,14 +11,19 @@ _LISTEN = "0A"
 def listening(*pids: int) -> list[tuple[str, int]]:
     """IP address and port of every TCP socket on which one of these processes listens."""
     inodes = {link.removeprefix("socket:[").rstrip("]") for pid in pids for link in _open_files(pid)}
+    table = "".join(Path(f"/proc/{pids[0]}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    return sorted((address, port) for address, port, inode in listed(table) if inode in inodes)
+
+
+def listed(table: str) -> list[tuple[str, int, str]]:
+    """IP address, port and inode of the listening sockets in the text of /proc/net/tcp, tcp6 or both."""
     found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == _LISTEN and inode in inodes:
-                address, port = local.split(":")
-                found.append((_address(address), int(port, 16)))
-    return sorted(found)
+    for line in table.splitlines():
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == _LISTEN:
+            address, port = local.split(":")
+            found.append((_address(address), int(port, 16), inode))
+    return found
 
 
 def family(pid: int) -> list[int]:

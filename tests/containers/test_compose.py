@@ -1,11 +1,15 @@
 """What `docker-compose up` makes of the lessons, the nodes and their links."""
 
+import json
 import re
+import time
 
 import pytest
 
-from tests.containers.conftest import IMAGE, Node, Up, docker
+from tests.containers.conftest import IMAGE, NAME, Node, Up, compose, docker
+from tests.listening import listed
 
+DOCKERS_NAME_SERVER = "127.0.0.11"
 NODES = ["node0", "node1", "node2", "node3"]
 RATE, MIB = 200e6 / 8, 1 << 20  # bytes per second of the shaped link
 
@@ -159,6 +163,26 @@ def test_delay_is_there_or_said_not_to_be(up):
     assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
     if "delay is not available" not in nodes["node0"].stderr:
         assert nodes["node0"].json()["alpha_seconds"] >= 5e-3
+
+
+def test_every_node_listens_in_the_network_of_the_nodes_only(up):
+    try:
+        compose(
+            "up", "--detach", timeout=120, env={"RUN_MODE": "data_parallel_naive", "ARGS": "--steps 100000"}
+        )
+        ids = docker("ps", "-q", "--filter", f"label=com.docker.compose.project={NAME}").stdout.split()
+        assert len(ids) == len(NODES)
+        deadline = time.monotonic() + 120
+        while not any("step 1/" in docker("logs", node).stdout for node in ids):
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        for container in json.loads(docker("inspect", *ids).stdout):
+            (network,) = container["NetworkSettings"]["Networks"].values()
+            table = docker("exec", container["Id"], "cat", "/proc/net/tcp", "/proc/net/tcp6").stdout
+            addresses = {address for address, _, _ in listed(table)}
+            assert addresses - {DOCKERS_NAME_SERVER} == {network["IPAddress"]}, container["Name"]
+    finally:
+        compose("down", "--timeout", "1", timeout=120)
 
 
 def test_nothing_in_a_container_runs_as_root(up):
