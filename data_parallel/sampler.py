@@ -1,24 +1,44 @@
-"""Who trains on which example: disjoint shares that together cover the data, shuffled anew each epoch.
+"""Who trains on which example: shares of one length that together cover the data, shuffled again each epoch.
 
-      epoch 0   shuffled  7 2 9 4 0 3 8 1 6 5     rank 0: 7 4 8 5    rank 1: 2 0 1    rank 2: 9 3 6
-      epoch 1   shuffled  3 8 5 1 9 0 2 7 4 6     ...
+      epoch 0   shuffled  7 2 9 4 0 3 8 1 6 5     rank 0: 7 4 8 5    rank 1: 2 0 1 7    rank 2: 9 3 6 2
+      epoch 1   shuffled  3 8 5 1 9 0 2 7 4 6     ...                             └ repeated ──────── ┘
 
 All ranks shuffle with the same seed, so that their shares fit together, and take every world_size-th example.
 Without `set_epoch` each epoch repeats the first one's order: the model sees the same batches again and
-again. torch.utils.data.DistributedSampler does the same, but repeats examples to make shares equal.
+again. Shares must have one length: a rank with a batch more would wait for the others' gradients. As
+torch.utils.data.DistributedSampler does, examples are repeated for that, or the last ones left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Sampler
+
+from comm.collectives import Group, all_gather
+from comm.wire import device_of
+from lab.errors import WorkbookError
+
+Uneven = Literal["pad", "drop", "keep"]
 
 
 class DistributedSampler(Sampler[int]):
-    """Indices of `rank`'s share of `num_examples`, at most one longer than another rank's."""
+    """Indices of `rank`'s share of `num_examples`.
 
-    def __init__(self, num_examples: int, rank: int, world_size: int, seed: int = 0) -> None:
+    `uneven` says what is done where the ranks do not divide the examples: "pad" repeats the first ones,
+    "drop" leaves the last ones out, "keep" gives some ranks one more, for evaluations where no rank waits.
+    """
+
+    def __init__(
+        self, num_examples: int, rank: int, world_size: int, seed: int = 0, uneven: Uneven = "pad"
+    ) -> None:
+        if uneven not in get_args(Uneven):
+            raise WorkbookError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}.")
         self.num_examples, self.rank, self.world_size, self.seed = num_examples, rank, world_size, seed
+        whole_rounds = num_examples // world_size * world_size
+        padded = whole_rounds if whole_rounds == num_examples else whole_rounds + world_size
+        self._total = {"pad": padded, "drop": whole_rounds, "keep": num_examples}[uneven]
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -28,7 +48,26 @@ class DistributedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         shuffle = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_examples, generator=shuffle)
-        return iter(order[self.rank :: self.world_size].tolist())
+        if self._total > self.num_examples:
+            order = order.repeat(-(-self._total // self.num_examples))
+        return iter(order[self.rank : self._total : self.world_size].tolist())
 
     def __len__(self) -> int:
-        return len(range(self.rank, self.num_examples, self.world_size))
+        return len(range(self.rank, self._total, self.world_size))
+
+
+def refuse_uneven(batches: Sized, group: Group = None) -> None:
+    """Raise WorkbookError on all ranks unless all have the same number of batches; call it before an epoch.
+
+    Without it the ranks that have one more wait for the others' gradients until the timeout.
+    """
+    mine = torch.tensor([len(batches)], device=device_of(group))
+    counts = torch.zeros(dist.get_world_size(group), dtype=mine.dtype, device=mine.device)
+    all_gather(counts, mine, group=group)
+    fewest, most = int(counts.argmin()), int(counts.argmax())
+    if counts[fewest] != counts[most]:
+        raise WorkbookError(
+            f"The ranks have different numbers of batches (rank {fewest}: {counts[fewest]}, rank {most}: "
+            f"{counts[most]}), and one would wait for another's: give all shares of one length, as "
+            "DistributedSampler does with uneven='pad' or 'drop'."
+        )

@@ -56,8 +56,8 @@ class BucketDataParallel(nn.Module):
     `no_sync()`. `wire_dtype` "bf16" or "fp16" halves the bytes on the wire and rounds the gradients.
 
     What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
-    rank 0's before every forward), reduce sparse gradients, or train parameters that are unfrozen, replaced,
-    cast or added later (wrap again; data_parallel.guard).
+    rank 0's before every forward), reduce sparse gradients, train parameters that are unfrozen, replaced,
+    cast or added later (wrap again; guard.py), or let a rank have fewer batches (see sampler.py).
     """
 
     def __init__(

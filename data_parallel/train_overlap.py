@@ -47,8 +47,8 @@ class OverlapDataParallel(nn.Module):
     of the hooks.
 
     What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
-    rank 0's before every forward), reduce sparse gradients, or train parameters that are unfrozen, replaced,
-    cast or added later (wrap again; data_parallel.guard).
+    rank 0's before every forward), reduce sparse gradients, train parameters that are unfrozen, replaced,
+    cast or added later (wrap again; guard.py), or let a rank have fewer batches (see sampler.py).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:

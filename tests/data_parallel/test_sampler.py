@@ -1,27 +1,74 @@
+import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from data_parallel.sampler import DistributedSampler
+from data_parallel.sampler import DistributedSampler, Uneven, refuse_uneven
+from data_parallel.train_naive import NaiveDataParallel
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+
+SIZES = [(num_examples, world_size) for num_examples in (0, 1, 5, 12, 101) for world_size in (1, 2, 3, 4, 7)]
 
 
-def shares(num_examples: int, world_size: int, epoch: int = 0, seed: int = 0) -> list[list[int]]:
-    samplers = [DistributedSampler(num_examples, rank, world_size, seed) for rank in range(world_size)]
+def shares(
+    num_examples: int, world_size: int, epoch: int = 0, seed: int = 0, uneven: Uneven = "pad"
+) -> list[list[int]]:
+    samplers = [
+        DistributedSampler(num_examples, rank, world_size, seed, uneven) for rank in range(world_size)
+    ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
         assert len(list(sampler)) == len(sampler)
     return [list(sampler) for sampler in samplers]
 
 
-def test_shares_are_disjoint_and_cover_the_data_for_any_sizes():
-    for num_examples in (0, 1, 5, 12, 101):
-        for world_size in (1, 2, 3, 4, 7):
-            together = [index for share in shares(num_examples, world_size) for index in share]
-            assert sorted(together) == list(range(num_examples))
+def test_kept_shares_are_disjoint_and_cover_the_data_and_differ_in_length_by_at_most_one():
+    for num_examples, world_size in SIZES:
+        kept = shares(num_examples, world_size, uneven="keep")
+        assert sorted(index for share in kept for index in share) == list(range(num_examples))
+        lengths = [len(share) for share in kept]
+        assert max(lengths) - min(lengths) == (num_examples % world_size > 0)
 
 
-def test_shares_differ_in_length_by_at_most_one():
-    lengths = [len(share) for share in shares(101, 4)]
-    assert max(lengths) - min(lengths) == 1
+def test_padded_and_dropped_shares_have_one_length_and_are_those_of_torchs_sampler():
+    for num_examples, world_size in SIZES:
+        for uneven in ("pad", "drop"):
+            ours = shares(num_examples, world_size, epoch=2, seed=7, uneven=uneven)
+            assert len({len(share) for share in ours}) == 1
+            for rank, share in enumerate(ours):
+                theirs = TorchSampler(
+                    range(num_examples), world_size, rank, seed=7, drop_last=uneven == "drop"
+                )
+                theirs.set_epoch(2)
+                assert list(theirs) == share, (num_examples, world_size, uneven)
+
+
+def test_an_unknown_way_with_uneven_shares_is_refused():
+    with pytest.raises(WorkbookError, match="uneven='stretch': choose one of pad, drop, keep"):
+        DistributedSampler(5, 0, 2, uneven="stretch")
+
+
+def test_every_rank_has_as_many_batches_and_where_not_all_are_told_before_the_first():
+    def work(cluster: Cluster) -> None:
+        model, data = NaiveDataParallel(nn.Linear(1, 1)), torch.arange(10.0)[:, None]
+
+        def loader(uneven: Uneven) -> DataLoader:
+            sampler = DistributedSampler(10, cluster.rank, 3, uneven=uneven)
+            return DataLoader(data, batch_size=3, sampler=sampler)
+
+        for uneven in ("pad", "drop"):
+            refuse_uneven(loader(uneven))
+            for x in loader(uneven):
+                model.zero_grad()
+                model(x).sum().backward()
+                model.finish_gradient_sync()
+        with pytest.raises(WorkbookError, match=r"numbers of batches \(rank 1: 1, rank 0: 2\)"):
+            refuse_uneven(loader("keep"))
+
+    run_ranks(work, 3, group_timeout=20)
 
 
 def test_each_epoch_has_another_order():
@@ -39,10 +86,3 @@ def test_an_epoch_can_be_repeated():
 
 def test_the_examples_are_shuffled():
     assert shares(100, 1)[0] != list(range(100))
-
-
-def test_shares_are_those_of_torchs_sampler_where_the_ranks_divide_the_examples():
-    for rank in range(4):
-        theirs = TorchSampler(torch.arange(100), num_replicas=4, rank=rank, seed=7)
-        theirs.set_epoch(2)
-        assert list(theirs) == shares(100, 4, epoch=2, seed=7)[rank]

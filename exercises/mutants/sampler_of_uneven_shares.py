@@ -1,0 +1,14 @@
+"""The last batch of an epoch never ends, when the ranks do not divide the data: one rank has none to give."""
+
+from data_parallel.sampler import DistributedSampler
+
+TARGET = "data_parallel.sampler.DistributedSampler"
+KILLER = (
+    "tests.data_parallel.test_sampler."
+    "test_padded_and_dropped_shares_have_one_length_and_are_those_of_torchs_sampler"
+)
+
+
+class mutant(DistributedSampler):
+    def __init__(self, num_examples, rank, world_size, seed=0, uneven="keep") -> None:
+        super().__init__(num_examples, rank, world_size, seed, "keep")
