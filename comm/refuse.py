@@ -90,7 +90,8 @@ def unshared(cluster: Cluster, option: str, name: str, resume: bool = False) -> 
 
 def _try_to_write(option: str, folder: Path, rank: int) -> None:
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"a full disk takes a file, but nothing in it")
     except OSError as error:
         raise _cannot_write(option, folder, rank, error) from error
 

@@ -17,6 +17,8 @@
                                                    backward begins with it
       compute_dtype                                MixedPrecisionPolicy: the dtypes of computing, of reducing,
                                                    and of a module's output
+      a checkpoint has ranges of flat parameters   a DTensor's rows are such a range: either goes on from the
+                                                   other's (sharded_checkpoint.py)
 
 Left out by ours: meshes that shard in one axis and replicate in the other (HSDP), shards in the memory of
 the CPU, and tensor parallel parameters, which are DTensors already.

@@ -148,7 +148,7 @@ def refusing_misfits(name: object) -> Iterator[None]:
     """
     try:
         yield
-    except WorkbookError:
+    except (WorkbookError, torch.OutOfMemoryError):
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = f"{type(error).__name__}: {reason(error)}"
