@@ -24,6 +24,7 @@ from lab import replace
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.devices import device_of
+from lab.interface import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def _call(job: Job) -> Any:
     store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
     cluster = Cluster(job.rank, job.world_size, job.rank, device, dist.PrefixStore("run_ranks", store))
     if job.backend is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
         dist.init_process_group(
             job.backend,
             store=dist.PrefixStore("group", store),

@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comm import collectives, meeting, rendezvous
 from comm.collectives import CommError
 from comm.script import joined
 from lab.ranks import RankError, run_ranks
+from lab.store import open_store
 from tests.listening import listening
 
 VARIABLES = (
@@ -116,6 +116,16 @@ def test_ranks_started_by_hand_listen_in_the_network_of_the_master_only():
         only = {"127.0.0.1" if master == "localhost" else master}
         results = run_ranks(listened_to, 2, places([0, 1], 2, MASTER_ADDR=master), backend=None)
         assert results == [(only, only)] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the sockets in /proc")
+def test_ranks_of_run_ranks_listen_on_the_loopback_only():
+    def listens(cluster) -> set[str]:
+        for pattern in ("torch", "tcp", "cma"):
+            collectives.all_reduce(torch.ones(100_000), pattern=pattern)
+        return {address for address, _ in listening(os.getpid())}
+
+    assert run_ranks(listens, 2) == [{"127.0.0.1"}] * 2
 
 
 def test_without_any_variable_one_process_is_a_group_of_its_own():
@@ -241,9 +251,7 @@ def test_a_script_ends_with_one_line_and_exit_code_1(capfd):
 
 def test_a_restarted_job_does_not_read_what_its_predecessor_left_in_the_agents_store():
     port = free_port()
-    agent = dist.TCPStore(
-        "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
+    agent = open_store("127.0.0.1", port, timedelta(seconds=10))
     for attempt in range(3):
         environments = places(
             [0, 1],

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lab import timeline
 from lab.cluster import Cluster
 from lab.gantt import Event, lanes, tracks
+from lab.store import open_store
 from lab.timeline import align, gather, record, recorded, span, start_recording, stop_recording
 
 MS = 1_000_000
@@ -42,7 +43,7 @@ def hash_stores(world_size: int) -> list[dist.Store]:
 
 def tcp_stores(world_size: int) -> list[dist.Store]:
     limit = timedelta(seconds=10)
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    host = open_store("127.0.0.1", 0, limit)
     return [host] + [dist.TCPStore("127.0.0.1", host.port, timeout=limit) for _ in range(world_size - 1)]
 
 
