@@ -10,37 +10,23 @@ whole step. Which blocks there are, and their order, shows in the first forward.
 they miss is gathered when it is touched, and what a graph needs when its backward asks (data_parallel.freed).
 """
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from comm.collectives import Group
+from data_parallel.any_loop import AnyLoop, Turn
 from data_parallel.freed import Notes, is_in_a_backward, take_gradient
-from data_parallel.sharded_module import ShardedModule
-from data_parallel.unit import Block, Unit
+from data_parallel.unit import Block
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.nested import map_tensors, tensors_in
 
-
-@dataclass(eq=False)
-class Turn:
-    """A block's forward, or another use of its parameters, until its backward has ended."""
-
-    block: Block
-    is_use: bool = False
-    has_begun: bool = False
-
-
 MIB = 1 << 20
 
 
-class FullyShardedDataParallel(ShardedModule):
+class FullyShardedDataParallel(AnyLoop):
     """Wraps a module; its `parameters()` are this rank's pieces, for any elementwise optimizer.
 
     `blocks` are gathered and freed one by one: by default the members of each ModuleList, ModuleDict and
@@ -75,10 +61,8 @@ class FullyShardedDataParallel(ShardedModule):
         for block, inner in zip(self.blocks, self._block_modules, strict=True):
             inner.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
             inner.register_forward_hook(lambda _, inputs, out, block=block: self._after_forward(block, out))
-        self._turns: list[Turn] = []
         self._seen: list[Block] = []  # in this forward
         self._order: list[Block] = []  # in the one before, which tells what comes next
-        self._is_in_forward = self._is_in_backward = self._awaits_backward = False
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         is_trained = torch.is_grad_enabled() and not is_in_a_backward()
@@ -102,8 +86,7 @@ class FullyShardedDataParallel(ShardedModule):
         finally:
             self._is_in_forward = False
         self._order = self._seen
-        if not self._awaits_backward:
-            self._free_all()
+        self._free_touched(self._reshards)
         for tensor in tensors_in(output) if is_trained else ():
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
@@ -136,22 +119,6 @@ class FullyShardedDataParallel(ShardedModule):
             block.free()
             if torch.is_grad_enabled() and self._seen == self._order:
                 block.start_gather()  # the last one: its backward is near
-
-    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: Unit) -> None:
-        """A parameter that is not here is used: by a block's method, by another module, or by a user."""
-        if is_in_a_backward():
-            self._begin_backward()
-        elif not self._is_in_forward:
-            self._refuse_look(parameter)
-        elif torch.is_grad_enabled():
-            self._turns.append(Turn(block, is_use=True))
-        unit.gather()
-
-    def _begin_backward(self, *_: Any) -> None:
-        if not self._is_in_backward and is_in_a_backward():
-            self._is_in_backward, self._is_synced = True, False
-            Variable._execution_engine.queue_callback(self._end_backward)
-            self._adopt_gradients()
 
     def _before_backward(self, turn: Turn) -> None:
         """The gradient of a block's output is known: its backward is next, and those after it are over."""
@@ -189,41 +156,6 @@ class FullyShardedDataParallel(ShardedModule):
         if not block.is_reduced:
             block.is_reduced = True
             block.send_rest(self._on_the_way)
-
-    def _end_backward(self, is_complete: bool = True) -> None:
-        for turn in reversed(self._turns):
-            self._finish(turn.block)
-        self._finish(self.root)
-        self._on_the_way.finish()
-        self._send_late()
-        self._turns = [turn for turn in self._turns if not (turn.has_begun or turn.is_use)]
-        self._is_in_backward = self._awaits_backward = False
-        for block in self._all:
-            block.is_reduced = False
-        self._free_all()
-        if is_complete:
-            self._give_gradients()
-
-    def _give_up_backward(self) -> None:
-        """After an exception: send what the other ranks wait for, and leave the pieces without gradients."""
-        if self._is_in_backward and not is_in_a_backward():
-            self._end_backward(is_complete=False)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For all but the last microbatch. It changes nothing: each backward sends its own gradients."""
-        yield
-
-    def finish_gradient_sync(self) -> None:
-        """Complete the pieces' gradients after the last backward.
-
-        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
-        gradient. WorkbookError if the ranks did not run the same blocks.
-        """
-        self._give_up_backward()
-        self._turns, self._awaits_backward = [], False
-        self._free_all()
-        self._agree_on_gradients()
 
     def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
         """What the formula says a step sends, in which every block is run forward and backward once."""

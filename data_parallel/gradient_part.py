@@ -31,27 +31,41 @@ class GradientPart(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_all_ranks = getattr(cls, _OF_ALL_RANKS[func]) if func in _OF_ALL_RANKS else func
         with torch._C.DisableTorchFunctionSubclass():
-            return _OF_ALL_RANKS.get(func, func)(*args, **(kwargs or {}))
+            return of_all_ranks(*args, **(kwargs or {}))
+
+    @staticmethod
+    def norm_of_one(part: Tensor, ord: float = 2, dim: Any = None, **options: Any) -> Tensor:
+        """Return torch.linalg.vector_norm of the full gradient, on all ranks."""
+        return GradientPart.norms([part], ord, options.get("dtype"))[0]
+
+    @staticmethod
+    def norms(
+        parts: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None, **_: Any
+    ) -> list[Tensor]:
+        """Return the norm of each full gradient, on all ranks: one message for all."""
+        if not all(isinstance(part, GradientPart) for part in parts):  # among gradients of other modules
+            return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
+        norms = torch.stack([_powers(part, float(ord), dtype) for part in parts])
+        how = {math.inf: "max", -math.inf: "min"}.get(float(ord), "sum")
+        all_reduce(norms, op=how, group=parts[0].group, pattern=parts[0].pattern)
+        if how == "sum" and ord != 0:
+            norms = norms.pow(1 / ord)
+        return list(norms.to(dtype or parts[0].abs().dtype).unbind())
+
+    @staticmethod
+    def unscale(parts: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """Divide the parts by the scale; `found_inf` is 1 on all ranks if any has an infinity or NaN."""
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+        all_reduce(found_inf, op="max", group=parts[0].group, pattern=parts[0].pattern)
 
 
-def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, **options: Any) -> Tensor:
-    """Return torch.linalg.vector_norm of the full gradient, on all ranks."""
-    return foreach_norm([x], ord, options.get("dtype"))[0]
-
-
-def foreach_norm(
-    parts: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None, **_: Any
-) -> list[Tensor]:
-    """Return the norm of each full gradient, on all ranks: one message for all."""
-    if not all(isinstance(part, GradientPart) for part in parts):  # among gradients of other modules
-        return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
-    norms = torch.stack([_powers(part, float(ord), dtype) for part in parts])
-    how = {math.inf: "max", -math.inf: "min"}.get(float(ord), "sum")
-    all_reduce(norms, op=how, group=parts[0].group, pattern=parts[0].pattern)
-    if how == "sum" and ord != 0:
-        norms = norms.pow(1 / ord)
-    return list(norms.to(dtype or parts[0].abs().dtype).unbind())
+_OF_ALL_RANKS = {
+    torch.linalg.vector_norm: "norm_of_one",
+    torch._foreach_norm: "norms",
+    torch._amp_foreach_non_finite_check_and_unscale_: "unscale",
+}
 
 
 def _powers(part: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
@@ -63,16 +77,3 @@ def _powers(part: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
         extreme = torch.max if ord > 0 else torch.min
         return extreme(torch.cat([size.flatten(), size.new_tensor([least])]))
     return (size != 0).sum().to(size.dtype) if ord == 0 else size.pow(ord).sum()
-
-
-def non_finite_check_and_unscale(parts: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Divide the parts by the scale; `found_inf` is 1 on all ranks if any has an infinity or NaN."""
-    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
-    all_reduce(found_inf, op="max", group=parts[0].group, pattern=parts[0].pattern)
-
-
-_OF_ALL_RANKS = {
-    torch.linalg.vector_norm: vector_norm,
-    torch._foreach_norm: foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: non_finite_check_and_unscale,
-}

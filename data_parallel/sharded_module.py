@@ -5,7 +5,6 @@ How the shards are gathered, computed with and freed is in fully_sharded.py.
 
 import contextlib
 import functools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
-from comm.collectives import Group, all_reduce, broadcast, default_pattern
+from comm.collectives import Group, broadcast, default_pattern
+from data_parallel.clipping import clip_grad_norm_
 from data_parallel.flat import Piece
 from data_parallel.gradient_shard import GradientShard, OnTheWay
-from data_parallel.sharded_optimizer import clip_grad_norm_
 from data_parallel.unit import Block, Unit, blocks_of
 from data_parallel.wrapped import Wrapped, refuse_penalties
 from lab.errors import WorkbookError
@@ -67,9 +66,6 @@ class ShardedModule(nn.Module):
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
         self._on_the_way = OnTheWay(2 * max(block.num_bytes for block in self._all))
-        self._late: list[tuple[GradientShard, int, Tensor]] = []
-        self._used: set[nn.Parameter] = set()
-        self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
         self._is_synced = True
         refuse_penalties(self._names, self.units)
         self._wrapped = Wrapped(self, self._names, self.units)
@@ -110,64 +106,9 @@ class ShardedModule(nn.Module):
         is_cast = self._compute_dtype is not None and tensor.dtype == self._compute_dtype
         return tensor.to(self._output_dtype) if is_cast else tensor
 
-    def _count_run(self, block: Block) -> None:
-        number = self.blocks.index(block) % 256
-        self._order_so_far = zlib.crc32(bytes([number]), self._order_so_far)
-
     def _free_all(self) -> None:
         for block in self._all:
             block.free()
-
-    def _free_stale(self) -> None:
-        """Free what a forward has left that no backward followed, if there was an optimizer step since."""
-        for block in self._all:
-            if any(unit.is_stale for unit in block.units):
-                block.free()
-
-    def _send_late(self) -> None:
-        """Reduce what came after its unit had been: the same on all ranks, for they compute the same."""
-        for block in self._all:
-            for unit, gradients in block.trained:
-                late = [(position, gradient) for of, position, gradient in self._late if of is gradients]
-                for position, gradient in late:
-                    gradients.put(position, gradient)
-                if late:
-                    gradients.fill_up(unit.shard.device)
-                    self._on_the_way.start(gradients)
-        self._late.clear()
-        self._on_the_way.finish()
-
-    def _adopt_gradients(self) -> None:
-        for block in self._all:
-            for unit, _ in block.trained:
-                self._used.difference_update(unit.adopt_gradients())
-
-    def _give_gradients(self) -> None:
-        for block in self._all:
-            for unit, _ in block.trained:
-                unit.give_gradients()
-
-    def _agree_on_gradients(self) -> None:
-        """Take the gradients of parameters that no rank used; check that all ranks ran the same blocks."""
-        used = [int(parameter in self._used) for parameter in self._place]
-        message = torch.tensor(
-            [*used, self._order_so_far, -self._order_so_far], device=self.units[0].shard.device
-        )
-        all_reduce(message, op="max", group=self.group, pattern=self.pattern)
-        *used, most, minus_least = message.tolist()
-        self._order_so_far = 0
-        if most != -minus_least:
-            raise WorkbookError(
-                "The ranks ran different blocks in this step, or in another order; in stage 3 all must run "
-                "the same."
-            )
-        used_somewhere = iter(used)
-        for block in self._all:
-            for unit, _ in block.trained:
-                for piece in unit.pieces:
-                    if not next(used_somewhere):
-                        piece.tensor.grad = None
-        self._is_synced = True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm.

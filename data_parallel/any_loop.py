@@ -1,0 +1,162 @@
+"""Where a step of stage 3 begins and ends, in whatever order a loop runs forwards and backwards.
+
+      forward ─► turns of blocks ─► backward begins ─► ... ─► backward ends ─► pieces' gradients ─► agreed on
+
+A backward begins with the first gradient that reaches the model, and autograd calls back when it ends: then
+all ranks have sent the same, whatever a rank did not use. So each backward is complete in itself, and it does
+not matter how many there are, whose forwards they follow, or whether an exception ended the last one.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from comm.collectives import all_reduce
+from data_parallel.freed import is_in_a_backward
+from data_parallel.gradient_shard import GradientShard
+from data_parallel.sharded_module import ShardedModule
+from data_parallel.unit import Block, Unit
+from lab.errors import WorkbookError
+
+
+@dataclass(eq=False)
+class Turn:
+    """A block's forward, or another use of its parameters, until its backward has ended."""
+
+    block: Block
+    is_use: bool = False
+    has_begun: bool = False
+
+
+class AnyLoop(ShardedModule):
+    """The part of a sharded module that knows which backward it is in."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turns: list[Turn] = []
+        self._late: list[tuple[GradientShard, int, Tensor]] = []
+        self._used: set[nn.Parameter] = set()
+        self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
+        self._is_in_forward = self._is_in_backward = self._awaits_backward = False
+
+    def _finish(self, block: Block) -> None:
+        raise NotImplementedError
+
+    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: Unit) -> None:
+        """A parameter that is not here is used: by a block's method, by another module, or by a user."""
+        if is_in_a_backward():
+            self._begin_backward()
+        elif not self._is_in_forward:
+            self._refuse_look(parameter)
+        elif torch.is_grad_enabled():
+            self._turns.append(Turn(block, is_use=True))
+        unit.gather()
+
+    def _count_run(self, block: Block) -> None:
+        number = self.blocks.index(block) % 256
+        self._order_so_far = zlib.crc32(bytes([number]), self._order_so_far)
+
+    def _free_touched(self, reshards: bool) -> None:
+        """After a forward: free what no hook has freed."""
+        for turn in self._turns:
+            if turn.is_use and reshards:
+                turn.block.free()
+        if not self._awaits_backward:
+            self._free_all()
+
+    def _begin_backward(self, *_: Any) -> None:
+        if not self._is_in_backward and is_in_a_backward():
+            self._is_in_backward, self._is_synced = True, False
+            Variable._execution_engine.queue_callback(self._end_backward)
+            self._adopt_gradients()
+
+    def _end_backward(self, is_complete: bool = True) -> None:
+        for turn in reversed(self._turns):
+            self._finish(turn.block)
+        self._finish(self.root)
+        self._on_the_way.finish()
+        self._send_late()
+        self._turns = [turn for turn in self._turns if not (turn.has_begun or turn.is_use)]
+        self._is_in_backward = self._awaits_backward = False
+        for block in self._all:
+            block.is_reduced = False
+        self._free_all()
+        if is_complete:
+            self._give_gradients()
+
+    def _give_up_backward(self) -> None:
+        """After an exception: send what the other ranks wait for, and leave the pieces without gradients."""
+        if self._is_in_backward and not is_in_a_backward():
+            self._end_backward(is_complete=False)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For all but the last microbatch. It changes nothing: each backward sends its own gradients."""
+        yield
+
+    def finish_gradient_sync(self) -> None:
+        """Complete the pieces' gradients after the last backward.
+
+        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
+        gradient. WorkbookError if the ranks did not run the same blocks.
+        """
+        self._give_up_backward()
+        self._turns, self._awaits_backward = [], False
+        self._free_all()
+        self._agree_on_gradients()
+
+    def _free_stale(self) -> None:
+        """Free what a forward has left that no backward followed, if there was an optimizer step since."""
+        for block in self._all:
+            if any(unit.is_stale for unit in block.units):
+                block.free()
+
+    def _send_late(self) -> None:
+        """Reduce what came after its unit had been: the same on all ranks, for they compute the same."""
+        for block in self._all:
+            for unit, gradients in block.trained:
+                late = [(position, gradient) for of, position, gradient in self._late if of is gradients]
+                for position, gradient in late:
+                    gradients.put(position, gradient)
+                if late:
+                    gradients.fill_up(unit.shard.device)
+                    self._on_the_way.start(gradients)
+        self._late.clear()
+        self._on_the_way.finish()
+
+    def _adopt_gradients(self) -> None:
+        for block in self._all:
+            for unit, _ in block.trained:
+                self._used.difference_update(unit.adopt_gradients())
+
+    def _give_gradients(self) -> None:
+        for block in self._all:
+            for unit, _ in block.trained:
+                unit.give_gradients()
+
+    def _agree_on_gradients(self) -> None:
+        """Take the gradients of parameters that no rank used; check that all ranks ran the same blocks."""
+        used = [int(parameter in self._used) for parameter in self._place]
+        device = self.units[0].shard.device if self.units else None
+        message = torch.tensor([*used, self._order_so_far, -self._order_so_far], device=device)
+        all_reduce(message, op="max", group=self.group, pattern=self.pattern)
+        *used, most, minus_least = message.tolist()
+        self._order_so_far = 0
+        if most != -minus_least:
+            raise WorkbookError(
+                "The ranks ran different blocks in this step, or in another order; in stage 3 all must run "
+                "the same."
+            )
+        used_somewhere = iter(used)
+        for block in self._all:
+            for unit, _ in block.trained:
+                for piece in unit.pieces:
+                    if not next(used_somewhere):
+                        piece.tensor.grad = None
+        self._is_synced = True

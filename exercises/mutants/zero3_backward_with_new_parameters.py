@@ -1,0 +1,13 @@
+"""Gradients are wrong without a word where an optimizer step comes between a forward and its backward."""
+
+import torch
+
+TARGET = "data_parallel.freed.Note.view"
+KILLER = "tests.data_parallel.test_zero3_refusals.test_a_backward_after_the_optimizers_step_is_refused"
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(self) -> torch.Tensor:
+    self.unit.gather()
+    nothing = torch.empty(0, dtype=self.dtype)
+    return nothing.set_(self.unit.full.untyped_storage(), self.offset, self.shape, self.stride)

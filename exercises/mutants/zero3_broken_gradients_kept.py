@@ -1,0 +1,9 @@
+"""After an exception that was caught, the next step's gradients are too large by the broken one's."""
+
+TARGET = "data_parallel.any_loop.AnyLoop._give_up_backward"
+KILLER = "tests.data_parallel.test_zero3_refusals.test_after_an_exception_in_any_pass_the_next_step_is_right"
+
+
+def mutant(self) -> None:
+    if self._is_in_backward:
+        self._end_backward()

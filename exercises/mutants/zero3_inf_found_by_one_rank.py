@@ -1,0 +1,10 @@
+"""With GradScaler one rank skips a step that another takes: their shards part, and so do their scales."""
+
+import torch
+
+TARGET = "data_parallel.gradient_part.GradientPart.unscale"
+KILLER = "tests.data_parallel.test_zero3_refusals.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none"
+
+
+def mutant(parts, found_inf, inverse_scale) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)

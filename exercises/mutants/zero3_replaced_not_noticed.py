@@ -1,0 +1,9 @@
+"""A layer that was replaced after wrapping is not trained, and its ranks' copies part."""
+
+TARGET = "data_parallel.wrapped.Wrapped.refuse_changes"
+KILLER = "tests.data_parallel.test_zero3_refusals.test_what_is_changed_after_wrapping_is_refused"
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(self) -> None:
+    pass
