@@ -70,6 +70,7 @@ script_of() {
             return
         fi
     done < <(lessons)
+    is_told_by_node0 && return 1
     if [ -n "$1" ]; then say "There is no RUN_MODE '$1'. There are:"; else say "RUN_MODE is not set. Choose one:"; fi
     while read -r mode script what; do
         say "$(printf '  RUN_MODE=%-37s %s' "$mode" "$what")"
@@ -107,15 +108,18 @@ shape_link() {
     if [ -n "${LINK:-}" ]; then
         # shellcheck disable=SC2086 # the parent is two words
         error=$("$LINK_TC" qdisc add dev "$interface" $parent tbf rate "$LINK" burst 256kb latency 100ms 2>&1) ||
-            refuse "LINK=$LINK cannot be set on ${interface:-a network}: ${error##*: } (it takes cap_add: [NET_ADMIN])."
+            { say "LINK=$LINK cannot be set on ${interface:-a network}: ${error##*: } (it takes cap_add: [NET_ADMIN])." && exit 2; }
     fi
 }
 
 say() { echo "$*" >&2; }
 
 refuse() {
-    say "$*"
+    is_told_by_node0 || say "$*"
     exit 2
 }
+
+# docker-compose.yaml gives all nodes the same settings, so what is wrong with them is said once.
+is_told_by_node0() { [ -n "${NODES:-}" ] && [ "${RANK:-0}" != 0 ]; }
 
 main "$@"

@@ -55,12 +55,11 @@ def gather_everyone(
         missing = [peer for peer in range(world_size) if peer not in present]
         now = time.monotonic()
         if missing and now > deadline:
-            raise give_up(
-                store,
-                rank,
+            lonely = (
                 f"{_ranks(missing)} of {world_size} did not come within {timeout:g} s; look into their logs, "
-                "or start them with the same MASTER_ADDR and MASTER_PORT (JOIN_TIMEOUT waits longer).",
+                "or start them with the same MASTER_ADDR and MASTER_PORT (JOIN_TIMEOUT waits longer)."
             )
+            raise give_up(store, rank, refusal or lonely)
         if missing and now > next_word:
             _say(rank, world_size, f"still waiting for {_ranks(missing)}")
             next_word = now + _TELL

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from comm import collectives, slow_link
+from comm import collectives, refuse, slow_link
 from comm.cost import Link
 from comm.order import queue_of
 from comm.script import start
@@ -181,6 +181,7 @@ class Args:
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    refuse.message(args.mb)
     if cluster.world_size < 2:
         raise collectives.CommError("Point to point takes two: start at least 2 ranks (WORLD_SIZE=2).")
     out = sys.stderr if args.json else sys.stdout

@@ -12,6 +12,9 @@ from lab.errors import WorkbookError
 from lab.together import on_all, on_main
 
 MAX_BUCKET_MB = 1 << 20  # a TiB
+MAX_MESSAGE_MB = 1 << 13  # 8 GiB
+MAX_BATCH = 1 << 20  # examples; thousands of GiB of activations, even in the smallest model
+MAX_STEPS = 10**9  # years
 SEEDS = 1 << 32
 
 
@@ -19,8 +22,12 @@ def numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:
     """Refuse what no run can train with."""
     if steps < 1:
         raise WorkbookError(f"--steps {steps}: there must be at least one.")
+    if steps > MAX_STEPS:
+        raise WorkbookError(f"--steps {steps}: there can be at most {MAX_STEPS}.")
     if batch_size < 1:
         raise WorkbookError(f"--batch-size {batch_size}: there must be at least one example.")
+    if batch_size > MAX_BATCH:
+        raise WorkbookError(f"--batch-size {batch_size}: there can be at most {MAX_BATCH} examples.")
     if not 0 < lr < math.inf:
         raise WorkbookError(f"--lr {lr:g}: a learning rate is a number above 0, such as 0.001.")
     if not 0 <= seed < SEEDS:
@@ -34,6 +41,12 @@ def bucket(megabytes: float) -> None:
             f"--bucket-mb {megabytes:g}: a bucket's cap is a number of MiB above 0, such as 4, "
             f"and at most {MAX_BUCKET_MB}."
         )
+
+
+def message(megabytes: float) -> None:
+    """Refuse a size that no message has, and one that a machine cannot hold some copies of."""
+    if not 1e-5 <= megabytes <= MAX_MESSAGE_MB:
+        raise WorkbookError(f"--mb {megabytes:g}: a message has from 0.00001 to {MAX_MESSAGE_MB} MiB.")
 
 
 def tick(metronome: str) -> float:

@@ -58,7 +58,8 @@ def join() -> Cluster:
     timeout = op_timeout = 60.0
     device, backend, gpu, refusal = torch.device("cpu"), "gloo", "", ""
     try:
-        timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", 60.0)
+        timeout = seconds("JOIN_TIMEOUT", 60.0)
+        op_timeout = seconds("OP_TIMEOUT", 60.0)
         check_interface()
         device, backend = gpus.choose(local_rank)
         gpu = gpus.name_of(device, backend)

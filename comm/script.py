@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TypeVar
 
+import torch
 import tyro
 
 from comm import liveness
@@ -17,6 +18,7 @@ from comm.rendezvous import join, leave
 from comm.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.together import reason
 
 Arguments = TypeVar("Arguments")
 
@@ -47,12 +49,15 @@ def joined() -> Iterator[Cluster]:
         yield cluster
     except WorkbookError as error:
         sentence = str(error)
-        if is_lost_connection(str(error.__cause__)) and (gone := liveness.cause()):
-            sentence += f" ({gone})"
+        lost = is_lost_connection(str(error.__cause__)) and liveness.cause()
+        if lost and str(lost) not in sentence:
+            sentence += f" ({lost})"
         _exit(sentence, error.exit_code, sentence if isinstance(error, Usage) else None)
     except KeyboardInterrupt:
         _exit("interrupted.", 130)
     except BaseException as error:
+        if _is_out_of_memory(error):
+            _exit(f"there is not enough memory ({reason(error)}); take a smaller batch or model.", 1)
         # torch's own techniques communicate past ours.
         if isinstance(error, RuntimeError) and is_lost_connection(str(error)) and (gone := liveness.cause()):
             _exit(f"a peer has closed its connection: {gone}.", 1)
@@ -69,6 +74,11 @@ def command_line(arguments: type[Arguments]) -> Arguments:
             return tyro.cli(arguments)
     except SystemExit as end:
         raise Usage(said.getvalue(), int(end.code or 0)) from None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed; on a CPU torch has no class of its own for that."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:

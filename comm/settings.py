@@ -5,8 +5,7 @@ import os
 import socket
 
 from comm.wire import CommError
-
-MAX_SECONDS = 7 * 24 * 3600  # torch counts milliseconds in 32 bits, which 25 days fill
+from lab.units import MAX_SECONDS
 
 
 def place() -> tuple[int, int]:

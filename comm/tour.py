@@ -27,17 +27,21 @@ from rich.console import Console
 from rich.table import Table
 
 from comm import collectives as c
-from comm import cost
+from comm import cost, refuse
 from comm.point_to_point import measure_link
 from comm.script import start
 from comm.shards import shard_sizes
 from comm.wire import device_of
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.interface import interface_bytes_sent
 from lab.ledger import LEDGER
 from lab.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
+
+
+MAX_REPEATS = 1000
 
 
 @dataclasses.dataclass
@@ -164,6 +168,9 @@ def all_ranks(cluster: Cluster, key: str, mine: dict) -> list[dict]:
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    refuse.message(args.mb)
+    if not 1 <= args.repeats <= MAX_REPEATS:
+        raise WorkbookError(f"--repeats {args.repeats}: there are from 1 to {MAX_REPEATS}.")
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     for op in c.PATTERNS:
         show(cluster, op, console)

@@ -25,6 +25,7 @@ from lab import replace
 from lab.devices import refuse_devices
 from lab.errors import WorkbookError
 from lab.rank_child import Job, rank_main, stack_file
+from lab.units import MAX_SECONDS
 
 _can_fork = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
@@ -88,11 +89,16 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}.")
+    limit = min(2 * timeout, MAX_SECONDS) if group_timeout is None else group_timeout
+    for name, seconds in (("timeout", timeout), ("group_timeout", limit)):
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ValueError(
+                f"{name} must be a number of seconds above 0 and at most {MAX_SECONDS}, not {seconds:g}."
+            )
     refuse_devices(device, backend, world_size)
     warm_up()
     work = cloudpickle.dumps((fn, args, replace.active()))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        limit = group_timeout if group_timeout is not None else 2 * timeout
         jobs = [Job(r, world_size, folder, backend, device, limit, work) for r in range(world_size)]
         watch = _Watch(jobs, timeout, collect_failures)
         try:

@@ -4,16 +4,20 @@ import re
 
 from lab.errors import WorkbookError
 
+MAX_SECONDS = 7 * 24 * 3600  # of a timeout: torch counts milliseconds in 32 bits, which 25 days fill
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def seconds(text: str) -> float:
-    """Seconds in "20ms", "500us" or "1.5s". WorkbookError for anything else."""
+    """Seconds in "20ms", "500us" or "1.5s". WorkbookError for anything else, and for more than a week."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower())
     if match is None:
         raise WorkbookError(f"{text!r} is not a time; write one such as 2ms, 500us or 1s")
-    return float(match[1]) * _SECONDS[match[2]]
+    value = float(match[1]) * _SECONDS[match[2]]
+    if value > MAX_SECONDS:
+        raise WorkbookError(f"{text!r} is more than a week; write a time such as 2ms, 500us or 1s")
+    return value
 
 
 def bytes_per_second(text: str) -> float:

@@ -33,6 +33,8 @@ from pipeline_parallel.report import Report, Seen
 from pipeline_parallel.stage import measured_costs
 from pipeline_parallel.validate import validate
 
+MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
+
 
 @dataclasses.dataclass
 class Args(TrainArgs):
@@ -74,6 +76,8 @@ class Run(comm.run.Run):
         for option in ("microbatches", "layers", "chunks"):
             if (number := getattr(args, option, 1)) < 1:
                 raise WorkbookError(f"--{option} {number}: there must be at least one.")
+            if number > MOST:
+                raise WorkbookError(f"--{option} {number}: there can be at most {MOST}.")
         if args.batch_size % args.microbatches:
             raise WorkbookError(
                 f"--microbatches {args.microbatches} must divide the {args.batch_size} examples of a batch."

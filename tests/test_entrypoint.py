@@ -62,11 +62,15 @@ def test_a_node_beyond_the_world_says_so_and_exits_0(entrypoint):
     assert re.fullmatch(r".*not needed.* 2.*WORLD_SIZE is 2\.\n", done.stderr)
 
 
-def test_more_ranks_than_nodes_are_refused_by_every_node(entrypoint):
-    for rank in range(4):
-        done = entrypoint(RUN_MODE="comm", RANK=str(rank), WORLD_SIZE="5", NODES="4")
-        assert done.returncode == 2
-        assert "only 4 nodes" in done.stderr
+def test_of_nodes_with_the_same_settings_the_first_says_what_is_wrong_and_all_exit_2(entrypoint):
+    wrong = {"WORLD_SIZE": "5"}, {"RUN_MODE": "no_such_lesson"}, {"LINK": "fast"}, {"WORLD_SIZE": "two"}
+    for setting in wrong:
+        for rank in range(4):
+            env = {"RUN_MODE": "comm", "WORLD_SIZE": "4", "RANK": str(rank), "NODES": "4"} | setting
+            done = entrypoint(**env)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert bool(done.stderr) == (rank == 0)
+    assert "only 4 nodes" in entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="5", NODES="4").stderr
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1", "two", "2.5", "04", "1 2"])

@@ -214,6 +214,17 @@ def test_a_master_that_nobody_started_is_named_with_its_address():
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; it must be at most 65535"),
         ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
         (
+            {"OP_TIMEOUT": "1e300"},
+            "OP_TIMEOUT is '1e300'; it must be a number of seconds above 0 and at most",
+        ),
+        (
+            {"JOIN_TIMEOUT": "3e6"},
+            "JOIN_TIMEOUT is '3e6'; it must be a number of seconds above 0 and at most",
+        ),
+        ({"MASTER_ADDR": "a" * 64}, "a'; it must be the name or address of a machine"),
+        ({"MASTER_PORT": "9" * 30}, "9'; it must be a whole number"),
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "GLOO_SOCKET_IFNAME is 'nosuch0', and there is no such network"),
+        (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"},
             "MASTER_PORT is 'http'; it must be a whole",
         ),

@@ -1,12 +1,17 @@
 """What all ranks refuse is said once, by rank 0; what one refuses is said by it, and the others name it."""
 
 import dataclasses
+import math
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from comm import point_to_point, tour
 from comm.collectives import all_reduce
 from comm.script import start
+from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.comm.test_rendezvous import places, set_variables
@@ -23,6 +28,16 @@ def main(cluster, args: Args) -> None:
     if args.steps < 1:
         raise WorkbookError(f"--steps {args.steps}: there must be at least one.")
     all_reduce(torch.ones(args.steps))
+
+
+def test_sizes_that_no_message_has_are_refused_in_a_sentence():
+    cluster = Cluster(0, 2, 0, torch.device("cpu"), dist.HashStore())
+    for size in (math.nan, 1e300, -1.0, 0.0):
+        for script in (tour, point_to_point):
+            with pytest.raises(WorkbookError, match=r"^--mb .*: a message has from 0.00001 to 8192 MiB"):
+                script.main(cluster, script.Args(mb=size))
+    with pytest.raises(WorkbookError, match=r"^--repeats 0: there are from 1 to 1000"):
+        tour.main(cluster, tour.Args(repeats=0))
 
 
 def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
@@ -76,3 +91,18 @@ def test_what_one_rank_refuses_is_told_by_that_one_and_the_others_name_it(capfd)
     for rank in (0, 1):
         [sentence] = [line for line in err.splitlines() if line.startswith(f"[rank {rank}]")]
         assert sentence.endswith("rank 2 has failed: --steps 0: there must be at least one.")
+
+
+def test_a_failed_allocation_is_told_in_a_sentence(capfd):
+    def too_large(cluster, args: Args) -> None:
+        torch.empty(1 << 55)
+
+    def run(cluster) -> None:
+        set_variables({})
+        sys.argv = ["script.py"]
+        start(too_large, Args)
+
+    run_ranks(run, 1, backend=None, collect_failures=True)
+    [sentence] = capfd.readouterr().err.splitlines()
+    assert "rank 0: there is not enough memory (" in sentence
+    assert sentence.endswith("; take a smaller batch or model.")

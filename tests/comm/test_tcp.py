@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -91,6 +92,22 @@ def test_two_ranks_that_do_not_fit_are_both_told_although_the_payload_was_on_its
             assert x.tolist() == [2.0] * 3
 
     run_ranks(other_sizes, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the open files in /proc")
+def test_mismatches_leave_no_connection_behind():
+    def open_files(cluster) -> list[int]:
+        counts = []
+        for _ in range(6):
+            for pattern in ("tcp", "cma"):
+                with pytest.raises(CommError):
+                    all_reduce(torch.ones(1 + cluster.rank), pattern=pattern)
+                all_reduce(torch.ones(3), pattern=pattern)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    for counts in run_ranks(open_files, 3):
+        assert len(set(counts[1:])) == 1
 
 
 @pytest.mark.parametrize("pattern", ["tcp", "cma"])

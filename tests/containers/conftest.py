@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,8 +51,13 @@ def up() -> Iterator[Up]:
         compose("down", "--volumes", "--rmi", "all", "--remove-orphans", timeout=120, check=False)
 
 
-def run_cluster(*nodes: str, timeout: float = 120, **env: str) -> dict[str, Node]:
+def run_cluster(
+    *nodes: str, timeout: float = 120, kill: tuple[str, str] | None = None, **env: str
+) -> dict[str, Node]:
+    """Run to the end; with `kill` (a node, a text) that node is killed once node0 has printed the text."""
     try:
+        if kill is not None:
+            threading.Thread(target=kill_after, args=(*kill, time.monotonic() + timeout), daemon=True).start()
         only = ["--no-deps", *nodes] if nodes else []
         log = compose("up", *only, timeout=timeout, env=env, check=False)
         ids = docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={NAME}").stdout.split()
@@ -58,6 +65,15 @@ def run_cluster(*nodes: str, timeout: float = 120, **env: str) -> dict[str, Node
         return dict(outcome(container) for container in json.loads(docker("inspect", *ids).stdout))
     finally:
         compose("down", "--timeout", "1", timeout=120)
+
+
+def kill_after(node: str, text: str, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        logs = docker("logs", f"{NAME}_node0_1", check=False)
+        if text in logs.stdout + logs.stderr:
+            docker("kill", f"{NAME}_{node}_1")
+            return
+        time.sleep(0.2)
 
 
 def outcome(container: dict) -> tuple[str, Node]:

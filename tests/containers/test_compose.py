@@ -131,12 +131,37 @@ def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
         assert modelled[figure] == pytest.approx(shaped[figure], rel=0.15)
 
 
-def test_an_unknown_run_mode_lists_the_modes_on_every_node_and_exits_2(up):
+def test_an_unknown_run_mode_lists_the_modes_once_and_all_nodes_exit_2(up):
     nodes = up(RUN_MODE="no_such_lesson")
     assert exit_codes(nodes) == dict.fromkeys(NODES, 2), nodes
-    for node in nodes.values():
-        assert "no_such_lesson" in node.stderr
-        assert re.search(r"RUN_MODE=data_parallel_naive +\w+", node.stderr)
+    told = nodes.pop("node0").stderr
+    assert "no_such_lesson" in told
+    assert re.search(r"RUN_MODE=data_parallel_naive +\w+", told)
+    assert all(not node.stderr for node in nodes.values())
+
+
+def test_a_wrong_argument_is_told_once_and_all_nodes_end(up):
+    for args, exit_code, sentence in (
+        ("--stpes 3", 2, "--stpes"),
+        ("--steps 0", 1, "--steps 0: there must be"),
+    ):
+        nodes = up(RUN_MODE="data_parallel_naive", ARGS=args)
+        assert exit_codes(nodes) == dict.fromkeys(NODES, exit_code), nodes
+        assert sentence in nodes["node0"].stderr
+        assert all(sentence not in nodes[name].stderr for name in NODES[1:])
+        assert not any("Traceback" in node.stderr for node in nodes.values())
+
+
+def test_after_a_node_is_killed_all_others_name_it_and_the_connection_they_used(up):
+    args = "--steps 100000 --size tiny"
+    nodes = up(RUN_MODE="data_parallel_naive", ARGS=args, kill=("node2", "step 1/"))
+    for name in ("node0", "node1", "node3"):
+        assert nodes[name].exit_code == 1
+        [sentence] = [line for line in nodes[name].stderr.splitlines() if "has died" in line]
+        assert "(tcp)" in sentence and sentence.endswith(
+            "rank 2 has died, so look for the first error in its log."
+        )
+        assert "Traceback" not in nodes[name].stderr
 
 
 def test_without_a_run_mode_every_node_exits_2(up):

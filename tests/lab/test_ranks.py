@@ -68,6 +68,13 @@ def test_a_world_of_no_ranks_is_refused():
         run_ranks(print, 0)
 
 
+def test_timeouts_that_no_clock_can_count_are_refused():
+    for seconds in (0, -1.0, float("inf"), float("nan"), 1e300):
+        for name in ("timeout", "group_timeout"):
+            with pytest.raises(ValueError, match=rf"^{name} must be a number of seconds above 0 and at most"):
+                run_ranks(print, 1, **{name: seconds})
+
+
 def test_the_traceback_of_the_rank_that_failed_first_has_its_source_line(monkeypatch):
     monkeypatch.setattr(ranks, "_GRACE", 10.0)  # until all have failed, however slow this machine is
 

@@ -52,7 +52,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
     short = {"steps": 3, "batch_size": 4, "microbatches": 4, "size": "tiny", "seed": 1}
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("pipeline_parallel.run.measure_link", lambda: Link(1e-4, 1e-9)),
+        mock.patch("pipeline_parallel.run.measure_link", lambda **_: Link(1e-4, 1e-9)),
         # Ranks of one machine share its clock, and to ask over a store of files takes half a second.
         nullcontext() if "trace" in changes else mock.patch("lab.timeline.align", lambda cluster: 0),
     ):
@@ -160,6 +160,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
             ("1f1b", {"microbatches": 0}, "--microbatches 0: there must be at least one"),
             ("1f1b", {"layers": 0}, "--layers 0: there must be at least one"),
             ("interleaved", {"chunks": 0}, "--chunks 0: there must be at least one"),
+            ("interleaved", {"chunks": 10**10}, "--chunks 10000000000: there can be at most 4096"),
             ("interleaved", {"chunks": 9}, "10 parts cannot be cut into 18 stages: take fewer ranks"),
             ("gpipe", {"model": "baby_cnn", "metronome": "20ms"}, "--metronome takes the GPT"),
             ("gpipe", {"metronome": "soon"}, "--metronome soon: 'soon' is not a time"),
