@@ -22,7 +22,7 @@ from comm.collectives import Group, all_gather, all_reduce, broadcast, default_p
 from data_parallel.clipping import clip_grad_norm_
 from data_parallel.elementwise import refuse_unless_elementwise
 from data_parallel.flat import Bucket, Piece, fill
-from data_parallel.grad_scaler import found_inf
+from data_parallel.gradient_part import GradientPart
 from data_parallel.guard import replace_hook
 from data_parallel.in_order import InOrder
 from data_parallel.shard_guard import ANOTHER_BACKWARD, ShardGuard
@@ -48,7 +48,6 @@ class ShardedOptimizer(Optimizer):
     """
 
     sends_each_microbatch = False
-    _step_supports_amp_scaling = True  # asks GradScaler to pass itself to step()
 
     def __init__(
         self,
@@ -165,7 +164,8 @@ class ShardedOptimizer(Optimizer):
         for bucket in self.buckets:
             parts = bucket.flat.pieces(self.gradient_shard(bucket))
             for piece, (_, gradient) in zip(bucket.pieces, parts, strict=True):
-                piece.tensor.grad = gradient if next(flag) else None
+                part = GradientPart.of(gradient, self.group, self.pattern)
+                piece.tensor.grad = part if next(flag) else None
         self._has_gradients, self._is_synced = any(used_somewhere), True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -174,8 +174,15 @@ class ShardedOptimizer(Optimizer):
             self.finish_gradient_sync()
         return clip_grad_norm_([piece.tensor for piece in self.pieces], max_norm, self.group, self.pattern)
 
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
-        """Update this rank's shard, and gather everybody's. A GradScaler passes itself (grad_scaler.py)."""
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False. GradScaler asks this before it looks for infinities: by then the gradients must be here."""
+        if not self._is_synced:
+            self.finish_gradient_sync()
+        return False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's shard, and gather everybody's."""
         result = None if closure is None else closure()
         if not self._is_synced:
             self.finish_gradient_sync()
@@ -187,8 +194,6 @@ class ShardedOptimizer(Optimizer):
         for piece in self.pieces:
             piece.parameter.grad = None  # what a GAN's other backward leaves here is dropped by zero_grad()
         self._is_over = True
-        if grad_scaler is not None and found_inf(grad_scaler, self, self.group, self.pattern):
-            return result
         self.inner.step()
         self.gather_parameters()
         return result

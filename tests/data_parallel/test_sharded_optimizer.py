@@ -158,7 +158,6 @@ class Apart(nn.Module):
         return torch.cat([self.first(x), self.second(x.nan_to_num(posinf=1.0))], dim=1)
 
 
-@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
 def test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf():
     def scaled(
         model: nn.Module, optimizer: torch.optim.Optimizer, xs: list[Tensor], unscales: bool
