@@ -212,20 +212,23 @@ class Executor:
         if message in self._here:
             return self._here.pop(message)
         tensor, transfer = self._arriving.pop(message)
-        self._wait(message, transfer)
-        self._failure.look_at(tensor, message.kind)
+        self._wait(message, transfer, tensor)
         return tensor
 
     def _boundary_of(self, message: Message) -> Tensor:
         return self._boundaries[max(message.stage, message.reader)]
 
-    def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
+    def _wait(
+        self, message: Message, transfer: Transfer | SlowTransfer, arriving: Tensor | None = None
+    ) -> None:
         start = timeline.now()
         try:
             with timeline.span("wait", "wait"):
                 transfer.wait()
         except CommError as error:
             raise _named(message, error) from error
+        if arriving is not None:
+            self._failure.look_at(arriving, message.kind)
         self._waited += (timeline.now() - start) / 1e9
 
 

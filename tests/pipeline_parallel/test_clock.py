@@ -75,6 +75,22 @@ def test_a_device_whose_host_had_to_wait_for_the_input_begins_when_it_has_come(h
     assert spans(stage) == [13, 23]
 
 
+def test_on_a_gpu_the_host_waits_where_it_reads_and_the_pass_begins_when_the_input_has_come(host: Host):
+    class Arriving(Tensor):
+        """It has been waited for by a stream alone, and gets here 4 ms after it is read."""
+
+        is_cuda = True
+
+        def __int__(self) -> int:
+            host.now += 4 * MS
+            return int(self.as_subclass(Tensor))
+
+    stage, y = passes(Clock()), torch.zeros(2, 3)
+    stage.forward(0, torch.zeros(1))
+    stage.forward(1, y.as_subclass(Arriving).requires_grad_())
+    assert spans(stage) == [14, 24]
+
+
 def test_no_pass_begins_before_its_input_was_made_on_another_rank(host: Host):
     giver, taker = passes(Clock()), passes(Clock())
     y = giver.forward(0, torch.zeros(1)).requires_grad_()
