@@ -49,6 +49,7 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
+from comm.arguments import NotOffered
 from comm.channels import Channels
 from comm.point_to_point import SlowTransfer, irecv, isend
 from comm.script import start
@@ -206,15 +207,12 @@ class Args(ChunkedArgs):
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
     """In which order microbatches go; --chunks is for interleaved alone."""
+    recompute: NotOffered = None  # not written for PyTorch's schedules here; pipeline_1f1b takes it
+    metronome: NotOffered = None
 
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "pipeline_native")
-    for option, given in (("--recompute", args.recompute), ("--metronome", args.metronome)):
-        if given:
-            raise WorkbookError(
-                f"{option} is not written for PyTorch's schedules here; pipeline_1f1b takes it."
-            )
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
     pipeline = run.pipeline(table, args.schedule)
     optimizer = run.optimizer(pipeline)

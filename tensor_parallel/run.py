@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 import comm.run
 from comm import checkpoint
-from comm.arguments import TrainArgs
+from comm.arguments import NotOffered, TrainArgs
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
@@ -26,6 +26,7 @@ class Args(TrainArgs):
 
     clip: float | None = None
     """Largest norm of all gradients together."""
+    metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
 
 
 class Run(comm.run.Run):
@@ -38,8 +39,6 @@ class Run(comm.run.Run):
 
     def _check(self, args: TrainArgs) -> None:
         assert isinstance(args, Args)
-        if args.metronome is not None:
-            raise WorkbookError("--metronome runs no layer, and there is nothing to cut: leave it out.")
         if args.clip is not None and not args.clip > 0:
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
         super()._check(args)

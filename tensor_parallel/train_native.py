@@ -53,7 +53,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from comm import cost
-from comm.arguments import TrainArgs
+from comm.arguments import NotOffered, TrainArgs
 from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, reduce_scatter
 from comm.run import Run
 from comm.script import start
@@ -224,13 +224,13 @@ class Args(TrainArgs):
     """Cut what lies between blocks by tokens."""
     pattern: Literal["torch"] = "torch"
     """DTensor leaves the reducing to torch."""
+    metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
+    checkpoint: NotOffered = None  # not written for DTensors here; tensor_parallel takes it
+    resume: NotOffered = None
 
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "tensor_parallel_native", whole_batch=True)
-    for what, value in (("--checkpoint", args.checkpoint), ("--metronome", args.metronome)):
-        if value is not None:
-            raise WorkbookError(f"{what} is not written for DTensors here; tensor_parallel takes it.")
     model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
     # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tyro
 from torch import nn
 
 from comm.cost import Link
@@ -143,8 +144,6 @@ def test_a_run_goes_on_from_the_checkpoint_of_a_schedule_of_ours(tmp_path):
 def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
     def refuse(cluster: Cluster) -> None:
         for changes, sentence in (
-            ({"recompute": True}, "--recompute is not written for PyTorch's schedules"),
-            ({"metronome": "20ms"}, "--metronome is not written for PyTorch's schedules"),
             ({"microbatches": 2}, r"PyTorch's 1f1b refuses: Number of microbatches \(2\) must be greater"),
             ({"schedule": "interleaved", "batch_size": 7, "microbatches": 7}, "of the number of rounds"),
             ({"schedule": "zb_h1", "batch_size": 7, "microbatches": 7}, "of the number of rounds"),
@@ -154,3 +153,10 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
             assert "\n" not in str(refusal.value)
 
     run_ranks(refuse, 3)
+
+
+def test_what_is_not_for_pytorchs_schedules_is_not_offered(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(train_native.Args, args=["--help"])
+    offered = capsys.readouterr().out
+    assert "--schedule" in offered and "--metronome" not in offered and "--recompute" not in offered

@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tyro
 
 import comm.run
 from comm.cost import Link
@@ -74,7 +75,6 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks_and_in_the
 def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     def refuse(cluster) -> None:
         for changes, sentence in (
-            ({"metronome": "20ms"}, "--metronome runs no layer"),
             ({"clip": 0.0}, "--clip 0: the largest norm is a number above 0"),
             ({"steps": 0}, "--steps 0: there must be at least one"),
         ):
@@ -116,3 +116,15 @@ def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
             assert theirs["last_loss"] == pytest.approx(ours["last_loss"], rel=1e-4)
 
     run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(
+    "args, missing",
+    [(Args, ["metronome"]), (train_native.Args, ["metronome", "checkpoint", "resume"])],
+    ids=["ours", "native"],
+)
+def test_what_a_script_cannot_do_is_not_offered(args, missing: list[str], capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(args, args=["--help"])
+    offered = capsys.readouterr().out
+    assert "--steps" in offered and not [name for name in missing if f"--{name}" in offered]
