@@ -101,7 +101,7 @@ def summary(cluster: Cluster, script: Any, args: Args, **changes: Any) -> dict[s
     short = {"steps": 3, "batch_size": 4, "microbatches": 4, "size": "tiny", "layers": 4, "seed": 1}
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("pipeline_parallel.run.measure_link", lambda: Link(1e-4, 1e-9)),
+        mock.patch("pipeline_parallel.run.measure_link", lambda **_: Link(1e-4, 1e-9)),
     ):
         script.main(cluster, dataclasses.replace(args, **{**short, **changes}))
     return summaries[0]
