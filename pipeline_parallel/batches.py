@@ -1,4 +1,4 @@
-"""A batch's microbatches, or a sentence that says why it has none. All of them have the example's size."""
+"""What a pipeline is given: microbatches, all of the example's size, or a sentence that says why not."""
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ def microbatches_of_targets(y: Tensor | None, count: int, rows: int | None) -> l
             f"in {count} microbatches (a DataLoader's last batch is smaller without drop_last=True)."
         )
     return parts
+
+
+def validated_loss(loss: Tensor) -> Tensor:
+    """Return what loss_of has returned. WorkbookError unless it is one number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    given = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise WorkbookError(f"loss_of must return one number, the mean over a microbatch, and returned {given}.")
 
 
 def refuse_without_gradients() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
+from pipeline_parallel.batches import validated_loss
 from pipeline_parallel.deferred import Jobs, deferring
 from pipeline_parallel.stage import Stage
 
@@ -99,7 +100,7 @@ class Passes:
             is_cast = self.output_dtype is not None and torch.is_autocast_enabled(y.device.type)
             return y.to(self.output_dtype) if is_cast else y
         assert self.loss_of is not None, "a target is for the last stage, which has a loss"
-        return self.loss_of(y, target) / self.microbatches
+        return validated_loss(self.loss_of(y, target)) / self.microbatches
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         dx = self.backward_input(microbatch, dy)

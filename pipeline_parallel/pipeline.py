@@ -10,15 +10,18 @@ Every rank makes the whole model, with the same seed, and lets go of what is not
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.collectives import broadcast
+from comm.collectives import all_reduce, broadcast
 from comm.point_to_point import irecv, isend, recv, send
 from comm.wire import Group
+from lab.errors import WorkbookError
 from lab.ledger import Traffic
+from lab.norm import sum_of_squares
 from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.boundaries import agreed_parts, exchange_boundaries
@@ -40,7 +43,9 @@ class Pipeline(nn.Module):
 
     What it does not do: all batches must have the size of the first one (a DataLoader needs drop_last=True),
     x, y and what stages hand on are single tensors, and a step under torch.no_grad() is refused. The loss is
-    the mean of the microbatches' means, and BatchNorm sees one microbatch at a time.
+    the mean of the microbatches' means, and BatchNorm sees one microbatch at a time. A rank has the gradients
+    of its stages: torch's own clip_grad_norm_ clips by another norm on each rank (call this class's), and a
+    GradScaler that finds an infinity on one rank lets the others step (bfloat16 needs none).
     """
 
     def __init__(
@@ -109,6 +114,31 @@ class Pipeline(nn.Module):
                 leaving.wait()  # before the sum overwrites what is sent
                 mine.grad = (gradient if mine.grad is None else mine.grad).add_(others)
         self._new.is_complete = True
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch's clip_grad_norm_ on the whole model, of which two copies of a parameter count once.
+
+        All ranks call it, after `finish_gradient_sync`.
+        """
+        copies = {
+            self.stages[str(stage)].get_parameter(name)
+            for _, (stage, name) in self.ties
+            if self.rank_of[stage] == self.rank
+        }
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        gradients = {p: p.grad for p in self.parameters() if p.grad is not None}
+        for parameter, gradient in gradients.items():
+            if parameter not in copies:
+                total += sum_of_squares(gradient)
+        all_reduce(total, group=self.group)
+        norm = total.sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(scale.to(gradient))
+        return norm
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise WorkbookError("A pipeline computes forward and backward at once: call step(x, y).")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers by their names in the whole model, on every rank; all must call it."""

@@ -26,8 +26,9 @@ from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
+from lab.norm import sum_of_squares
 from tensor_parallel.accumulation import PartialGradients
-from tensor_parallel.arguments import sum_of_squares, the_tensor_of
+from tensor_parallel.arguments import the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.functions import Gathering, own_part
 from tensor_parallel.layers import (
