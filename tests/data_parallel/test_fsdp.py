@@ -19,7 +19,6 @@ from data_parallel.train_fsdp import Args, full_state_dict, shard, shares_of, tr
 from data_parallel.zero_memory import MemoryReport
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
 from lab.ledger import LEDGER, Entry
 from lab.memory import saved_activations
 from lab.model import BabyCNN
@@ -222,14 +221,6 @@ def test_a_run_reports_its_memory_beside_the_formula_and_its_replicas_are_equal(
         for name in ("parameters", "gradients", "optimizer_state"):
             assert summary[f"{name}_bytes"] == summary[f"formula_{name}_bytes"] > 0
         assert summary["activations_bytes"] > 0
-
-
-def test_a_clock_in_place_of_computing_is_refused():
-    def work(cluster: Cluster) -> None:
-        with pytest.raises(WorkbookError, match="fsdp shards what layers use: leave it out"):
-            train_fsdp.main(cluster, Args(metronome="20ms"))
-
-    run_ranks(work, 1)
 
 
 def test_a_checkpoint_is_the_full_tensors_for_any_pieces_and_comes_back_into_dtensors():

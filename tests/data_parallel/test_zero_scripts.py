@@ -293,15 +293,13 @@ def test_ranks_with_different_arguments_are_told_who_has_what():
         return [
             refusal(cluster, "zero1", clip=1.0 + cluster.rank),
             refusal(cluster, "zero3", recompute=cluster.is_main),
-            refusal(
-                cluster, "fsdp", metronome=None if cluster.is_main else "5ms"
-            ),  # rank 1 alone would refuse
+            refusal(cluster, "fsdp", clip=1.0 - 2 * cluster.rank),  # rank 1 alone would refuse
         ]
 
     words = [
         "--clip is 1.0 on rank 0 and 2.0 on rank 1",
         "--recompute is True on rank 0",
-        "--metronome is unset",
+        "--clip is 1.0 on rank 0 and -1.0 on rank 1",
     ]
     for start, *texts in zip(words, *run_ranks(work, 2, timeout=30), strict=True):
         assert the_one_sentence(texts).startswith(start)
