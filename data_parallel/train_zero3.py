@@ -13,9 +13,10 @@ weights, stays from the start of the forward to the end of the backward: it woul
       memory    (P + G + O)/n and two blocks         traffic    3 (n-1)/n P: two gathers and a reduce-scatter
 
 `reshard_after_forward=False` keeps the blocks between forward and backward: memory for one of the gathers.
-The hooks that do it are in fully_sharded.py. After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054,
-and Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
-https://arxiv.org/abs/2304.11277.
+The hooks that do it are in fully_sharded.py, and what becomes of a freed parameter is in freed.py.
+
+After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
+on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
 """
 
 import contextlib
