@@ -18,6 +18,7 @@ from comm.wire import CommError
 
 _POLL = 0.05  # seconds between two looks at the store
 _TELL = 2.0  # seconds between two lines about who is missing
+_STUCK = "came and did not go on; look whether it is stuck or paused"
 _LINGER = 1.0  # seconds a failed host keeps its store open, so that others can read why
 
 
@@ -92,15 +93,25 @@ def _attend(store: dist.Store, rank: int, world_size: int, seconds: float) -> bo
 def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
     """Return when all ranks have come to this stage."""
     store.set(f"{stage}/{rank}", "")
-    keys = [f"{stage}/{peer}" for peer in range(world_size)]
-    while not store.check(keys):
+    while missing := _absent(store, world_size, stage):
         stop_if_hopeless(store, rank)
         if time.monotonic() > deadline:
-            missing = [peer for peer in range(world_size) if not store.check([keys[peer]])]
-            raise give_up(
-                store, rank, f"The group cannot form: {_ranks(missing)} came and then stopped; look there."
-            )
+            raise give_up(store, rank, f"The group cannot form: {_ranks(missing)} {_STUCK}.")
         time.sleep(_POLL / 10)
+
+
+def who_is_stuck(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return, as a clause, which ranks do not time out with the others while the group forms."""
+    store.set(f"timed out/{rank}", "")
+    deadline = time.monotonic() + _LINGER
+    while (missing := _absent(store, world_size, "timed out")) and time.monotonic() < deadline:
+        time.sleep(_POLL / 10)
+    return f"{_ranks(missing)} {_STUCK}" if missing else "not all ranks can reach each other"
+
+
+def _absent(store: dist.Store, world_size: int, stage: str) -> list[int]:
+    keys = [f"{stage}/{peer}" for peer in range(world_size)]
+    return [] if store.check(keys) else [r for r, key in enumerate(keys) if not store.check([key])]
 
 
 def stop_if_hopeless(store: dist.Store, rank: int) -> None:

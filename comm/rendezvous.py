@@ -126,8 +126,13 @@ def _form_group(
         if not outcome and (gone := liveness.cause(0)):
             raise CommError(f"The group cannot form: {gone}.")
     if outcome[0] is not None:
-        gone = liveness.cause()
-        why = gone or f"{str(outcome[0]).splitlines()[0]} (after up to OP_TIMEOUT, {op_timeout:g} s)"
+        first_line = str(outcome[0]).partition("\n")[0]
+        if gone := liveness.cause():
+            why = str(gone)
+        elif "timeout" in first_line.lower() or "timed out" in first_line.lower():
+            why = f"{meeting.who_is_stuck(store, rank, world_size)} (OP_TIMEOUT is {op_timeout:g} s)"
+        else:
+            why = first_line
         raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from outcome[0]
     if world_size > 1:
         # A rank that failed now would break the connections that others are still making.

@@ -1,6 +1,7 @@
 """A rank that ends early is named by all others, at once, from its first word on, with how it ended."""
 
 import json
+import os
 import socket
 import time
 from contextlib import ExitStack
@@ -67,6 +68,25 @@ def test_a_rank_that_dies_at_the_start_is_named_at_once_by_each_other_one(point,
     for rank in {0, 1, 2} - {victim}:
         [sentence] = lines[rank]
         assert sentence.endswith(f"rank {victim} has died, so look for the first error in its log.")
+
+
+def wait_for_an_end(*args: object, **kwargs: object) -> None:
+    liveness.cause(patience=30)
+    os._exit(0)
+
+
+def with_one_stuck(cluster, environments: list[dict[str, object]]) -> None:
+    set_variables(environments[cluster.rank] | {"OP_TIMEOUT": 1})
+    with ExitStack() as stuck:
+        if cluster.rank == 1:
+            stuck.enter_context(replaced("torch.distributed.init_process_group", wait_for_an_end))
+        stuck.enter_context(joined())
+
+
+def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(capfd):
+    [sentence] = told(capfd, with_one_stuck, 3)[0]
+    assert "The group cannot form: rank 1 came and did not go on" in sentence
+    assert "(OP_TIMEOUT is 1 s)" in sentence
 
 
 def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> None:
