@@ -29,8 +29,8 @@ from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, alternate, hidden, metronome, peak, ready_times
 from benchmarks.side_by_side import MIB, median_of_slowest, medians
 from comm import cost, slow_link
+from data_parallel.flat import fill
 from data_parallel.predict import step_seconds
-from data_parallel.train_bucket_overlap import fill
 from lab.model import GPT
 from lab.ranks import preload, run_ranks
 

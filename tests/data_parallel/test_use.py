@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,14 +13,18 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.deferred import Jobs, deferring
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import zb_h1
 from tests.data_parallel.equivalence import OURS, WRAPPERS, Odd, accumulate, examples, mine, odd_loss
 from tests.data_parallel.equivalence import square as mean_square
 
 OVERLAPPING = {
     name: OURS[name] for name in ("overlap", "overlap by torch", "a bucket for each", "one bucket")
 }
+ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))  # of ranks
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -204,6 +209,28 @@ def test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_me
                     assert_same(gradients(model.module), expected, what=f"gradient of {name}, step {step},")
 
     run_ranks(work, 2)
+
+
+def test_the_stages_of_zero_bubble_pipelines_are_averaged_over_their_replicas():
+    x, y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(16) % 3
+
+    def work(cluster: Cluster) -> None:
+        pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in (ROWS, COLUMNS))
+        row, column = divmod(cluster.rank, 2)
+        expected = reference_gradients(MLP([6, 9, 7, 5, 3]).double(), lambda m: loss_of(m(x), y))
+        for name, wrap in OURS.items():
+            model, (own_x, own_y) = MLP([6, 9, 7, 5, 3]).double(), (part.chunk(2)[row] for part in (x, y))
+            pipeline = Pipeline(model, zb_h1(2, 4), loss_of, own_x[:2], group=pipelines[row])
+            wrapper = wrap(pipeline.stages, replicas[column])
+            for _ in range(2):
+                wrapper.zero_grad()
+                with wrapper.no_sync():
+                    pipeline.step(own_x, own_y)
+                wrapper.finish_gradient_sync()
+                own = {key: p.grad for key, p in pipeline.named_own_parameters().items()}
+                assert_same(own, {key: expected[key] for key in own}, what=f"gradient of {name}")
+
+    run_ranks(work, 4)
 
 
 def test_a_step_without_finish_gradient_sync_is_refused():
