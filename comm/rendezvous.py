@@ -3,6 +3,7 @@
       rank 0                        rank 1                       everyone
       opens the store at            connects to it, as often     writes who it is, counts who has come,
       MASTER_ADDR:MASTER_PORT       as it takes                  says who is missing; then the group forms
+                                                                 (comm.liveness tells all when one dies)
 
 The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one, and a
 worker that is started again after a crash finds its dead predecessor's keys in it: so every attempt
