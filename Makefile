@@ -18,7 +18,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test containers lint clean
+.PHONY: help setup run test containers rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -36,6 +36,9 @@ test: $(READY) ## run the tests: make test ARGS='-k ring'
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)
+
+rehearse: $(READY) ## test the GPUs' path on fake GPUs (needs a C++ compiler, once for two minutes)
+	@$(PY) -m tests.fake_gpu $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check and mypy
 	@$(PY) -m ruff check .

@@ -46,12 +46,13 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def preload(*modules: str) -> None:
+def preload(*modules: str, first: bool = False) -> None:
     """Name modules the forkserver should import before it forks, so that no rank has to.
 
-    Counts only before the first `run_ranks` or `warm_up` of this process.
+    Counts only before the first `run_ranks` or `warm_up` of this process. `first`: before torch.
     """
-    _preload.extend(modules)
+    place = 0 if first else len(_preload)
+    _preload[place:place] = modules
 
 
 def warm_up() -> None:

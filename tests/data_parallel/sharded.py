@@ -80,8 +80,9 @@ def whole(pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]) -> d
     names = sorted(pieces)
     sizes = [pieces[name].parameter.shape.numel() for name in names]
     # Of each number its value and how many ranks have it; then, of each parameter, how many have nothing.
-    values, owners = torch.zeros(2, sum(sizes), dtype=torch.float64)
-    missing = torch.zeros(len(names), dtype=torch.float64)
+    device = pieces[names[0]].tensor.device
+    values, owners = torch.zeros(2, sum(sizes), dtype=torch.float64, device=device)
+    missing = torch.zeros(len(names), dtype=torch.float64, device=device)
     for name, value, owner, absent in zip(
         names, values.split(sizes), owners.split(sizes), missing, strict=True
     ):
@@ -92,7 +93,7 @@ def whole(pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]) -> d
             value[start : start + part.numel()] = part.detach()
             owner[start : start + part.numel()] = 1
     message = torch.cat([values, owners, missing])
-    all_reduce(message, pattern="tcp")
+    all_reduce(message)
     values, owners, missing = message.split([sum(sizes), sum(sizes), len(names)])
     result: dict[str, Tensor | None] = {}
     for name, value, owner, absent in zip(

@@ -147,9 +147,9 @@ def compare_with_one_process(
     what: str = "",
 ) -> Pipeline:
     """`spoil` changes what this rank makes a pipeline of, and not what it is compared with."""
-    x, y = batch
+    x, y = (part.to(cluster.device) for part in batch)
     rank_of, microbatches = placement(table), num_microbatches(table)
-    expected, model = of_one_process(make, batch, steps), make()
+    expected, model = of_one_process(make, batch, steps), make().to(cluster.device)
     what += f" {type(model).__name__}, {len(rank_of)} stages on {len(table)} ranks, m={microbatches}"
     what += f", recompute={recompute}" if recompute else ""
     spoil(model)

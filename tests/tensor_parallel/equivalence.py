@@ -62,7 +62,7 @@ def compare_with_one_process(
     Dropout has fixed masks (masks.py). `frozen`: the beginnings of names.
     """
     what = f"{changes}, {time} tokens, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
-    reference, plain = gpt(0, **changes), gpt(cluster.rank, **changes)
+    reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
     for model in (reference, plain):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
@@ -70,7 +70,7 @@ def compare_with_one_process(
     assert_same(whole(ours, parameters(ours.module)), parameters(reference), 0, f"initial parameter, {what},")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
     masks = FixedMasks() if changes.get("dropout") else NoMasks()
-    x, y = text(time)
+    x, y = (part.to(cluster.device) for part in text(time))
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -37,11 +37,12 @@ def one_backward(model: GPT, x: Tensor, y: Tensor) -> Any:
 def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **changes: Any) -> None:
     """Every gradient at each of some SGD steps, and every parameter after them."""
     what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
-    reference = gpt(0, **changes)
-    native = shard(gpt(cluster.rank, **changes), cluster.device, sequence_parallel)
+    reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
+    native = shard(plain, cluster.device, sequence_parallel)
     assert_same(whole(parameters(native)), parameters(reference), 0, f"initial parameter, {what},")
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, native)]
-    x, y = text()
+    # One parameter at a time: a GPU's default is all at once, and then all must be DTensors or none.
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, foreach=False) for m in (reference, native)]
+    x, y = (part.to(cluster.device) for part in text())
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()

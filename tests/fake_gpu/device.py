@@ -1,0 +1,126 @@
+"""Give torch GPUs, and nccl. Import this before torch, which asks for devices at once.
+
+What they are and how far they can be trusted: README.md. FAKE_GPUS says how many there are (8).
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from tests.fake_gpu.build import MODULE, folder
+
+_folder = folder()  # that `python -m tests.fake_gpu.build` has filled
+ctypes.CDLL(str(_folder / "hooks.so"), ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402  (after the hooks)
+import torch.distributed as dist  # noqa: E402
+
+_spec = importlib.util.spec_from_file_location(MODULE, _folder / f"{MODULE}.so")
+assert _spec is not None and _spec.loader is not None
+extension = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(extension)
+sys.modules[MODULE] = extension
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
+    return extension.current_device() if index is None else index
+
+
+class Stream(torch.Stream):
+    """torch.cuda.Stream."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> "Stream":
+        if known:
+            return super().__new__(cls, priority=priority, **known)
+        return super().__new__(cls, torch.device("cuda", _index(device)), priority=priority)
+
+
+class Event:
+    """torch.cuda.Event; torch.Event compares times with its own kind only, so it is one."""
+
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> torch.Event:  # type: ignore[misc]
+        return torch.Event(torch.device("cuda"), enable_timing=enable_timing)
+
+
+class Device:
+    """torch.cuda.device, a context."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = _index(device)
+
+    def __enter__(self) -> None:
+        self._before = extension.current_device()
+        extension.set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        extension.set_device(self._before)
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+@contextlib.contextmanager
+def in_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """torch.cuda.stream, a context."""
+    with contextlib.nullcontext() if stream is None else stream:
+        yield
+
+
+_resize_on_host = torch.UntypedStorage.resize_
+
+
+def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize_on_host(storage, num_bytes)
+    extension.resize_storage(storage, int(num_bytes))
+    return storage
+
+
+class Options:
+    """ProcessGroupNCCL.Options."""
+
+    is_high_priority_stream = False
+
+
+def _pretend() -> None:
+    cuda: Any = torch.cuda
+    for name in ("_lazy_init", "empty_cache", "manual_seed", "manual_seed_all"):
+        setattr(cuda, name, lambda *_: None)  # one each: torch.compile has a rule for each function
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: True
+    cuda.device_count = extension.device_count
+    cuda.current_device = extension.current_device
+    cuda.set_device = lambda device: extension.set_device(_index(device))
+    cuda.device, cuda.stream, cuda.set_stream = Device, in_stream, torch.accelerator.set_stream
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = current_stream
+    cuda.default_stream = lambda device=None: Stream(device_index=_index(device), stream_id=0, device_type=1)
+    cuda.synchronize = lambda device=None: extension.synchronize()
+    cuda.memory_allocated = lambda device=None: extension.allocated_bytes()
+    cuda.max_memory_allocated = lambda device=None: extension.peak_bytes()
+    cuda.reset_peak_memory_stats = lambda device=None: extension.reset_peak()
+    cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda.get_device_name = lambda device=None: "fake"
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(uuid=f"fake {_index(device)}")
+    torch.cuda.nccl.version = lambda: (2, 27, 0)  # type: ignore[assignment]
+    # Kernels are the CPU's, and draw from its generator.
+    cuda.default_generators = (torch.default_generator,) * extension.device_count()
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    for choose in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+        choose(False)  # attention by plain matrix products
+
+    c10d: Any = dist.distributed_c10d
+    extension.ProcessGroupNCCL.Options = Options
+    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = extension.ProcessGroupNCCL
+    c10d._NCCL_AVAILABLE = True
+
+
+_pretend()

@@ -1,0 +1,47 @@
+"""Run a function, or a script as torchrun would start it, on ranks with a fake GPU each."""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def on_gpus(fn: Callable[..., Any], *args: Any, ranks: int = 2, **environment: str) -> list[Any]:
+    """Return what `fn(cluster, *args)` returns on each rank, with these variables set."""
+    environment = {name: os.environ[name] for name in os.environ if name.startswith("FAKE_")} | environment
+
+    def run(cluster: Cluster) -> Any:
+        os.environ.update(environment)
+        return fn(cluster, *args)
+
+    return run_ranks(run, ranks, device="cuda", backend="nccl")
+
+
+def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
+    """Run it on each rank with --json, and return what rank 0 printed as its last line."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run(cluster: Cluster) -> str:
+        place = {"RANK": cluster.rank, "WORLD_SIZE": ranks, "LOCAL_RANK": cluster.rank}
+        place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()}, **environment)
+        sys.argv = [script, *arguments, "--json"]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        return output.getvalue()
+
+    printed, *_ = run_ranks(run, ranks, backend=None)
+    return json.loads(printed.splitlines()[-1])

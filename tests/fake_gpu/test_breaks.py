@@ -1,0 +1,96 @@
+"""What the rehearsal is for: lessons that are right on the CPU and wrong on a GPU fail here."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import point_to_point
+from comm.collectives import all_reduce
+from comm.native_handle import NativeHandle
+from comm.wire import Wire
+from lab.cluster import Cluster
+from lab.ranks import RankError
+from lab.replace import replaced
+from tests.fake_gpu import test_techniques as techniques
+from tests.fake_gpu.ranks import on_gpus
+
+WAIT = "comm.native_handle.NativeHandle.wait"
+
+
+def hook_that_does_not_know_the_stream(
+    state: Any, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer()
+    done: torch.futures.Future = torch.futures.Future()
+    handle = all_reduce(gradients, op="mean", group=state.group, async_op=True, pattern="torch")
+    handle.when_done(lambda error: done.set_result(gradients))
+    return done
+
+
+def wait_for_nothing(self: NativeHandle) -> None:
+    self._work = None
+
+
+def plain_messages(self: Wire, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> list:
+    return [self.irecv(incoming, src), self.isend(outgoing, dst)]
+
+
+@pytest.fixture
+def fails(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """`fails(path, break, test, message)`: with the break in the lesson, the test ends with that message."""
+
+    def check(path: str, break_: Any, test: Callable[[], object], message: str) -> None:
+        with replaced(path, break_), pytest.raises(RankError) as error:
+            test()
+        assert message in str(error.value) + capfd.readouterr().err
+
+    return check
+
+
+def test_a_future_without_a_device_lets_ddp_read_what_is_not_reduced(fails):
+    fails(
+        "data_parallel.train_ddp.through_comm",
+        hook_that_does_not_know_the_stream,
+        lambda: techniques.test_data_parallel_is_one_process("ddp"),
+        "memory that all_reduce writes to, and its stream has not waited for that",
+    )
+
+
+@pytest.mark.parametrize("name", ["naive", "overlap", "buckets"])
+def test_a_missing_wait_is_noticed_in_data_parallel(fails, name: str):
+    test = partial(techniques.test_data_parallel_is_one_process, name)
+    fails(WAIT, wait_for_nothing, test, "its stream has not waited for that")
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, stage: str):
+    test = partial(techniques.test_zero_is_one_process, stage)
+    fails(WAIT, wait_for_nothing, test, "its stream has not waited for that")
+
+
+def test_pairs_that_are_connected_at_the_first_message_hang_a_pipeline(fails, monkeypatch):
+    monkeypatch.setenv("FAKE_TIMEOUT", "3")
+    test = partial(techniques.test_a_pipeline_is_one_process, "gpipe", 2, 2)
+    fails("comm.channels.Channels._connect", lambda self, pairs: None, test, "waits in ncclCommInitRank")
+
+
+def test_two_ranks_that_post_their_receives_first_hang(fails):
+    def turn(cluster: Cluster) -> None:
+        incoming = torch.zeros(3, device=cluster.device)
+        point_to_point.ring_non_blocking(torch.ones_like(incoming), incoming)
+        assert incoming.tolist() == [1.0] * 3
+
+    on_gpus(turn)
+    fails("comm.wire.Wire.batch", plain_messages, lambda: on_gpus(turn, FAKE_TIMEOUT="3"), "a deadlock")
+
+
+def test_nccl_refuses_what_is_on_the_host():
+    def on_host(cluster: Cluster) -> None:
+        all_reduce(torch.zeros(3))
+
+    with pytest.raises(RankError, match="No backend type associated with device type cpu"):
+        on_gpus(on_host)

@@ -1,0 +1,39 @@
+"""Every RUN_MODE of entrypoint.sh on two GPUs, and what its summary says."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu.ranks import run_script
+from tests.test_entrypoint import MODES
+
+SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
+ARGUMENTS = {"comm": ("--mb", "0.25"), "point_to_point": (), "train": ("--steps", "3")}
+
+
+@pytest.mark.parametrize(("mode", "script"), [(mode, script) for mode, script, _ in MODES])
+def test_a_run_mode_trains_on_two_gpus(mode: str, script: str):
+    figures = run_script(script, *ARGUMENTS.get(mode, SHORT))
+    if "last_loss" in figures:
+        assert math.isfinite(figures["last_loss"])
+        assert figures["replicas_equal"] is (mode != "train")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "data_parallel/train_bucket_overlap.py",
+        "data_parallel/train_zero2.py",
+        "data_parallel/train_zero3.py",
+        "tensor_parallel/train.py",
+        "pipeline_parallel/train_1f1b.py",
+    ],
+)
+def test_a_run_goes_on_from_its_checkpoint(script: str, tmp_path: Path):
+    options = ("--size", "tiny", "--batch-size", "8", "--checkpoint", str(tmp_path / "checkpoint"))
+    run_script(script, "--steps", "2", *options)
+    resumed = run_script(script, "--steps", "4", "--resume", *options)
+    straight = run_script(script, "--steps", "4", "--size", "tiny", "--batch-size", "8")
+    assert resumed["steps"] == 2
+    assert resumed["last_loss"] == pytest.approx(straight["last_loss"], rel=1e-6)

@@ -1,0 +1,103 @@
+"""Each technique on GPUs against one process, with operations that take their time."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comm.collectives import Group
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_fsdp import full_state_dict, shard
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_overlap import OverlapDataParallel
+from lab.check import assert_same, parameters
+from lab.cluster import Cluster
+from tests.data_parallel import equivalence as data_parallel
+from tests.data_parallel import sharded
+from tests.fake_gpu.ranks import on_gpus
+from tests.pipeline_parallel import equivalence as pipelines
+from tests.tensor_parallel import equivalence as tensor_parallel
+from tests.tensor_parallel import test_native as dtensors
+
+SLOW = "0.002"  # seconds
+
+WRAPPERS: dict[str, data_parallel.Wrap] = {
+    "naive": NaiveDataParallel,
+    "overlap": OverlapDataParallel,
+    "buckets": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=0.02),
+    "a bucket for each": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=1e-6),
+    "ddp": data_parallel.Ddp,
+}
+
+
+def on(device: torch.device, make: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda seed: make(seed).to(device)
+
+
+def moved(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    x, y = batch
+    return x.to(device), y.to(device)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_data_parallel_is_one_process(name: str):
+    def compare(cluster: Cluster, wrap: data_parallel.Wrap) -> None:
+        gpu = cluster.device
+        odd = moved(gpu, data_parallel.examples(cluster.world_size))
+        text = moved(gpu, data_parallel.text())
+        make = on(gpu, data_parallel.Odd), on(gpu, data_parallel.gpt)
+        compare = data_parallel.compare_with_one_process
+        compare(cluster, wrap, make[0], data_parallel.odd_loss, odd, what=f"{name}, Odd")
+        compare(cluster, wrap, make[1], data_parallel.text_loss, text, what=f"{name}, GPT")
+
+    on_gpus(compare, WRAPPERS[name], FAKE_SLOW=SLOW)
+
+
+@pytest.mark.parametrize("stage", sharded.STAGES)
+def test_zero_is_one_process(stage: str):
+    options = {"unit_mb": 0.01} if stage == "zero3" else {"bucket_mb": 0.01, "first_mb": 0.001}
+
+    def compare(cluster: Cluster) -> None:
+        make, batch = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
+        loss = data_parallel.text_loss
+        sharded.compare_with_one_process(cluster, stage, "sgd", make, loss, batch, clip=0.5, **options)
+
+    on_gpus(compare, FAKE_SLOW=SLOW)
+
+
+def test_fully_shard_is_one_process():
+    def compare(cluster: Cluster, group: Group = None) -> None:
+        make, (x, y) = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
+        reference, ours = make(0), shard(make(cluster.rank), cluster.device)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (reference, ours)]
+        for _ in range(3):
+            for model, batch in ((reference, (x, y)), (ours, data_parallel.mine(cluster, (x, y)))):
+                data_parallel.text_loss(model, *batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        whole = dict(full_state_dict(ours))
+        assert_same({name: whole[name] for name in parameters(reference)}, parameters(reference))
+
+    on_gpus(compare, FAKE_SLOW=SLOW)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_is_one_process(sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        tensor_parallel.compare_with_one_process(cluster, sequence_parallel, clip=0.5, steps=3)
+        dtensors.compare_with_one_process(cluster, sequence_parallel)
+
+    on_gpus(compare, FAKE_SLOW=SLOW)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("schedule", "chunks"), pipelines.ALL_SCHEDULES)
+def test_a_pipeline_is_one_process(schedule: str, chunks: int, ranks: int):
+    def compare(cluster: Cluster) -> None:
+        make = lambda: pipelines.gpt(num_layers=max(3, chunks * ranks - 2))  # noqa: E731
+        microbatches = 2 * cluster.world_size
+        pipelines.compare_schedule(cluster, schedule, microbatches, make, pipelines.text, chunks)
+
+    on_gpus(compare, ranks=ranks, FAKE_SLOW=SLOW)
