@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from lab.check import assert_same
@@ -333,6 +334,42 @@ def test_parameters_frozen_for_a_while_are_left_alone_and_trained_again_later():
             mean_square(model, numbers()).backward()
             model.finish_gradient_sync()
             assert all((parameter.grad is not None) == requires_grad for parameter in frozen)
+
+    run_ranks(work, 2)
+
+
+class Recomputed(Nested):
+    """Each kind of checkpoint around blocks, and an LSTM, which keeps a list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x[None])[0][0]
+        for use_reentrant, layers in zip((True, False), self.layers, strict=True):
+            for layer in layers:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=use_reentrant))
+        return x
+
+
+def recomputed_as_a_whole(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    for use_reentrant in (True, False):
+        checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+
+
+def offloaded(model: nn.Module, x: Tensor) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = mean_square(model, x)
+    loss.backward()
+
+
+def test_activations_may_be_recomputed_or_saved_elsewhere():
+    def work(cluster) -> None:
+        compare(cluster, Recomputed, backward_of(mean_square))
+        compare(cluster, Nested, recomputed_as_a_whole)
+        compare(cluster, Nested, offloaded)
 
     run_ranks(work, 2)
 

@@ -192,6 +192,22 @@ def test_memory_that_a_forward_has_left_behind_stays_readable():
     run_ranks(work, 2)
 
 
+def test_a_saved_activation_that_was_changed_in_place_is_told_as_torch_tells_it():
+    class InPlace(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x).sigmoid()
+            z = y * 2
+            y += 1
+            return z
+
+    def work(cluster) -> None:
+        model = FullyShardedDataParallel(InPlace(6, 6).double())
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            mean_square(model, numbers()).backward()
+
+    run_ranks(work, 2)
+
+
 class Breaks(nn.Module):
     """A block whose forward or backward raises when it is told to."""
 
