@@ -1,4 +1,4 @@
-"""Channels: plain messages in both directions between two ranks that never stand in each other's way.
+"""Channels let plain messages travel in both directions between two ranks without waiting for each other.
 
       gloo    a message waits for its receive, and for nothing else
       nccl    a pair of ranks has one queue, first in, first out, for both directions:

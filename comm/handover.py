@@ -1,4 +1,4 @@
-"""What another thread may do with a GPU's tensors: use them once they are computed, on a stream of its own.
+"""Hand a GPU's tensors to another thread: it uses them once they are computed, on a stream of its own.
 
       caller's stream           |■■ a ■■|■■ b ■■|■■ c ■■|■■ d ■■|       launched far ahead of the device
       the thread's own stream           |copy a|                        as soon as a is there
@@ -17,7 +17,7 @@ _streams = threading.local()
 
 
 class Handover:
-    """What the caller has given its GPU to do so far, before another thread may touch the tensors."""
+    """Marks what the caller has given its GPU to do so far, before another thread may touch the tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

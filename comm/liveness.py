@@ -1,4 +1,4 @@
-"""Who is gone: each rank holds a connection to rank 0, and the kernel closes it when the rank dies.
+"""Tell who is gone: each rank holds a connection to rank 0, and the kernel closes it when the rank dies.
 
       rank 1 ──┐
       rank 2 ──┼──► rank 0, whose thread tells all others which ranks have gone, and how, in order
@@ -46,7 +46,7 @@ class Gone:
 
 
 class Liveness:
-    """What one rank knows about the others; `Host` is rank 0's side of it and `Guest` that of the others."""
+    """Holds what one rank knows about the others; `Host` is rank 0's side, `Guest` the others'."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

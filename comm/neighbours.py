@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.2  # between two looks whether a rank has died
 
 
 class Listeners:
-    """Where the left neighbour can connect; leaving the `with` stops listening."""
+    """Listens for the left neighbour; leaving the `with` stops listening."""
 
     def __init__(self, unix: bool) -> None:
         self._token = secrets.randbits(62)

@@ -82,7 +82,7 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
 
 
 def _is_staged(tensor: torch.Tensor, group: Group) -> bool:
-    """Whether the tensor is on a GPU and its messages are gloo's, which has none for such."""
+    """Return whether the tensor is on a GPU and its group uses gloo, which cannot send such a tensor."""
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 

@@ -24,7 +24,7 @@ Arguments = TypeVar("Arguments")
 
 
 class Usage(WorkbookError):
-    """What a script says instead of running: its help, or what is wrong with its command line."""
+    """Holds what a script says instead of running: its help, or what is wrong with its command line."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -77,7 +77,7 @@ def command_line(arguments: type[Arguments]) -> Arguments:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed; on a CPU torch has no class of its own for that."""
+    """Return whether an allocation has failed; on a CPU torch has no class of its own for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

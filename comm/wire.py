@@ -210,7 +210,7 @@ def peer_trouble(text: str, peer: str) -> str:
 
 
 def is_lost_connection(text: str) -> bool:
-    """Whether an error text of gloo or of torch's store speaks of a connection that a peer has closed."""
+    """Return whether an error of gloo or of torch's store is about a connection that a peer has closed."""
     return any(sign in text for sign in _LOST)
 
 

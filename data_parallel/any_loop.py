@@ -1,4 +1,4 @@
-"""Where a step of stage 3 begins and ends, in whatever order a loop runs forwards and backwards.
+"""Find where a step of stage 3 begins and ends, in whatever order a loop runs forwards and backwards.
 
       forward ─► turns of blocks ─► backward begins ─► ... ─► backward ends ─► pieces' gradients ─► agreed on
 

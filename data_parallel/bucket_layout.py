@@ -35,7 +35,7 @@ class Bucket:
         self.on_wire = travels.numel(), (wire_dtype or travels.dtype).itemsize  # for the formula
 
     def to_wire(self, ranks: int) -> tuple[Tensor, str]:
-        """What travels, and the reduction that makes it the mean."""
+        """Return the tensor that travels, and the reduction that makes it the mean."""
         if self._wire_dtype is None:
             return self.flat, "mean"
         # Divided first: the sum over many ranks, or one rank's gradient, may be too large for fp16.

@@ -7,7 +7,7 @@ from comm.collectives import Group, all_reduce
 
 
 def clip_grad_norm_(pieces: list[nn.Parameter], max_norm: float, group: Group, pattern: str | None) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_ on the full gradients: every element is in one rank's pieces."""
+    """Clip as torch's clip_grad_norm_ does on the full gradients: every element is in one rank's pieces."""
     gradients = [piece.grad for piece in pieces if piece.grad is not None]
     squares = [_square_norm(gradient) for gradient in gradients]
     total = torch.stack(squares).sum() if squares else pieces[0].new_zeros((), dtype=torch.float32)

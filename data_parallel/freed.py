@@ -20,7 +20,7 @@ from lab.errors import WorkbookError
 
 
 class Gathers(Protocol):
-    """What owns parameters, and gathers them into `full`; the shard's version tells of optimizer steps."""
+    """Owns parameters, and gathers them into `full`; the shard's version counts optimizer steps."""
 
     full: Tensor | None
     shard: Tensor
@@ -111,7 +111,7 @@ def is_in_a_backward() -> bool:
 
 @dataclass(frozen=True)
 class Note:
-    """Where in its unit's memory a saved tensor was, and how often the shard had changed."""
+    """Notes where in its unit's memory a saved tensor was, and how often the shard had changed."""
 
     unit: Gathers
     shard_version: int

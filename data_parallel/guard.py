@@ -73,7 +73,7 @@ class ReplicaGuard:
                 )
 
     def has_gradient(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a hook's parameter is complete. Raises WorkbookError for a sparse one.
+        """Return whether a hook's parameter has its complete gradient. WorkbookError for a sparse one.
 
         Autograd calls the hook with no gradient where a backward returns None for it. Whoever computes it
         later (pipeline_parallel.deferred) calls no hook: such a gradient is complete at the end only.

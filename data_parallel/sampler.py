@@ -1,4 +1,4 @@
-"""Who trains on which example: shares of one length that together cover the data, shuffled again each epoch.
+"""Give each rank its examples: shares of one length that together cover the data, shuffled in each epoch.
 
       epoch 0   shuffled  7 2 9 4 0 3 8 1 6 5     rank 0: 7 4 8 5    rank 1: 2 0 1 7    rank 2: 9 3 6 2
       epoch 1   shuffled  3 8 5 1 9 0 2 7 4 6     ...                             └ repeated ──────── ┘

@@ -66,11 +66,11 @@ class ShardGuard:
                 self._frozen.add(parameter)
 
     def taken(self, parameter: Tensor) -> TakenGradient:
-        """What the parameter has in place of its gradient."""
+        """Return what the parameter has in place of its gradient."""
         return self._taken[parameter]
 
     def is_in_place(self, parameter: Tensor) -> bool:
-        """Whether the parameter is still part of its bucket."""
+        """Return whether the parameter is still part of its bucket."""
         if parameter.data_ptr() == self._memory[parameter]:
             return True
         self._trouble = (
@@ -80,7 +80,7 @@ class ShardGuard:
         return False
 
     def has_gradient(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a hook's parameter is complete and can be taken.
+        """Return whether the gradient of a hook's parameter is complete and can be taken.
 
         Autograd calls the hook with no gradient where a backward returns None for it. Whoever computes it
         later (pipeline_parallel.deferred) calls no hook: such a gradient is complete at the end only.
@@ -98,7 +98,7 @@ class ShardGuard:
         return parameter not in self._deferred and self.is_in_place(parameter)
 
     def has_trouble(self) -> bool:
-        """Whether something is wrong on this rank."""
+        """Return whether something is wrong on this rank."""
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             self._trouble = (

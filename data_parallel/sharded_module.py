@@ -1,4 +1,4 @@
-"""What a module whose parameters are shards is to others: names, saving, clipping, costs, and refusals.
+"""Give a module whose parameters are shards its interface: names, saving, clipping, costs, and refusals.
 
 How the shards are gathered, computed with and freed is in fully_sharded.py.
 """
@@ -82,12 +82,12 @@ class ShardedModule(nn.Module):
 
     @property
     def units(self) -> list[Unit]:
-        """What is gathered together."""
+        """Return the units, each of which is gathered as one."""
         return [unit for block in (self.root, *self.blocks) for unit in block.units]
 
     @property
     def pieces(self) -> dict[str, Piece]:
-        """What this rank owns of each parameter, by name; of tied ones the first."""
+        """Return this rank's piece of each parameter, by name; tied ones have their first name."""
         owned = {piece.parameter: piece for unit in self.units for piece in unit.pieces}
         return {names[0]: owned[parameter] for parameter, names in self._names.items()}
 
@@ -195,7 +195,7 @@ class ShardedModule(nn.Module):
         )
 
     def _traffic(self, gathers: dict[Block, int], microbatches: int, is_clipped: bool) -> Traffic:
-        """What so many gathers of each block and a reduction send in each microbatch, and who used what."""
+        """Return a step's traffic: gathers and a reduction in each microbatch, and flags of who used what."""
         traffics = [
             unit.traffic(times) for block, times in gathers.items() for unit in block.units
         ] * microbatches

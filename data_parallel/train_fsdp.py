@@ -1,4 +1,4 @@
-"""PyTorch's own: torch.distributed.fsdp.fully_shard (FSDP2) in the same loop, for text and for images.
+"""Train with PyTorch's own torch.distributed.fsdp.fully_shard (FSDP2) in the same loop, on text or images.
 
       what ours does (train_zero3.py)              what FSDP2 does
       a block is one flat tensor, cut anywhere     each parameter is a DTensor, cut between its rows: padding

@@ -68,12 +68,12 @@ class Unit:
 
     @property
     def is_full(self) -> bool:
-        """Whether the parameters can be computed with."""
+        """Return whether the parameters can be computed with."""
         return self.full is not None and self._gathering is None
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shard has changed since the parameters were gathered."""
+        """Return whether the shard has changed since the parameters were gathered."""
         return self.full is not None and self._version != self.shard._version
 
     def start_gather(self) -> None:

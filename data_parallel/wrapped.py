@@ -1,4 +1,4 @@
-"""What is refused of a sharded model, because it would be lost without a word: changes and penalties."""
+"""Refuse what would be lost in silence in a sharded model: changes and penalties."""
 
 from typing import NoReturn
 
@@ -9,7 +9,7 @@ from lab.errors import WorkbookError
 
 
 class Wrapped:
-    """What a module was made of when it was wrapped: what is added, replaced or unfrozen has no shard."""
+    """Remembers what a module was made of when it was wrapped: what is added later has no shard."""
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, list[str]], units: list[Unit]) -> None:
         self._names, self._pieces = names, [piece for unit in units for piece in unit.pieces]

@@ -59,7 +59,7 @@ def resolved(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach that IP address."""
+    """Return whether only this machine can reach that IP address."""
     return ipaddress.ip_address(address).is_loopback
 
 

@@ -36,7 +36,7 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the ranks may use the store, too."""
+        """Return whether the ranks may use the store, too."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -45,7 +45,7 @@ class LocalRendezvous(RendezvousHandler):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
 
     def is_closed(self) -> bool:
-        """Whether agents are sent away: no other ever comes."""
+        """Return whether agents are sent away: no other ever comes."""
         return False
 
     def set_closed(self) -> None:

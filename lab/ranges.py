@@ -29,7 +29,7 @@ from lab.errors import WorkbookError
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """What a rank has of a flat tensor of `numel` elements: those from `start` on. DCP calls the methods."""
+    """Describes a rank's range of a flat tensor of `numel` elements, from `start` on. DCP calls these."""
 
     tensor: Tensor
     start: int

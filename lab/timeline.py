@@ -1,4 +1,4 @@
-"""What every rank did and when, on one clock: spans, aligned over the store, for Perfetto or as a picture.
+"""Record what every rank did and when, on one clock: spans, for Perfetto or as a picture.
 
     start_recording()
     with span("forward", kind="forward", microbatch=3):

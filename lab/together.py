@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def on_all(what: str, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `action` returned on each rank of `group`. They all call it, and raise if `action` failed on any.
+    """Return what `action` returned on each rank of `group`. All call it, and raise if it failed on any.
 
     It returns what torch.load takes with weights_only: numbers, texts, bytes, tensors, and tuples, lists and
     dicts of these. They raise a WorkbookError, the first rank's. An error of the operating system becomes one

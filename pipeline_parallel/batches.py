@@ -1,4 +1,4 @@
-"""What a pipeline is given: microbatches, all of the example's size, or a sentence that says why not."""
+"""Cut a batch into microbatches, all of the example's size, or say in a sentence why that cannot be."""
 
 import torch
 from torch import Tensor

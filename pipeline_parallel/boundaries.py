@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline must know of each other before they can begin: its cut, and its boundaries.
+"""Exchange what the ranks of a pipeline must know before they begin: its cut and its boundaries.
 
 Boundary s is the input of stage s: a shape and a dtype, as a tensor without memory (device "meta"). Each
 stage is told by the one before what it will get, and tells the next one. Where something is wrong on one

@@ -71,8 +71,11 @@ class _Deferring(TorchFunctionMode):
 
 
 def _can_wait(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: list[Any]) -> bool:
-    """Whether the weight's gradient can be put off: it must belong to the weight itself, and not to what it
-    was computed from. Unbatched inputs and what convolutions take besides numbers are left to autograd."""
+    """Return whether the weight's gradient can be put off: it must be the gradient of the weight itself, and
+    not of what the weight was computed from.
+
+    Unbatched inputs and what convolutions take besides numbers are left to autograd.
+    """
     if not weight.is_leaf or not (bias is None or bias.is_leaf) or x.dim() < 2:
         return False
     return func == F.linear or (x.dim() == 4 and not x.is_complex() and not isinstance(settings[1], str))

@@ -42,7 +42,7 @@ _steps: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
 
 class SharedFailure:
-    """What went wrong in a step on the ranks of `group`, whose messages are on `device`."""
+    """Shares what went wrong in a step among the ranks of `group`, whose messages are on `device`."""
 
     def __init__(self, group: Group = None, device: torch.device | str = "cpu") -> None:
         self._group, self._device = group_of(group), device

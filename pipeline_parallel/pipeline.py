@@ -116,7 +116,7 @@ class Pipeline(nn.Module):
         self._new.is_complete = True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch's clip_grad_norm_ on the whole model, of which two copies of a parameter count once.
+        """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
 
         All ranks call it, after `finish_gradient_sync`.
         """

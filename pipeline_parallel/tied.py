@@ -1,4 +1,4 @@
-"""What steps have added to a tied parameter's gradient since the other rank that trains it last had it.
+"""Keeps what steps have added to a tied parameter's gradient since the last exchange with the other rank.
 
       step   grad = a            finish   sends a, grad = a + a'        a', b': the other rank's
       step   grad = a + a' + b   finish   sends b, grad = a + a' + b + b'

@@ -1,4 +1,4 @@
-"""What tensor parallel models take."""
+"""Validate the inputs of tensor-parallel models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

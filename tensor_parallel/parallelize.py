@@ -101,7 +101,7 @@ class TensorParallel(nn.Module):
         self._partial.watch(self._by_tokens())
 
     def _by_tokens(self) -> list[nn.Parameter]:
-        """What is whole here, but has the gradient of this rank's tokens only."""
+        """Return the parameters that are replicated, but have the gradient of this rank's tokens only."""
         named = self.module.named_parameters() if self.sequence_parallel else ()
         return [parameter for name, parameter in named if name not in self.dims]
 
