@@ -119,7 +119,8 @@ def stop_if_hopeless(store: dist.Store, rank: int) -> None:
     gone = liveness.cause(0)  # before the look: a rank writes its reason before it ends
     if store.check(["failed"]):
         raise give_up(store, rank, "")
-    if gone is not None:
+    # A rank that has finished has met all others: this one has only not seen that yet.
+    if gone is not None and gone.how != "finished":
         raise give_up(store, rank, f"The group cannot form: {gone}.")
 
 

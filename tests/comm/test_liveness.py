@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from comm import collectives, liveness, meeting, rendezvous
 from comm.script import joined
+from comm.wire import CommError
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.same_start import check_same_start
@@ -167,3 +168,14 @@ def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_befo
     known._hear = lambda seconds: None
     known.gone = [liveness.Gone(1, "finished"), liveness.Gone(2, "died"), liveness.Gone(3, "failed", "for 2")]
     assert known.cause(patience=0) == liveness.Gone(2, "died")
+
+
+def test_a_rank_that_has_met_all_and_left_stops_none_that_still_looks_whether_all_are_here(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(liveness, "_of_this_process", peers := liveness.Liveness(1))
+    peers._hear = lambda seconds: None
+    peers.gone = [liveness.Gone(0, "finished")]
+    meeting.stop_if_hopeless(store, 1)
+    peers.gone = [liveness.Gone(0, "finished"), liveness.Gone(2, "died")]
+    with pytest.raises(CommError, match="The group cannot form: rank 2 has died"):
+        meeting.stop_if_hopeless(store, 1)
