@@ -62,9 +62,10 @@ class Liveness:
             left = deadline - time.monotonic()
             self._hear(max(0.0, left))
             others = [gone for gone in self.gone if gone.rank != self.rank]
-            bad = [gone for gone in others if gone.how != "finished"]
+            causes = [gone for gone in others if not _follows(gone, others)]
+            bad = [gone for gone in causes if gone.how != "finished"]
             if bad or left <= 0:
-                return next(iter(bad or others), None)
+                return next(iter(bad or causes), None)
 
     def finish(self) -> None:
         """Tell the others that this rank has finished."""
@@ -232,6 +233,11 @@ class _Lines:
             return [], False
         is_open = is_open and len(self._rest) < _LONGEST_LINE
         return [message for message in messages if isinstance(message, dict)], is_open
+
+
+def _follows(gone: Gone, others: list[Gone]) -> bool:
+    """Return whether a rank has failed because of what another one did, as its own sentence says."""
+    return any(str(other) in gone.why for other in others if other is not gone)
 
 
 def _line(gone: Gone) -> bytes:

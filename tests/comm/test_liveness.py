@@ -112,8 +112,12 @@ def test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour():
 def uneven(cluster, environments: list[dict[str, object]], short: int) -> None:
     set_variables(environments[cluster.rank])
     place = rendezvous.join()
-    for _ in range(2 if place.rank == short else 3):
-        collectives.all_reduce(torch.ones(10))
+    try:
+        for _ in range(2 if place.rank == short else 3):
+            collectives.all_reduce(torch.ones(10))
+    except CommError as error:
+        liveness.fail(str(error))  # as scripts do; without it this rank would have died
+        raise
     rendezvous.leave(place)
 
 
@@ -125,7 +129,8 @@ def test_all_are_told_that_a_rank_has_finished():
         assert ends.pop(short) is None
         for error in ends:
             why = f"rank {short} has finished, and every rank must take the same number of steps."
-            assert sentence(str(error)).strip().endswith(why)
+            assert sentence(str(error)).strip().endswith(f": {why}")
+            assert "has failed" not in str(error)
 
 
 def failing(cluster, environments: list[dict[str, object]]) -> None:
@@ -168,6 +173,17 @@ def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_befo
     known._hear = lambda seconds: None
     known.gone = [liveness.Gone(1, "finished"), liveness.Gone(2, "died"), liveness.Gone(3, "failed", "for 2")]
     assert known.cause(patience=0) == liveness.Gone(2, "died")
+
+
+def test_a_rank_that_failed_because_another_has_finished_is_not_the_cause():
+    known = liveness.Liveness(1)
+    known._hear = lambda seconds: None
+    finished = liveness.Gone(2, "finished")
+    known.gone = [
+        liveness.Gone(0, "failed", f"all_reduce (ring): rank 0 could not go on: {finished}."),
+        finished,
+    ]
+    assert known.cause(patience=0) == finished
 
 
 def test_a_rank_that_has_met_all_and_left_stops_none_that_still_looks_whether_all_are_here(monkeypatch):
