@@ -8,13 +8,22 @@ import ctypes
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tests.fake_gpu.build import MODULE, folder
 
 _folder = folder()  # that `python -m tests.fake_gpu.build` has filled
-ctypes.CDLL(str(_folder / "hooks.so"), ctypes.RTLD_GLOBAL)
+# First the libraries of this torch: the build may come from another environment with the same version, and
+# would load the libraries of that one beside them.
+_torch = importlib.util.find_spec("torch")
+assert _torch is not None and _torch.submodule_search_locations
+for _library in (
+    Path(_torch.submodule_search_locations[0]) / "lib" / "libtorch_cpu.so",
+    _folder / "hooks.so",
+):
+    ctypes.CDLL(str(_library), ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402  (after the hooks)
 import torch.distributed as dist  # noqa: E402
