@@ -4,7 +4,7 @@ from data_parallel.bucket_layout import Bucket
 
 TARGET = "data_parallel.bucket_layout.Bucket"
 KILLER = (
-    "tests.data_parallel.test_use."
+    "tests.data_parallel.test_dtypes."
     "test_complex_gradients_keep_their_imaginary_parts_rounded_or_not_and_are_clipped_as_in_one_process"
 )
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 TARGET = "data_parallel.guard.ReplicaGuard.has_gradient"
 KILLER = (
-    "tests.data_parallel.test_use."
+    "tests.data_parallel.test_late_gradients."
     "test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean"
 )
 

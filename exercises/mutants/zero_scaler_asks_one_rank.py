@@ -4,7 +4,7 @@ from torch import Tensor
 
 TARGET = "data_parallel.gradient_part.GradientPart.of"
 KILLER = (
-    "tests.data_parallel.test_sharded_optimizer."
+    "tests.data_parallel.test_sharded_clipping."
     "test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf"
 )
 FAILS_WITH = "all_gather"  # the ranks that step wait for the one that does not

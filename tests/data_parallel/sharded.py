@@ -17,6 +17,7 @@ from lab.cluster import Cluster
 from lab.model import GPT, GPTConfig
 from tests.data_parallel.equivalence import Loss, mine
 
+BOTH = (ZeroOptimizer, ZeroGradientOptimizer)
 STAGES = ["zero1", "zero2", "zero3"]
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -146,3 +147,11 @@ def compare_with_one_process(
         )
     if stage != "zero3":
         assert_same(parameters(ours.module), parameters(reference), rtol, f"parameter, {what},")
+
+
+def averaged(model: nn.Module, optimizer: Any) -> dict[str, Tensor | None]:
+    """Return the mean gradients in full."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return whole(
+        {names[piece.parameter]: piece for piece in optimizer.pieces}, lambda piece: piece.tensor.grad
+    )

@@ -1,0 +1,80 @@
+"""Test gradients that are computed after the backward, or not at all: their hooks tell nothing of them."""
+
+import torch
+import torch.distributed as dist
+
+from lab.check import assert_same, gradients, reference_gradients
+from lab.cluster import Cluster
+from lab.model import MLP, loss_of
+from lab.ranks import run_ranks
+from pipeline_parallel.deferred import Jobs, deferring
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import zb_h1
+from tests.data_parallel.equivalence import OURS, WRAPPERS, mine
+from tests.data_parallel.equivalence import square as mean_square
+from tests.data_parallel.small_models import HasNone, X, layers
+
+ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))  # of ranks
+
+
+def test_a_backward_may_return_no_gradient_for_a_parameter():
+    def work(cluster: Cluster) -> None:
+        expected = reference_gradients(HasNone(0), lambda model: mean_square(model, X))
+        for name, wrap in WRAPPERS.items():
+            model = wrap(HasNone(cluster.rank))
+            for _ in range(2):
+                model.zero_grad()
+                mean_square(model, *mine(cluster, (X,))).backward()
+                model.finish_gradient_sync()
+                assert_same(gradients(model.module), expected, what=f"gradient of {name}")
+
+    run_ranks(work, 2)
+
+
+def test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean():
+    """As zero bubble schedules do in pipelines: no hook tells of them."""
+
+    def work(cluster: Cluster) -> None:
+        expected = reference_gradients(layers(), lambda model: mean_square(model, X))
+        parts = mine(cluster, (X,))[0].chunk(2)
+        for name, wrap in OURS.items():
+            model = wrap(layers(cluster.rank))
+            for in_no_sync in (True, False):
+                for step in range(3):
+                    model.zero_grad(set_to_none=step < 2)
+                    jobs = Jobs()
+                    for part in parts:
+                        with deferring(jobs):
+                            loss = mean_square(model, part) / len(parts)
+                        if in_no_sync:
+                            with model.no_sync():
+                                loss.backward()
+                        else:
+                            loss.backward()
+                        jobs.run()
+                    model.finish_gradient_sync()
+                    assert_same(gradients(model.module), expected, what=f"gradient of {name}, step {step},")
+
+    run_ranks(work, 2)
+
+
+def test_the_stages_of_zero_bubble_pipelines_are_averaged_over_their_replicas():
+    x, y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(16) % 3
+
+    def work(cluster: Cluster) -> None:
+        pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in (ROWS, COLUMNS))
+        row, column = divmod(cluster.rank, 2)
+        expected = reference_gradients(MLP([6, 9, 7, 5, 3]).double(), lambda m: loss_of(m(x), y))
+        for name, wrap in OURS.items():
+            model, (own_x, own_y) = MLP([6, 9, 7, 5, 3]).double(), (part.chunk(2)[row] for part in (x, y))
+            pipeline = Pipeline(model, zb_h1(2, 4), loss_of, own_x[:2], group=pipelines[row])
+            wrapper = wrap(pipeline.stages, replicas[column])
+            for _ in range(2):
+                wrapper.zero_grad()
+                with wrapper.no_sync():
+                    pipeline.step(own_x, own_y)
+                wrapper.finish_gradient_sync()
+                own = {key: p.grad for key, p in pipeline.named_own_parameters().items()}
+                assert_same(own, {key: expected[key] for key in own}, what=f"gradient of {name}")
+
+    run_ranks(work, 4)

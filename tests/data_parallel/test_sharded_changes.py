@@ -1,0 +1,60 @@
+"""Test that parameters which were changed after the optimizer of stage 1 or 2 was made are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lab.check import assert_same, parameters
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+from tests.data_parallel.equivalence import mine, square
+from tests.data_parallel.sharded import BOTH
+from tests.data_parallel.small_models import X, layers, train
+
+
+def test_a_parameter_that_was_changed_on_one_rank_since_is_refused_on_all():
+    def unfreeze(model: nn.Module) -> None:
+        model[0].weight.requires_grad_(True)
+
+    def cast(model: nn.Module) -> None:
+        model.float()
+
+    def sparse(model: nn.Module) -> None:
+        F.embedding(torch.tensor([1]), model[2].weight, sparse=True).sum().backward()
+
+    changes = {
+        unfreeze: r"shape \(5, 3\) was unfrozen after the optimizer was made: give it to add_param_group\(\)",
+        cast: "was cast or moved after the optimizer was made: make the optimizer again",
+        sparse: r"sparse gradient of shape \(3, 5\) came",
+    }
+
+    def work(cluster: Cluster) -> None:
+        for cls in BOTH:
+            for change, sentence in changes.items():
+                model = layers()
+                model[0].weight.requires_grad_(False)
+                optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+                before = parameters(model)
+                if cluster.rank == 1:
+                    change(model)
+                if not (change is sparse and cluster.rank == 1):
+                    square(model, X.to(model[2].weight.dtype)).backward()
+                own = sentence if cluster.rank == 1 else "another rank refuses"
+                with pytest.raises(WorkbookError, match=own):
+                    optimizer.step()
+                assert_same(parameters(model.double()), before, 1e-6, "parameter")
+
+            model = layers(cluster.rank)
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+            square(model, X).backward()
+            with pytest.raises(WorkbookError, match="make the optimizer again if the model's"):
+                optimizer.step()
+            again, reference = cls(model.parameters(), torch.optim.SGD, lr=0.1), layers()
+            train(model, again, *mine(cluster, (X,)))
+            train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), X)
+            assert_same(parameters(model), parameters(reference), what=f"parameter, {cls.__name__},")
+
+    run_ranks(work, 2)

@@ -1,0 +1,121 @@
+"""Test that loops which torch's optimizers allow are right in stages 1 and 2."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.check import assert_same, parameters, reference_gradients
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import run_ranks
+from pipeline_parallel.deferred import Jobs, deferring
+from tests.data_parallel.equivalence import mine, square
+from tests.data_parallel.sharded import BOTH, averaged
+from tests.data_parallel.small_models import HasNone, X, layers
+
+
+def test_several_backwards_in_one_no_sync_and_two_forwards_before_a_backward_add_up():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        expected = reference_gradients(layers(), lambda m: 3 * square(m, X) + (m(X) * m(2 * X)).mean())
+        for cls in BOTH:
+            model = layers(cluster.rank)
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
+            for is_last_in_no_sync in (False, True):
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    for _ in range(3):
+                        square(model, x).backward()
+                with optimizer.no_sync() if is_last_in_no_sync else contextlib.nullcontext():
+                    (model(x) * model(2 * x)).mean().backward()
+                optimizer.finish_gradient_sync()
+                assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
+
+    run_ranks(work, 2)
+
+
+def test_the_loop_of_a_gan_ends_as_on_one_process():
+    def gan(make: Callable[..., torch.optim.Optimizer], x: Tensor, seed: int = 0) -> dict[str, Tensor | None]:
+        generator, discriminator = layers(seed), layers(seed + 1)
+        of_discriminator, of_generator = (make(m.parameters()) for m in (discriminator, generator))
+        for _ in range(2):
+            of_discriminator.zero_grad()
+            square(discriminator, generator(x).detach()).backward()
+            of_discriminator.step()
+            of_generator.zero_grad()
+            square(discriminator, generator(x)).backward()
+            of_generator.step()
+        return parameters(nn.ModuleList([generator, discriminator]))
+
+    def work(cluster: Cluster) -> None:
+        expected = gan(lambda p: torch.optim.SGD(p, lr=0.1), X)
+        for cls in BOTH:
+            ours = gan(
+                lambda p, cls=cls: cls(p, torch.optim.SGD, lr=0.1), *mine(cluster, (X,)), 10 * cluster.rank
+            )
+            assert_same(ours, expected, what=f"parameter, {cls.__name__},")
+
+    run_ranks(work, 2)
+
+
+def test_gradients_that_autograd_leaves_out_and_that_come_after_the_backward_are_right():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        without = reference_gradients(HasNone(0), lambda m: square(m, X))
+        expected = reference_gradients(layers(), lambda m: square(m, X))
+        for cls in BOTH:
+            model: nn.Module = HasNone(cluster.rank)
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                square(model, x).backward()
+                optimizer.finish_gradient_sync()
+                assert_same(averaged(model, optimizer), without, what=f"gradient, {cls.__name__},")
+            model = layers(cluster.rank)
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                jobs = Jobs()
+                for i, part in enumerate(x.chunk(2)):
+                    with optimizer.no_sync() if i == 0 else contextlib.nullcontext():
+                        with deferring(jobs):
+                            loss = square(model, part) / 2
+                        loss.backward()
+                        jobs.run()
+                optimizer.finish_gradient_sync()
+                assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__}, deferred,")
+
+    run_ranks(work, 2)
+
+
+def test_after_an_error_in_the_backward_finish_and_zero_grad_bring_the_ranks_together_again():
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        expected = reference_gradients(layers(), lambda m: square(m, X))
+        for cls in BOTH:
+            model = layers(cluster.rank)
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
+            for failing_ranks in ((0, 1), (1,)):
+                if cluster.rank in failing_ranks:
+                    hook = model[0].weight.register_hook(fail)
+                    with pytest.raises(ZeroDivisionError):
+                        square(model, x).backward()
+                    hook.remove()
+                else:
+                    square(model, x).backward()
+                with pytest.raises(WorkbookError, match="Another backward began before finish_gradient_sync"):
+                    square(model, x).backward()
+                optimizer.finish_gradient_sync()
+                optimizer.zero_grad()
+                square(model, x).backward()
+                optimizer.finish_gradient_sync()
+                assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
+                optimizer.zero_grad()
+
+    run_ranks(work, 2)
