@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from data_parallel.hook_gradients import NO_SPARSE, HookGradients
 from lab.errors import WorkbookError
 
 _hooks = WeakTensorKeyDictionary()  # of each parameter, the hook of its last wrapper
@@ -42,7 +43,7 @@ class ReplicaGuard:
         refuse_sparse_layers(module)
         self._module = module
         self._wrapped = {p: _kind(p) for p in module.parameters() if p.requires_grad}
-        self._deferred: set[Tensor] = set()
+        self._gradients = HookGradients()
         self._has_own_gradients = False
         self.is_synchronising = True
         for parameter in self._wrapped:
@@ -73,19 +74,11 @@ class ReplicaGuard:
                 )
 
     def has_gradient(self, parameter: Tensor) -> bool:
-        """Return whether a hook's parameter has its complete gradient. WorkbookError for a sparse one.
-
-        Autograd calls the hook with no gradient where a backward returns None for it. Whoever computes it
-        later (pipeline_parallel.deferred) calls no hook: such a gradient is complete at the end only.
-        """
-        gradient = parameter.grad
-        if gradient is None:
-            self._deferred.add(parameter)
-        elif gradient.layout != torch.strided:
-            raise WorkbookError(f"A sparse gradient of shape {tuple(gradient.shape)} came: {_NO_SPARSE}")
-        elif self.is_synchronising:
+        """Return whether a hook's parameter has its complete gradient. WorkbookError for a sparse one."""
+        is_complete = self._gradients.is_complete(parameter)
+        if parameter.grad is not None and self.is_synchronising:
             self._has_own_gradients = True
-        return parameter not in self._deferred
+        return is_complete
 
     def _look(self, parameter: Tensor) -> None:
         self.has_gradient(parameter)
@@ -132,14 +125,9 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 register_optimizer_step_pre_hook(_before_any_step)
 
-_NO_SPARSE = (
-    "it has another size on each rank, so it cannot be averaged here; leave sparse=True out, or take torch's "
-    "DistributedDataParallel."
-)
-
 
 def refuse_sparse_layers(module: nn.Module) -> None:
     """Raise WorkbookError for an embedding whose gradients are sparse."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
-            raise WorkbookError(f"{name or type(layer).__name__} has a sparse gradient: {_NO_SPARSE}")
+            raise WorkbookError(f"{name or type(layer).__name__} has a sparse gradient: {NO_SPARSE}")

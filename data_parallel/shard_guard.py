@@ -1,7 +1,7 @@
 """Uses of a sharded optimizer that would train nothing, or part of the model, without a word.
 
       in a backward      a parameter was cast: its memory is no longer its bucket's
-      at the end of it   a parameter was unfrozen: no bucket has it
+      at the end of it   a parameter was unfrozen, or replaced by another one: no bucket has it
       afterwards         a gradient is used that has left for its owner: clipped by a local norm, for example
 
 What one rank alone may notice, all are told at the end of the backward, by an all-reduce that is done anyway.
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data_parallel.hook_gradients import HookGradients
+from data_parallel.replaced import Replacements
 from lab.errors import WorkbookError
 
 ANOTHER_BACKWARD = (
@@ -52,12 +54,14 @@ class ShardGuard:
         self._memory: dict[Tensor, int] = {}
         self._taken: dict[Tensor, TakenGradient] = {}
         self._frozen: set[nn.Parameter] = set()
-        self._deferred: set[Tensor] = set()
+        self._gradients = HookGradients()
+        self._replacements = Replacements()
         self._trouble = ""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note where the parameters are now; those that are frozen are expected to stay so."""
         for parameter in parameters:
+            self._replacements.know(parameter)
             if parameter.requires_grad:
                 self._memory[parameter] = parameter.data_ptr()
                 self._taken[parameter] = TakenGradient(parameter)
@@ -80,22 +84,13 @@ class ShardGuard:
         return False
 
     def has_gradient(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a hook's parameter is complete and can be taken.
-
-        Autograd calls the hook with no gradient where a backward returns None for it. Whoever computes it
-        later (pipeline_parallel.deferred) calls no hook: such a gradient is complete at the end only.
-        """
-        gradient = parameter.grad
-        if gradient is None:
-            self._deferred.add(parameter)
-        elif gradient.layout != torch.strided:
-            self._trouble = (
-                f"A sparse gradient of shape {tuple(parameter.shape)} came, and it has another size on each "
-                "rank: leave sparse=True out."
-            )
-            parameter.grad = None
+        """Return whether the gradient of a hook's parameter is complete and can be taken."""
+        try:
+            is_complete = self._gradients.is_complete(parameter)
+        except WorkbookError as error:  # which the other ranks have to learn, too
+            self._trouble, parameter.grad = str(error), None
             return False
-        return parameter not in self._deferred and self.is_in_place(parameter)
+        return is_complete and self.is_in_place(parameter)
 
     def has_trouble(self) -> bool:
         """Return whether something is wrong on this rank."""
@@ -104,6 +99,11 @@ class ShardGuard:
             self._trouble = (
                 f"A parameter of shape {tuple(unfrozen[0].shape)} was unfrozen after the optimizer was made: "
                 "give it to add_param_group()."
+            )
+        if (place := self._replacements.find()) is not None:
+            self._trouble = (
+                f"{place} was replaced after the optimizer was made, and would not be trained: give the new "
+                "parameters to add_param_group(), or make the optimizer again."
             )
         return bool(self._trouble)
 

@@ -43,8 +43,8 @@ class ShardedOptimizer(Optimizer):
     parameter as a whole.
 
     What it does not do: leave gradients in the model (clip with `clip_grad_norm_` here; torch's own is
-    refused), reduce sparse ones, load another rank's state, or train parameters that are unfrozen (give them
-    to `add_param_group`), replaced or cast after it was made.
+    refused), reduce sparse ones, load another rank's state, or train parameters that are unfrozen, replaced
+    (give them to `add_param_group`) or cast after it was made: the next `finish_gradient_sync` refuses them.
     """
 
     sends_each_microbatch = False

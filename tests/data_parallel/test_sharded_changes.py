@@ -1,5 +1,7 @@
 """Test that parameters which were changed after the optimizer of stage 1 or 2 was made are refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,11 +52,78 @@ def test_a_parameter_that_was_changed_on_one_rank_since_is_refused_on_all():
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
             model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
             square(model, X).backward()
-            with pytest.raises(WorkbookError, match="make the optimizer again if the model's"):
+            with pytest.raises(WorkbookError, match="was replaced after the optimizer was made"):
                 optimizer.step()
             again, reference = cls(model.parameters(), torch.optim.SGD, lr=0.1), layers()
             train(model, again, *mine(cluster, (X,)))
             train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), X)
             assert_same(parameters(model), parameters(reference), what=f"parameter, {cls.__name__},")
+
+    run_ranks(work, 2)
+
+
+def assign(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(torch.full((3, 5), 0.5).double())
+
+
+def replace(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(5, 3, bias=False).double()
+    nn.init.constant_(model[2].weight, 0.5)
+
+
+def test_parameters_that_were_replaced_in_part_are_refused_and_trained_once_the_optimizer_has_them():
+    sentences = {
+        assign: "weight of a Linear was replaced after the optimizer was made, and would not be trained",
+        replace: "2 of a Sequential was replaced after the optimizer was made, and would not be trained",
+    }
+
+    def trained(change: Callable[[nn.Sequential], None]) -> nn.Module:
+        """Return what one process trains: its optimizer keeps the old parameters, which have no gradient."""
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, X)
+        change(model)
+        optimizer.add_param_group({"params": [model[2].weight]})
+        train(model, optimizer, X)
+        return model
+
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        for cls in BOTH:
+            for change, sentence in sentences.items():
+                model, expected = layers(cluster.rank), trained(change)
+                optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+                train(model, optimizer, x)
+                optimizer.zero_grad()
+                for changing in (1, 0):
+                    if cluster.rank == changing:
+                        change(model)
+                    before = parameters(model)
+                    square(model, x).backward()
+                    own = sentence if cluster.rank >= changing else "another rank refuses"
+                    with pytest.raises(WorkbookError, match=own):
+                        optimizer.step()
+                    assert_same(parameters(model), before, 0, f"parameter, {cls.__name__},")
+                    optimizer.zero_grad()
+                optimizer.add_param_group({"params": [model[2].weight]})
+                train(model, optimizer, x)
+                assert_same(parameters(model), parameters(expected), what=f"parameter, {cls.__name__},")
+
+    run_ranks(work, 2)
+
+
+def test_parameters_that_are_exchanged_for_a_while_or_have_an_optimizer_of_their_own_are_not_refused():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        for cls in BOTH:
+            model = layers()
+            optimizer, kept = cls(model.parameters(), torch.optim.SGD, lr=0.1), model[2].weight
+            for _ in range(2):
+                train(model, optimizer, x)
+                assign(model)  # as for an evaluation with averaged weights
+                model[2].weight = kept
+            replace(model)
+            train(model, cls(model[2].parameters(), torch.optim.SGD, lr=0.1), x)
+            train(model, optimizer, x)
 
     run_ranks(work, 2)
