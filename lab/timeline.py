@@ -14,11 +14,9 @@
 Times are nanoseconds of `now`. A span tells when its block's work was done: on a GPU its ends are marks in
 the stream (lab.stream_clock). Offsets between machines are found as NTP does (RFC 5905, section 8): the
 fastest of many round trips tells most, and half of its delay bounds the error.
-Trace file: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import json
-import math
 import platform
 import threading
 import time
@@ -32,8 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lab.chrome_trace import write_chrome_trace
 from lab.cluster import Cluster
-from lab.gantt import MAIN_LANE, Event, draw, lanes, tracks
+from lab.errors import WorkbookError
+from lab.gantt import MAIN_LANE, Event, draw
 from lab.stream_clock import StreamClock
 
 Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's stream
@@ -42,6 +42,7 @@ Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's st
 # too; machines that booted at different times do not, and `align` makes up for that.
 now = time.perf_counter_ns
 
+QUICK_NS = 2_000_000  # of looks at the store one after the other, many round trips
 PIECE_BYTES = 1 << 20  # a TCPStore hangs up on whoever sends it a value above 8 MiB
 
 _recording = False
@@ -151,29 +152,29 @@ def _own_lane() -> str:
 
 
 def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:
-    """Nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
+    """Return the nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
 
     Rank 0 serves the others in turn, `rounds` pings each. If a rank takes no part, the store's timeout ends
-    the wait with a TimeoutError that names it.
+    the wait with a TimeoutError that names it; a store that is watched tells of its death at once.
     """
-    store, machine = _fresh_keys(cluster, "align"), _machine()
+    store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), _machine()
     if cluster.is_main:
         for rank in range(1, cluster.world_size):
             with _expecting(rank, "align", store):
                 for i in range(rounds):
-                    store.wait([f"{rank}/{i}/ping"])
+                    _wait(store, f"{prefix}/{rank}/{i}/ping", is_near=i > 0)
                     arrived = clock()
-                    store.set(f"{rank}/{i}/pong", f"{arrived} {clock()} {machine}")
+                    store.set(f"{prefix}/{rank}/{i}/pong", f"{arrived} {clock()} {machine}")
         return 0
 
     trips = []
     with _expecting(0, "align", store):
         for i in range(rounds):
-            ping, pong = f"{cluster.rank}/{i}/ping", f"{cluster.rank}/{i}/pong"
+            ping, pong = (f"{prefix}/{cluster.rank}/{i}/{ball}" for ball in ("ping", "pong"))
             sent = clock()
             store.set(ping, "")
             # Not get(): over TCP it is a wait and one more round trip, which would all count as the way back.
-            store.wait([pong])
+            _wait(store, pong, is_near=i > 0)
             back = clock()
             received, answered, main_machine = store.get(pong).decode().split(" ", 2)
             ahead_going, ahead_coming = int(received) - sent, int(answered) - back
@@ -190,12 +191,12 @@ def _machine() -> str:
 
 
 def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None) -> list[Event] | None:
-    """All ranks' events on rank 0, by start; None elsewhere. Every rank must call it.
+    """Return all ranks' events on rank 0, by start; None elsewhere. Every rank must call it.
 
     A rank gives `events`, by default what it recorded, and adds `offset_ns` (from `align`) to their times.
     They travel as compressed JSON: what JSON does not know in `args` arrives as a string.
     """
-    store = _fresh_keys(cluster, "gather")
+    store, prefix = cluster.store, _fresh_prefix(cluster, "gather")
     own = [
         event._replace(rank=cluster.rank, start_ns=event.start_ns + offset_ns)
         for event in (recorded() if events is None else events)
@@ -205,13 +206,14 @@ def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None 
         pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
         with _expecting(0, "gather", store):
             for i, piece in enumerate(pieces):
-                store.set(f"{cluster.rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are fine
-            store.set(f"{cluster.rank}/pieces", str(len(pieces)))
+                store.set(f"{prefix}/{cluster.rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are fine
+            store.set(f"{prefix}/{cluster.rank}/pieces", str(len(pieces)))
         return None
 
     for rank in range(1, cluster.world_size):
         with _expecting(rank, "gather", store):
-            keys = [f"{rank}/{i}" for i in range(int(store.get(f"{rank}/pieces")))]
+            pieces = range(int(store.get(f"{prefix}/{rank}/pieces")))
+            keys = [f"{prefix}/{rank}/{i}" for i in pieces]
             packed = b"".join(store.get(key) for key in keys)
             for key in keys:
                 store.delete_key(key)
@@ -219,16 +221,30 @@ def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None 
     return sorted(own, key=lambda event: event.start_ns)
 
 
-def _fresh_keys(cluster: Cluster, what: str) -> dist.Store:
-    """The store behind a prefix no earlier call used; ranks agree on it if all make the same calls."""
+def _fresh_prefix(cluster: Cluster, what: str) -> str:
+    """Return what no earlier call's keys begin with; ranks agree on it if all make the same calls.
+
+    Not a PrefixStore: that one waits at torch's store, where a watched one would notice a rank's death.
+    """
     call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
-    return dist.PrefixStore(f"lab.timeline/{what}/{call}", cluster.store)
+    return f"lab.timeline/{what}/{call}"
+
+
+def _wait(store: dist.Store, key: str, is_near: bool) -> None:
+    """Wait for a key. `is_near`: at first without a nap; a watched store's is longer than a round trip."""
+    deadline = now() + QUICK_NS
+    while is_near and now() < deadline:
+        if store.check([key]):
+            return
+    store.wait([key])
 
 
 @contextmanager
 def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
     try:
         yield
+    except WorkbookError as error:  # of a store that is watched
+        raise WorkbookError(f"timeline.{what} has waited for rank {rank}. {error}") from error
     except RuntimeError as error:  # all that stores raise, for timeouts and for lost connections
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
         raise TimeoutError(
@@ -237,50 +253,10 @@ def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
         ) from error
 
 
-def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
-    """Write events as a trace for https://ui.perfetto.dev: a process per rank, in it a thread per lane.
-
-    Times become microseconds since the first event. The format wants spans of a thread apart or one within
-    the other; a lane where they cross becomes several threads of one name.
-    """
-    table = lanes(events)
-    zero = min(
-        (event.start_ns for by_lane in table.values() for lane in by_lane.values() for event in lane),
-        default=0,
-    )
-    rows: list[dict[str, Any]] = []
-    for rank, by_lane in table.items():
-        # Perfetto takes pid 0 and tid 0 for the idle task, and merges tid 0 with tid 1.
-        pid = rank + 1
-        rows += [_label("process_name", pid, pid, name=f"rank {rank}")]
-        rows += [_label("process_sort_index", pid, pid, sort_index=rank)]
-        threads = [(lane, track) for lane, spans in by_lane.items() for track in tracks(spans, nest=True)]
-        for i, (lane, track) in enumerate(threads):
-            tid = pid + i * (max(table) + 1)  # unique in the file; the main lane's is the pid, as on Linux
-            rows += [_label("thread_name", pid, tid, name=lane)]
-            rows += [_label("thread_sort_index", pid, tid, sort_index=i)]
-            for event in track:
-                rows.append({"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid})
-                rows[-1] |= {"ts": (event.start_ns - zero) / 1000, "dur": event.duration_ns / 1000}
-                rows[-1] |= {"args": {key: _plain(value) for key, value in event.args.items()}}
-    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}))
-    return Path(path)
-
-
-def _label(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
-def _plain(value: Any) -> Any:
-    """The value if it is a number or text, else as text: strict JSON has no NaN and no infinity."""
-    finite = isinstance(value, float) and math.isfinite(value)
-    return value if finite or isinstance(value, int | str) else str(value)
-
-
 def save(
     cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
 ) -> list[Path]:
-    """Align, gather, write `trace.json` and `timeline.png` on rank 0. Returns their paths, [] elsewhere.
+    """Align, gather, write `trace.json` and `timeline.png` on rank 0. Return their paths, [] elsewhere.
 
     Every rank must call it, with its events or, by default, with all that it recorded.
     """

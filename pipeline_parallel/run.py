@@ -16,6 +16,7 @@ from comm.cost import Link
 from comm.point_to_point import measure_link
 from comm.run import WARMUP, WATCHED
 from lab import timeline
+from lab.chrome_trace import write_chrome_trace
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.gantt import Event, draw_panels
@@ -166,7 +167,7 @@ class Run(comm.run.Run):
         everyones = timeline.gather(cluster, timeline.align(cluster), events)
         if everyones is None or self._report_of_ranks is None:
             return
-        timeline.write_chrome_trace(Path(folder) / "trace.json", everyones)
+        write_chrome_trace(Path(folder) / "trace.json", everyones)
         panels = {
             "measured": measured.median_step(self._report_of_ranks.steps),
             "simulated": self._report_of_ranks.simulation.events(),

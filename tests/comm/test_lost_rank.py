@@ -1,12 +1,16 @@
-"""Survivors of a rank that dies while all exchange something, by torch's own collectives, name that rank."""
+"""Test that survivors name the rank that dies while all exchange something: by torch, or over the store."""
 
 import dataclasses
 import os
 import signal
 import sys
+import time
 
+from comm.rendezvous import join, leave
 from comm.script import start
+from lab import timeline
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.together import on_all
 from tests.comm.test_rendezvous import places, set_variables
@@ -40,3 +44,31 @@ def test_all_survivors_say_what_failed_and_who_has_died(capfd):
     assert said
     for line in said:
         assert "cannot save it: another rank has died or left (rank 1 has died, " in line
+
+
+def test_ranks_that_gather_their_traces_notice_at_once_that_one_has_died():
+    def run(cluster: Cluster, environments: list[dict[str, object]], dies_in: str) -> tuple[str, float]:
+        set_variables(environments[cluster.rank])
+        cluster = join()
+        if dies_in == "gather":
+            timeline.align(cluster)
+        on_all("begin", lambda: None)
+        if cluster.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start, said = time.monotonic(), ""
+        try:
+            timeline.gather(cluster, timeline.align(cluster) if dies_in == "align" else 0)
+        except WorkbookError as error:
+            said = str(error)
+        took = time.monotonic() - start
+        leave(cluster)
+        return said, took
+
+    for dies_in, survivors in (("align", (0, 2)), ("gather", (0,))):
+        environments = places([0, 1, 2], 3)
+        ends = run_ranks(run, 3, environments, dies_in, backend=None, collect_failures=True, timeout=30)
+        for rank in survivors:
+            said, took = ends[rank]
+            assert said.startswith(f"timeline.{dies_in} has waited for rank {1 if rank == 0 else 0}. "), said
+            assert "but rank 1 has died, so look for the first error in its log" in said
+            assert took < 5  # OP_TIMEOUT is 60
