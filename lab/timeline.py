@@ -212,8 +212,8 @@ def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None 
 
     for rank in range(1, cluster.world_size):
         with _expecting(rank, "gather", store):
-            pieces = range(int(store.get(f"{prefix}/{rank}/pieces")))
-            keys = [f"{prefix}/{rank}/{i}" for i in pieces]
+            num_pieces = int(store.get(f"{prefix}/{rank}/pieces"))
+            keys = [f"{prefix}/{rank}/{i}" for i in range(num_pieces)]
             packed = b"".join(store.get(key) for key in keys)
             for key in keys:
                 store.delete_key(key)
