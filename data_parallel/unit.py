@@ -90,8 +90,8 @@ class Unit:
         """Have the full parameters."""
         self.start_gather()
         if self._gathering is not None:
-            handle, self._gathering = self._gathering, None
-            handle.wait()
+            self._wait_for_gather()
+            assert self.full is not None
             if self.full.data_ptr():
                 self._full_units[self.full.data_ptr()] = self
             for piece, view in zip(self.pieces, self.flat.views(self.full), strict=True):
@@ -102,12 +102,20 @@ class Unit:
         if self.full is None:
             return
         if self._gathering is not None:
-            handle, self._gathering = self._gathering, None
-            handle.wait()
+            self._wait_for_gather()
         else:
             self._full_units.pop(self.full.data_ptr(), None)
             self._let_go()
         self.full = None
+
+    def _wait_for_gather(self) -> None:
+        assert self._gathering is not None
+        handle, self._gathering = self._gathering, None
+        try:
+            handle.wait()
+        except BaseException:
+            self.full = None  # the parameters are still freed: there is nothing to give back
+            raise
 
     def _let_go(self) -> None:
         for parameter, data in zip(self.flat.parameters, self._stand_ins, strict=True):

@@ -2,12 +2,15 @@
 
 import copy
 import io
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from comm.wire import CommError
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.errors import WorkbookError
@@ -252,6 +255,30 @@ def test_after_an_exception_in_any_pass_the_next_step_is_right():
                 assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected, what=when)
 
     run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_dies_in_a_step_is_named_in_one_sentence(when: str):
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(cluster) -> str:
+        module = nn.Sequential(*(Breaks() for _ in range(3)))
+        model = FullyShardedDataParallel(module)
+        mean_square(model, numbers()).backward()  # the next one gathers blocks ahead
+        model.finish_gradient_sync()
+        if cluster.rank == 1 and when == "forward":
+            module[1].register_forward_pre_hook(die)
+        elif cluster.rank == 1:
+            module[1].register_full_backward_hook(die)
+        with pytest.raises(CommError) as error:
+            mean_square(model, numbers()).backward()
+            model.finish_gradient_sync()
+        return str(error.value)
+
+    survivor, _ = run_ranks(work, 2, group_timeout=40, collect_failures=True)
+    assert isinstance(survivor, str), survivor
+    assert "rank 1 has died" in survivor and "\n" not in survivor
 
 
 def test_torchs_own_clipping_takes_the_norm_over_all_ranks():
