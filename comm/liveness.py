@@ -71,8 +71,11 @@ class Liveness:
         """Tell the others that this rank has finished."""
         raise NotImplementedError
 
-    def fail(self, why: str) -> bool:
-        """Tell the others why this rank gives up; return whether rank 0 fails of the same and will say so."""
+    def fail(self, why: str, patience: float = _PATIENCE) -> bool:
+        """Tell the others why this rank gives up; return whether rank 0 fails of the same and will say so.
+
+        It waits at most so many seconds for rank 0's word, and not if another failure is known already.
+        """
         raise NotImplementedError
 
     def _hear(self, seconds: float) -> None:
@@ -97,7 +100,7 @@ class Host(Liveness):
     def finish(self) -> None:
         self._add(Gone(0, "finished"))
 
-    def fail(self, why: str) -> bool:
+    def fail(self, why: str, patience: float = _PATIENCE) -> bool:
         self._add(Gone(0, "failed", why))
         return False
 
@@ -176,16 +179,16 @@ class Guest(Liveness):
         self._tell(Gone(self.rank, "finished"))
         self._close()
 
-    def fail(self, why: str) -> bool:
+    def fail(self, why: str, patience: float = _PATIENCE) -> bool:
         self._tell(Gone(self.rank, "failed", why))
-        deadline = time.monotonic() + _PATIENCE
-        while (left := deadline - time.monotonic()) > 0:
-            self._hear(left)
+        deadline = time.monotonic() + patience
+        while True:
             if self.gone and self.gone[0].how != "died" and Gone(0, "failed", why) in self.gone:
                 return True
-            if any(gone.why != why for gone in self.gone):  # not refused by all alike
+            left = deadline - time.monotonic()
+            if left <= 0 or any(gone.why != why for gone in self.gone):  # not refused by all alike
                 return False
-        return False
+            self._hear(left)
 
     def _close(self) -> None:
         self._selector.close()
@@ -275,9 +278,9 @@ def finish() -> None:
         _of_this_process.finish()
 
 
-def fail(why: str) -> bool:
-    """Tell the others why this rank gives up; return whether rank 0 says the same."""
-    return _of_this_process is not None and _of_this_process.fail(why)
+def fail(why: str, patience: float = _PATIENCE) -> bool:
+    """Tell the others why this rank gives up; return whether rank 0 says the same, as Liveness.fail."""
+    return _of_this_process is not None and _of_this_process.fail(why, patience)
 
 
 def wait_for_the_others(seconds: float) -> bool:

@@ -61,7 +61,7 @@ def joined() -> Iterator[Cluster]:
         # torch's own techniques communicate past ours.
         if isinstance(error, RuntimeError) and is_lost_connection(str(error)) and (gone := liveness.cause()):
             _exit(f"a peer has closed its connection: {gone}.", 1)
-        liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
+        liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0], patience=0.0)
         raise
     leave(cluster)
 

@@ -10,7 +10,8 @@ receives one does the same. Nothing else is sent, and a step that succeeds pays 
 each message; on a GPU, where a look would make the host wait, for one look at the end of the step. The
 sentence travels over the group's store. Gradients that were added before the failure stay: `zero_grad()`.
 
-A failure that comes after a rank's last message is that rank's own; the others notice it when it leaves.
+A failure that comes after a rank's last message is that rank's own. When it leaves because of it, the others
+lose a connection, and name it (comm.liveness).
 """
 
 import ctypes

@@ -148,6 +148,23 @@ def test_the_others_are_told_why_a_rank_has_failed(capfd):
         assert sentence.endswith(": rank 1 has failed: ZeroDivisionError: the loss is nan again.")
 
 
+def test_a_rank_that_gives_up_because_of_another_one_does_not_keep_the_next_one_waiting():
+    """A chain of ranks, each of which waits for the one before it, would otherwise take a second for each."""
+    store = dist.HashStore()
+    assert liveness.attend(store, 0, 3)
+    address, port, token = json.loads(store.get("liveness"))
+    first, second = (liveness.Guest(rank, address, port, token) for rank in (1, 2))
+    start = time.monotonic()
+    assert not first.fail("ValueError: no more data", patience=0.0)
+    cause = second.cause(patience=5)
+    assert not second.fail(f"could not receive from rank 1: {cause}.", patience=30.0)
+    assert time.monotonic() - start < 5
+    for guest in (first, second):
+        guest.finish()
+    liveness.current().wait_until_alone(5)
+    liveness.forget()
+
+
 def test_who_has_no_token_is_not_listened_to_and_stops_nothing():
     store = dist.HashStore()
     assert liveness.attend(store, 0, 3)
