@@ -34,6 +34,16 @@ def numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:
         raise WorkbookError(f"--seed {seed}: a seed is a whole number from 0 to {SEEDS - 1}.")
 
 
+def uneven(batch_size: int, ranks: int) -> None:
+    """Refuse a batch of which the ranks would not have equal shares."""
+    if batch_size % ranks:
+        more = (batch_size // ranks + 1) * ranks
+        raise WorkbookError(
+            f"--batch-size {batch_size}: {ranks} ranks cannot share it equally; choose a multiple of "
+            f"{ranks}, such as {more}."
+        )
+
+
 def bucket(megabytes: float) -> None:
     """Refuse a cap that is none."""
     if not 0 < megabytes <= MAX_BUCKET_MB:

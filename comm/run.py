@@ -88,7 +88,7 @@ class Run:
         refuse.no_folder("--trace", args.trace)
         if args.resume and args.checkpoint is None:
             raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
-        rank_slice(torch.empty(args.batch_size), 0, self._sharing)  # says so if it does not divide
+        refuse.uneven(args.batch_size, self._sharing)
         mine, parts = args.batch_size // self._sharing, getattr(args, "grad_acc_steps", 1)
         if parts < 1 or mine % parts or mine < parts:
             raise WorkbookError(

@@ -79,10 +79,7 @@ def main(cluster: Cluster, args: Args) -> None:
     refuse.numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
     if args.epochs < 1:
         raise WorkbookError(f"--epochs {args.epochs}: there must be at least one.")
-    if args.batch_size % cluster.world_size:
-        raise WorkbookError(
-            f"{cluster.world_size} ranks cannot share a batch of {args.batch_size} equally: take a multiple."
-        )
+    refuse.uneven(args.batch_size, cluster.world_size)
     sampler = DistributedSampler(len(images), cluster.rank, cluster.world_size, args.seed)
     loader = DataLoader(
         TensorDataset(images, labels), batch_size=args.batch_size // cluster.world_size, sampler=sampler

@@ -81,7 +81,7 @@ class Run(comm.run.Run):
                 raise WorkbookError(f"--{option} {number}: there can be at most {MOST}.")
         if args.batch_size % args.microbatches:
             raise WorkbookError(
-                f"--microbatches {args.microbatches} must divide the {args.batch_size} examples of a batch."
+                f"--microbatches {args.microbatches} must divide --batch-size {args.batch_size}."
             )
         super()._check(args)
 

@@ -156,7 +156,7 @@ def test_a_trace_shows_a_step_measured_above_simulated_and_a_page_to_play_it(tmp
 def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     def refuse(cluster: Cluster) -> None:
         for name, changes, sentence in (
-            ("1f1b", {"microbatches": 3}, "--microbatches 3 must divide the 4 examples of a batch"),
+            ("1f1b", {"microbatches": 3}, "--microbatches 3 must divide --batch-size 4"),
             ("1f1b", {"microbatches": 0}, "--microbatches 0: there must be at least one"),
             ("1f1b", {"layers": 0}, "--layers 0: there must be at least one"),
             ("interleaved", {"chunks": 0}, "--chunks 0: there must be at least one"),
