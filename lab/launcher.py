@@ -5,6 +5,7 @@ import select
 import threading
 import time
 
+PID = "WORKBOOK_LAUNCHER"  # holds the id of make run's launcher, which may die while a rank imports torch
 _POLL = 0.5  # seconds between two looks, where the kernel does not tell
 
 
@@ -14,7 +15,8 @@ def end_with_launcher(rank: int) -> None:
     A rank that was started by hand may outlive its shell and is left alone.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_watch, args=[os.getppid(), rank], daemon=True).start()
+        launcher = int(os.environ.get(PID) or os.getppid())
+        threading.Thread(target=_watch, args=[launcher, rank], daemon=True).start()
 
 
 def _watch(launcher: int, rank: int) -> None:
@@ -24,13 +26,13 @@ def _watch(launcher: int, rank: int) -> None:
     os._exit(1)
 
 
-def _wait_for_the_end_of(parent: int) -> None:
+def _wait_for_the_end_of(launcher: int) -> None:
     try:
-        ended = os.pidfd_open(parent)
+        ended = os.pidfd_open(launcher)
     except ProcessLookupError:
         return
     except (AttributeError, OSError):  # not Linux, or one that is older than 5.3
-        while os.getppid() == parent:
+        while os.getppid() == launcher:
             time.sleep(_POLL)
     else:
         select.select([ended], [], [])

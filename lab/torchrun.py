@@ -18,8 +18,9 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from lab import local_rendezvous
+    from lab import launcher, local_rendezvous
 
+    os.environ[launcher.PID] = str(os.getpid())
     logging.disable(logging.ERROR)
     options = ["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", f"--log-dir={os.devnull}"]
     try:
