@@ -13,6 +13,7 @@ from comm import cost, slow_link
 from comm.handover import Handover, taken
 from comm.header import RowExchange
 from comm.native_handle import NativeHandle, failed
+from comm.operands import goes_by_host
 from comm.order import Handle, queue_of
 from comm.reduction import divisor_before
 from comm.shards import shards_of
@@ -33,7 +34,7 @@ Pending = Handle | NativeHandle
 
 
 def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Pending:
-    flat, restore = _flat(tensor)
+    flat, restore = _flat(tensor, group)
     _book("broadcast", flat, group, root)
     return _start(
         "broadcast",
@@ -48,8 +49,9 @@ def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> 
 def scatter(
     shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
 ) -> Pending:
-    flat, restore = _flat(shard)
-    parts = _equal_parts("scatter", full, flat, group) if full is not None else None
+    flat, restore = _flat(shard, group)
+    whole, _ = _flat(full, group) if full is not None else (None, None)
+    parts = _equal_parts("scatter", whole, flat, group) if whole is not None else None
     _book("scatter", flat, group, root, times=dist.get_world_size(group))
     return _start(
         "scatter",
@@ -64,8 +66,8 @@ def scatter(
 def gather(
     shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
 ) -> Pending:
-    flat, _ = _flat(shard)
-    whole, restore = _flat(full) if full is not None else (None, None)
+    flat, _ = _flat(shard, group)
+    whole, restore = _flat(full, group) if full is not None else (None, None)
     parts = _equal_parts("gather", whole, flat, group) if whole is not None else None
     _book("gather", flat, group, root, times=dist.get_world_size(group))
     return _start(
@@ -79,7 +81,7 @@ def gather(
 
 
 def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Pending:
-    flat, restore = _flat(tensor)
+    flat, restore = _flat(tensor, group)
     if dist.get_rank(group) != root:
         flat, restore = flat.clone(), None  # torch leaves partial results in it
     op = _divide_first(op, flat, group)
@@ -95,8 +97,8 @@ def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: boo
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Pending:
-    flat, _ = _flat(shard)
-    whole, restore = _flat(full)
+    flat, _ = _flat(shard, group)
+    whole, restore = _flat(full, group)
     _equal_parts("all_gather", whole, flat, group)
     _book("all_gather", whole, group)
     return _start(
@@ -110,8 +112,8 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: 
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
-    flat, restore = _flat(shard)
-    whole, _ = _flat(full)
+    flat, restore = _flat(shard, group)
+    whole, _ = _flat(full, group)
     _equal_parts("reduce_scatter", whole, flat, group)
     if divisor_before(op, whole.dtype, dist.get_world_size(group)) > 1:
         whole = whole.clone()
@@ -128,7 +130,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Grou
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
-    flat, restore = _flat(tensor)
+    flat, restore = _flat(tensor, group)
     op = _divide_first(op, flat, group)
     _book("all_reduce", flat, group)
     return _start(
@@ -149,8 +151,8 @@ def all_to_all(
     group: Group,
     async_op: bool,
 ) -> Pending:
-    flat, restore = _flat(output)
-    whole, _ = _flat(full)
+    flat, restore = _flat(output, group)
+    whole, _ = _flat(full, group)
     LEDGER.book(
         "all_to_all", "torch", cost.pairwise_traffic(in_sizes, whole.element_size(), dist.get_rank(group))
     )
@@ -246,9 +248,13 @@ def _divide_first(op: str, flat: torch.Tensor, group: Group) -> str:
     return "sum"
 
 
-def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """A contiguous flat view, or a flat copy and the function that copies it back."""
+def _flat(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    """Return a contiguous flat view, or a flat copy and the function that copies it back."""
     tensor = tensor.detach()
+    if goes_by_host(tensor, group):
+        tensor, on_gpu = tensor.cpu(), tensor
+        flat = tensor.contiguous().view(-1)
+        return flat, lambda: on_gpu.copy_(flat.view_as(on_gpu))
     if tensor.is_contiguous():
         return tensor.view(-1), None
     flat = tensor.contiguous().view(-1)
@@ -262,7 +268,7 @@ def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group)
             f"{op}: torch's own needs equal shards, but {full.numel()} elements on {n} ranks are not "
             f"{shard.numel()} for each; pad the tensor or take one of our patterns."
         )
-    return shards_of(full.detach().contiguous().view(-1), n)
+    return shards_of(full, n)
 
 
 def _book(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:

@@ -7,6 +7,18 @@ copied; a strided view or a tensor on a GPU is copied there, and back if the col
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from comm.wire import Group
+
+
+def goes_by_host(tensor: torch.Tensor, group: Group) -> bool:
+    """Return whether the tensor is on a GPU and its group speaks gloo, which sends what is in host memory.
+
+    torch's CUDA builds copy a GPU's tensors to the host for gloo's collectives themselves, but not for plain
+    messages; done here, it is the same in all of them.
+    """
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
 @dataclass(frozen=True)

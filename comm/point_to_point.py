@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from comm import collectives, refuse, slow_link
 from comm.cost import Link
+from comm.operands import goes_by_host
 from comm.order import queue_of
 from comm.script import start
 from comm.wire import Group, Transfer, device_of, peer_wire
@@ -55,7 +56,7 @@ def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer | Slo
 
     Over gloo a GPU's tensor goes by way of host memory, so the call waits until it is computed.
     """
-    outgoing = tensor.detach().to("cpu") if _is_staged(tensor, group) else tensor.detach()
+    outgoing = tensor.detach().to("cpu") if goes_by_host(tensor, group) else tensor.detach()
     payload = peer_wire(group).isend(outgoing, dst)
     if slow_link.current() is None:
         return payload
@@ -70,7 +71,7 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
 
     The k-th receive from a rank meets its k-th send. Nobody compares sizes here: agree on them first.
     """
-    incoming, is_staged = tensor.detach(), _is_staged(tensor, group)
+    incoming, is_staged = tensor.detach(), goes_by_host(tensor, group)
     if is_staged:
         incoming = torch.empty(tensor.shape, dtype=tensor.dtype)
     payload = peer_wire(group).irecv(incoming, src)
@@ -79,11 +80,6 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
         return payload
     at = torch.empty(1, dtype=torch.int64, device=incoming.device)
     return SlowTransfer(payload, peer_wire(group, counted=False).irecv(at, src), is_received=True)
-
-
-def _is_staged(tensor: torch.Tensor, group: Group) -> bool:
-    """Return whether the tensor is on a GPU and its group uses gloo, which cannot send such a tensor."""
-    return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:

@@ -33,8 +33,3 @@ def test_what_spans_cannot_see_is_left_out_with_the_reason():
     figures = run_script("data_parallel/train_fsdp.py", *SHORT)
     assert figures["compute_seconds"] is figures["hidden_share"] is None
     assert "streams of its own" in figures["not_measured"]
-
-
-def test_with_gloo_a_pipelines_messages_go_by_way_of_host_memory():
-    figures = run_script("pipeline_parallel/train_1f1b.py", *SHORT, BACKEND="gloo")
-    assert figures["replicas_equal"] is True and figures["makespan_seconds"] <= figures["step_seconds"]
