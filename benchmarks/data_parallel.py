@@ -31,8 +31,9 @@ from benchmarks.side_by_side import MIB, median_of_slowest, medians
 from comm import cost, slow_link
 from data_parallel.flat import fill
 from data_parallel.predict import step_seconds
+from lab.forked import preload
 from lab.model import GPT
-from lab.ranks import preload, run_ranks
+from lab.ranks import run_ranks
 
 RANKS = 2
 PLOT_CAPS = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]  # MiB

@@ -44,7 +44,8 @@ from benchmarks.pipeline_steps import (
 )
 from benchmarks.side_by_side import medians
 from comm import refuse
-from lab.ranks import preload, run_ranks
+from lab.forked import preload
+from lab.ranks import run_ranks
 from pipeline_parallel import theory
 from pipeline_parallel.schedules import stages_per_rank, table_of
 from pipeline_parallel.simulate import Costs, simulate

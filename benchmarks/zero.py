@@ -36,8 +36,9 @@ from benchmarks import side_by_side
 from benchmarks.side_by_side import medians
 from benchmarks.zero_steps import CONFIG, STAGES, alternate, held, peak, zero3_at_its_peak
 from data_parallel.zero_memory import FORMULAS, Held, formula
+from lab.forked import preload
 from lab.model import GPT
-from lab.ranks import preload, run_ranks
+from lab.ranks import run_ranks
 
 LINKS = ("loopback", "1gbit")
 PASSES = {"naive": 2, "bucket_overlap": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp2": 3}  # times P (n-1)/n

@@ -38,18 +38,28 @@ class Job:
     device: str
     group_timeout: float
     work: bytes
+    path: list[str]
+    working_directory: str
 
 
-def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) -> None:
-    """Form the group, call the function, send back its result or its traceback."""
+def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
+    """Wait for a job, form the group, call the function, send back its result or its traceback."""
     gc.freeze()  # what the forkserver has imported is no garbage, and need not be looked through each time
     os.setpgid(0, 0)
-    _die_with(answer, job.folder)
     for stream, fd in ((out, 1), (err, 2)):
         os.dup2(stream.fileno(), fd)
         stream.close()
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    try:
+        job: Job = pipe.recv()
+    except EOFError:
+        os._exit(0)  # a spare that nothing was asked of
+    _die_with(pipe, job.folder)
+    sys.path[:] = job.path
+    os.chdir(job.working_directory)
     with open(stack_file(job.folder, job.rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         failed = False
@@ -58,7 +68,7 @@ def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) ->
         except BaseException as error:
             failed, reply = True, _failure(error)
         _finish_output()
-        answer.send_bytes(reply)
+        pipe.send_bytes(reply)
         if failed:
             # Like a crashed process: its connections close, and no destructor waits for peers.
             os._exit(1)
@@ -66,8 +76,6 @@ def rank_main(job: Job, answer: Connection, out: Connection, err: Connection) ->
 
 
 def _call(job: Job) -> Any:
-    torch.set_num_threads(1)
-    keep_freed_memory()
     fn: Callable[..., Any]
     fn, args, replacements = cloudpickle.loads(job.work)
     device = device_of(job.rank, job.device)

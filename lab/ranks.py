@@ -1,12 +1,10 @@
 """N ranks on this machine, from a script, a test or a notebook cell: `run_ranks(fn, world_size=4)`.
 
-A forkserver that has imported torch once forks each rank in milliseconds, where a spawned process would
-import torch anew (2 s each). The parent only watches: it prints the ranks' lines as they come,
-collects results, and when something goes wrong it says which rank, where, and ends all of them.
+Each rank is forked in milliseconds (lab/forked.py). The parent only watches: it prints the ranks' lines
+as they come, collects results, and when something goes wrong it says which rank, where, and ends all of them.
 """
 
 import linecache
-import multiprocessing
 import os
 import re
 import selectors
@@ -14,26 +12,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 import cloudpickle
 
-from lab import replace
+from lab import forked, replace
 from lab.devices import refuse_devices
-from lab.errors import WorkbookError
-from lab.rank_child import Job, rank_main, stack_file
+from lab.rank_child import Job, stack_file
 from lab.units import MAX_SECONDS
 
-_can_fork = "forkserver" in multiprocessing.get_all_start_methods()
-_context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
-_preload = [
-    "lab.rank_child",
-    "lab.model",
-    "torch._dynamo",
-]  # the first optimizer imports the last, for seconds
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
 _GRACE = 0.5  # seconds in which an earlier failure may still arrive behind a later one
 
@@ -44,26 +33,6 @@ class RankError(RuntimeError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
-
-
-def preload(*modules: str, first: bool = False) -> None:
-    """Name modules the forkserver should import before it forks, so that no rank has to.
-
-    Counts only before the first `run_ranks` or `warm_up` of this process. `first`: before torch.
-    """
-    place = 0 if first else len(_preload)
-    _preload[place:place] = modules
-
-
-def warm_up() -> None:
-    """Start the forkserver now, so that it imports while the caller still does something else."""
-    if not _can_fork:
-        raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
-    from multiprocessing.forkserver import ensure_running
-
-    with _main_module_hidden():
-        _context.set_forkserver_preload(_preload)
-        ensure_running()
 
 
 def run_ranks(
@@ -97,10 +66,10 @@ def run_ranks(
                 f"{name} must be a number of seconds above 0 and at most {MAX_SECONDS}, not {seconds:g}."
             )
     refuse_devices(device, backend, world_size)
-    warm_up()
     work = cloudpickle.dumps((fn, args, replace.active()))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        jobs = [Job(r, world_size, folder, backend, device, limit, work) for r in range(world_size)]
+        place = (list(sys.path), os.getcwd())
+        jobs = [Job(r, world_size, folder, backend, device, limit, work, *place) for r in range(world_size)]
         watch = _Watch(jobs, timeout, collect_failures)
         try:
             return watch.results()
@@ -113,16 +82,16 @@ class _Watch:
 
     def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:
         self.jobs, self.timeout, self.collect_failures = jobs, timeout, collect_failures
-        self.processes: list[Any] = []
-        self.answer_pipes: list[Any] = []  # open to the end: a rank takes a closed one for our death
+        self.started: list[forked.ForkedProcess] = []
         self.selector = selectors.DefaultSelector()
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, tuple[float, RankError]] = {}
 
     def results(self) -> list[Any]:
-        with _main_module_hidden():
-            for job in self.jobs:
-                self._start(job)
+        self.started = forked.start(self.jobs)
+        for job, rank in zip(self.jobs, self.started, strict=True):
+            for pipe, what in ((rank.pipe, "answer"), (rank.out, sys.stdout), (rank.err, sys.stderr)):
+                self.selector.register(pipe, selectors.EVENT_READ, (job.rank, what, bytearray()))
         deadline = time.monotonic() + self.timeout
         while len(self.answers) + len(self.failures) < len(self.jobs):
             if self.failures and not self.collect_failures:
@@ -138,33 +107,12 @@ class _Watch:
         ]
 
     def end(self) -> None:
-        for process in self.processes:
-            for kill in (os.killpg, os.kill):
-                with suppress(ProcessLookupError, PermissionError):
-                    kill(process.pid, signal.SIGKILL)
-        # Only now wait: the kernel takes milliseconds to take a rank apart, and does it on every core.
-        for process in self.processes:
-            process.join()
-        for key in list(self.selector.get_map().values()):
-            _close(key.fileobj)
-        for pipe in self.answer_pipes:
-            pipe.close()
+        forked.end(self.started)
+        for rank in self.started:
+            rank.pipe.close()  # only now: a rank takes a closed one for our death
+            rank.out.close()
+            rank.err.close()
         self.selector.close()
-
-    def _start(self, job: Job) -> None:
-        answer, child_answer = _context.Pipe()
-        out, child_out = _context.Pipe(duplex=False)
-        err, child_err = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=rank_main, args=(job, child_answer, child_out, child_err), daemon=True
-        )
-        self.answer_pipes.append(answer)
-        for pipe, what in ((answer, "answer"), (out, sys.stdout), (err, sys.stderr)):
-            self.selector.register(pipe, selectors.EVENT_READ, (job.rank, what, bytearray()))
-        process.start()
-        self.processes.append(process)
-        for end in (child_answer, child_out, child_err):
-            end.close()
 
     def _turn(self, deadline: float) -> bool:
         """Handle what is there; False when the deadline has passed."""
@@ -188,8 +136,8 @@ class _Watch:
         try:
             when, result, trace = cloudpickle.loads(pipe.recv_bytes())
         except EOFError:
-            self.processes[rank].join(1)
-            code = self.processes[rank].exitcode
+            self.started[rank].process.join(1)
+            code = self.started[rank].process.exitcode
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code and code < 0
@@ -227,7 +175,7 @@ class _Watch:
         waiting = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
         for rank in waiting:
             with suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+                os.kill(self.started[rank].process.pid, signal.SIGUSR1)
         self._drain(time.monotonic() + _GRACE)
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
@@ -269,23 +217,3 @@ def _tag(rank: int, stream: TextIO) -> str:
     coloured = stream.isatty() or "ipykernel" in sys.modules
     tag = f"[rank {rank}]"
     return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{tag}\033[0m " if coloured else f"{tag} "
-
-
-def _close(pipe: Any) -> None:
-    if isinstance(pipe, Connection):
-        pipe.close()
-
-
-@contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every rank."""
-    main = sys.modules["__main__"]
-    saved: dict[str, Any] = {
-        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
-    }
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        del main.__spec__
-        main.__dict__.update(saved)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from lab import ranks
+from lab import forked
 from tests.passed import PASSED
 
 # Processes that tests start import this checkout, whichever one the environment was made for.
@@ -14,8 +14,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
-ranks.preload("tests.preloaded")
-ranks.warm_up()  # meanwhile pytest collects
+forked.preload("tests.preloaded")
+forked.warm_up()  # meanwhile pytest collects
+forked.keep_spares(4)
 
 settings.register_profile(
     "workbook", deadline=None, max_examples=20, derandomize=bool(os.environ.get("CI")), print_blob=True

@@ -13,9 +13,9 @@ def main(arguments: list[str]) -> int:
         return 0
     build()
     import tests.fake_gpu.device  # noqa: F401  (before torch, here and in the ranks)
-    from lab import ranks
+    from lab import forked
 
-    ranks.preload("tests.fake_gpu.device", first=True)
+    forked.preload("tests.fake_gpu.device", first=True)
     import pytest
 
     return pytest.main([*(arguments or []), str(Path(__file__).parent)])

@@ -66,7 +66,9 @@ def test_a_rank_takes_its_gpu_before_nccl_connects_and_says_which_it_is_at_the_b
             mock.patch.object(rank_child.dist, "barrier", lambda device_ids: calls.append(device_ids)),
         ):
             work = cloudpickle.dumps((lambda cluster: str(cluster.device), (), {}))
-            return rank_child._call(rank_child.Job(1, 2, folder, "nccl", "cuda", 60.0, work)), calls
+            return rank_child._call(
+                rank_child.Job(1, 2, folder, "nccl", "cuda", 60.0, work, [], folder)
+            ), calls
 
     device = torch.device("cuda", 1)
     assert run_ranks(start_the_last_of_two, 1) == [("cuda:1", [device, "nccl", [1]])]

@@ -12,7 +12,7 @@ import tyro
 from torch import nn
 
 from comm.cost import Link
-from lab import ranks
+from lab import forked
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -36,7 +36,7 @@ from tests.pipeline_parallel.equivalence import (
     text,
 )
 
-ranks.preload("pipeline_parallel.train_native", "pipeline_parallel.train_1f1b")
+forked.preload("pipeline_parallel.train_native", "pipeline_parallel.train_1f1b")
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from comm.cost import Link
-from lab import checkpoint, ranks
+from lab import checkpoint, forked
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
@@ -27,7 +27,7 @@ from pipeline_parallel import (
 from pipeline_parallel.run import Args, ChunkedArgs, Run
 from pipeline_parallel.train_zero_bubble import ZeroBubbleArgs
 
-ranks.preload("pipeline_parallel.train_zero_bubble", "pipeline_parallel.train_interleaved")
+forked.preload("pipeline_parallel.train_zero_bubble", "pipeline_parallel.train_interleaved")
 
 SCRIPTS: dict[str, tuple[ModuleType, Args]] = {
     "naive": (train_model_parallel, Args()),

@@ -1,0 +1,108 @@
+"""Processes that are forked from one that has imported torch, and wait there for their job.
+
+A spawned process would import torch again (2 s each); a forked one starts in milliseconds. Tests, which
+start thousands, keep some spare ones, so that these milliseconds pass while another test still runs.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lab.errors import WorkbookError
+from lab.rank_child import Job, rank_main
+
+_can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+_context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
+_preload = [
+    "lab.rank_child",
+    "lab.model",
+    "torch._dynamo",
+]  # the first optimizer imports the last, for seconds
+_num_spares = 0
+_spares: list["ForkedProcess"] = []
+
+
+def preload(*modules: str, first: bool = False) -> None:
+    """Name modules the forkserver should import before it forks, so that no rank has to.
+
+    Counts only before the first `run_ranks` or `warm_up` of this process. `first`: before torch.
+    """
+    place = 0 if first else len(_preload)
+    _preload[place:place] = modules
+
+
+def warm_up() -> None:
+    """Start the forkserver now, so that it imports while the caller still does something else."""
+    if not _can_fork:
+        raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
+    from multiprocessing.forkserver import ensure_running
+
+    with _main_module_hidden():
+        _context.set_forkserver_preload(_preload)
+        ensure_running()
+
+
+def keep_spares(count: int) -> None:
+    """From the next `run_ranks` on, keep `count` processes that wait for the one after it."""
+    global _num_spares
+    _num_spares = count
+
+
+class ForkedProcess:
+    """A process without a job yet, and the parent's ends of its pipes."""
+
+    def __init__(self) -> None:
+        self.pipe, job_pipe = _context.Pipe()
+        self.out, child_out = _context.Pipe(duplex=False)
+        self.err, child_err = _context.Pipe(duplex=False)
+        self.process = _context.Process(target=rank_main, args=(job_pipe, child_out, child_err), daemon=True)
+        self.process.start()
+        for end in (job_pipe, child_out, child_err):
+            end.close()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and to all that it has started, without waiting."""
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid, signal.SIGKILL)
+
+
+def start(jobs: list[Job]) -> list[ForkedProcess]:
+    """Return a process for each job, which has been sent to it."""
+    warm_up()
+    with _main_module_hidden():
+        processes = [_spares.pop() if _spares else ForkedProcess() for _ in jobs]
+        for process, job in zip(processes, jobs, strict=True):
+            with suppress(BrokenPipeError):  # then its end is found where its answer is awaited
+                process.pipe.send(job)
+        while len(_spares) < _num_spares:
+            _spares.append(ForkedProcess())
+    return processes
+
+
+def end(processes: list[ForkedProcess]) -> None:
+    """Kill the processes and wait until they are gone."""
+    for process in processes:
+        process.kill()
+    # Only now wait: the kernel takes milliseconds to take a process apart, and does it on every core.
+    for process in processes:
+        process.process.join()
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every rank."""
+    main = sys.modules["__main__"]
+    saved: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        main.__dict__.update(saved)
