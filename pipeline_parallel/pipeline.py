@@ -30,6 +30,7 @@ from pipeline_parallel.executor import Executor, Outcome
 from pipeline_parallel.messages import has_split_backward
 from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, ties
+from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
 from pipeline_parallel.tied import NewGradients
 
 
@@ -43,9 +44,8 @@ class Pipeline(nn.Module):
 
     What it does not do: all batches must have the size of the first one (a DataLoader needs drop_last=True),
     x, y and what stages hand on are single tensors, and a step under torch.no_grad() is refused. The loss is
-    the mean of the microbatches' means, and BatchNorm sees one microbatch at a time. A rank has the gradients
-    of its stages: torch's own clip_grad_norm_ clips by another norm on each rank (call this class's), and a
-    GradScaler that finds an infinity on one rank lets the others step (bfloat16 needs none).
+    the mean of the microbatches' means, and BatchNorm sees one microbatch at a time. GradScaler and torch's
+    clip_grad_norm_ (this class has its own) would see the gradients of one rank's stages: they are refused.
     """
 
     def __init__(
@@ -91,7 +91,11 @@ class Pipeline(nn.Module):
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
         """Forward and backward of the whole batch, as Executor.step."""
         with self.noting_tied_gradients():
-            return self.executor.step(x, y, check=self._new.refuse_if_trained)
+            outcome = self.executor.step(x, y, check=self._new.refuse_if_trained)
+        if dist.get_world_size(self.group) > 1:
+            tied = {parameter for parameter, _ in self._shared()}
+            refuse_norms_of_a_stage(parameter for parameter in self.parameters() if parameter not in tied)
+        return outcome
 
     def noting_tied_gradients(self) -> AbstractContextManager[None]:
         """Note, as `step` does, what the block adds to tied gradients, for `finish_gradient_sync`."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
+from comm.gradient_part import GradientPart
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
@@ -48,9 +49,9 @@ class TensorParallel(nn.Module):
     A GPT returns this rank's part of the logits, (b, t, v/n): take the loss of these by `loss`. An MLP
     returns its whole output. `finish_gradient_sync()` after the backward makes every gradient complete.
 
-    What it does not do: second derivatives, and optimizers that have stepped before. A rank has a part of the
-    gradients, so torch's own clip_grad_norm_ clips by another norm on each rank (call this class's), and a
-    GradScaler that finds an infinity on one rank lets the others step (bfloat16 needs none).
+    Afterwards torch's own clip_grad_norm_ and GradScaler see one gradient of all ranks, too.
+
+    What it does not do: second derivatives, and optimizers that have stepped before.
     """
 
     def __init__(self, module: nn.Module, group: Group, sequence_parallel: bool) -> None:
@@ -59,7 +60,7 @@ class TensorParallel(nn.Module):
         self.randomness = RankRandomness(group)
         self._cut: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its whole size there
         self.dims: dict[str, tuple[int, int]] = {}  # `_cut` by name
-        self._partial = PartialGradients()
+        self._partial, self._pattern = PartialGradients(), fastest_pattern("all_reduce", group)
 
     def part(self, whole: nn.Parameter, dim: int, padded: Tensor | None = None) -> nn.Parameter:
         """Make the parameter this rank's part of itself: an optimizer that has it goes on with the part."""
@@ -126,10 +127,13 @@ class TensorParallel(nn.Module):
         with self._partial.completing(self._by_tokens()) as gradients:
             if gradients:
                 total = torch.cat([gradient.flatten() for gradient in gradients])
-                all_reduce(total, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
+                all_reduce(total, group=self.group, pattern=self._pattern)
                 parts = total.split([gradient.numel() for gradient in gradients])
                 for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view_as(gradient))
+        for name, parameter in self.module.named_parameters():
+            if name in self.dims and type(parameter.grad) is Tensor:
+                parameter.grad = GradientPart.of(parameter.grad, self.group, self._pattern)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As torch's clip_grad_norm_ on the whole model: cut parameters add up, others count once."""
@@ -138,7 +142,7 @@ class TensorParallel(nn.Module):
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 (mine if name in self.dims else common).add_(sum_of_squares(parameter.grad))
-        all_reduce(mine, group=self.group, pattern=fastest_pattern("all_reduce", self.group))
+        all_reduce(mine, group=self.group, pattern=self._pattern)
         norm = (mine + common).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.module.parameters():

@@ -8,4 +8,9 @@ KILLER = "tests.pipeline_parallel.test_plausible_use.test_the_norm_is_that_of_al
 
 
 def mutant(self, max_norm: float) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+    gradients = [p.grad for p in self.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient))
+    return norm

@@ -1,10 +1,16 @@
 """Each rank clips by the norm of its own parts: what all have whole is scaled differently, and drifts."""
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 TARGET = "tensor_parallel.parallelize.TensorParallel.clip_grad_norm_"
 KILLER = "tests.tensor_parallel.test_parallelize.test_what_all_ranks_have_counts_once_in_the_norm"
 
 
 def mutant(self, max_norm: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+    gradients = [p.grad for p in self.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient))
+    return norm

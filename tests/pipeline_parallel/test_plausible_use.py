@@ -173,3 +173,20 @@ def test_a_pipeline_of_one_rank_and_two_of_the_same_ranks_work():
 
     for n in (1, 2):
         run_ranks(work, n)
+
+
+def test_torchs_own_clipping_and_grad_scalers_are_refused_on_all_ranks_and_a_single_norm_is_not():
+    def work(cluster: Cluster) -> list[float]:
+        x, y = text(4)
+        pipeline = pipeline_of(gpt(), x)
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        with pytest.raises(WorkbookError, match=r"call the pipeline's own clip_grad_norm_\(max_norm\)"):
+            nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(WorkbookError, match="train in bfloat16, which needs no scaler"):
+            scaler.step(torch.optim.SGD(pipeline.parameters(), lr=0.1))
+        return [float(p.grad.norm()) for p in pipeline.parameters()]
+
+    assert all(len(norms) > 3 and min(norms) > 0 for norms in run_ranks(work, 2))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lab.check import replicas_equal
 from lab.cluster import Cluster
@@ -10,7 +10,7 @@ from lab.errors import WorkbookError
 from lab.memory import live_bytes
 from lab.model import MLP
 from lab.ranks import run_ranks
-from tensor_parallel.parallelize import parallelize
+from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.equivalence import (
     compare_mlp_with_one_process,
     compare_with_one_process,
@@ -118,6 +118,40 @@ def test_clipping_takes_the_norm_of_the_whole_model():
                 compare_with_one_process(cluster, sequence_parallel, clip=clip, steps=2, num_layers=1)
 
     run_ranks(compare, 3)
+
+
+def test_torchs_own_clipping_takes_the_norm_of_the_full_model():
+    def compare(cluster: Cluster) -> None:
+        for foreach, sequence_parallel in ((None, True), (None, False), (True, True)):
+
+            def clip(model: TensorParallel, max_norm: float, foreach: bool | None = foreach) -> Tensor:
+                return nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=foreach)
+
+            compare_with_one_process(
+                cluster, sequence_parallel, clip=0.1, steps=2, clip_grad_norm_=clip, num_layers=1
+            )
+
+    run_ranks(compare, 2)
+
+
+def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_ranks_shard_has_an_infinity():
+    def work(cluster: Cluster) -> list[tuple[float, bool]]:
+        model, x, seen = parallelize(MLP([2, 4, 1])), torch.ones(3, 2), []
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 4.0)
+        for is_infinite in (True, False):
+            optimizer.zero_grad()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            scaler.scale(model(x).sum()).backward()
+            if is_infinite and cluster.rank == 1:
+                next(model.parameters()).grad[0, 0] = torch.inf
+            model.finish_gradient_sync()
+            scaler.step(optimizer)
+            scaler.update()
+            stepped = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+            seen.append((scaler.get_scale(), any(stepped)))
+        return seen
+
+    assert run_ranks(work, 2) == [[(2.0, False), (2.0, True)]] * 2
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""Gradients of which every rank has a part, but which torch's own tools see as one.
+"""Gradients of which each rank has a part, but which torch's own tools see as one.
 
       nn.utils.clip_grad_norm_(model.parameters(), 1.0)    the norm over all ranks
       scaler.step(optimizer)                               skipped by all ranks, or by none
@@ -25,7 +25,7 @@ class GradientPart(Tensor):
     @staticmethod
     def of(part: Tensor, group: Group, pattern: str | None) -> "GradientPart":
         """Return `part`, in the same memory, as a part of what the group has."""
-        result: GradientPart = torch.Tensor._make_subclass(GradientPart, part)  # type: ignore[attr-defined]
+        result: GradientPart = torch.Tensor._make_subclass(GradientPart, part)
         result.group, result.pattern = group, pattern
         return result
 
@@ -44,21 +44,30 @@ class GradientPart(Tensor):
     def norms(
         parts: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None, **_: Any
     ) -> list[Tensor]:
-        """Return the norm of each full gradient, on all ranks: one message for all."""
-        if not all(isinstance(part, GradientPart) for part in parts):  # among gradients of other modules
-            return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
-        norms = torch.stack([_powers(part, float(ord), dtype) for part in parts])
+        """Return the norm of each full gradient, on all ranks: one message for all.
+
+        Plain tensors among `parts` are full gradients already, as those of replicated parameters are.
+        """
+        own = [part for part in parts if isinstance(part, GradientPart)]
+        total = torch.stack([_powers(part, float(ord), dtype) for part in own])
         how = {math.inf: "max", -math.inf: "min"}.get(float(ord), "sum")
-        all_reduce(norms, op=how, group=parts[0].group, pattern=parts[0].pattern)
+        all_reduce(total, op=how, group=own[0].group, pattern=own[0].pattern)
         if how == "sum" and ord != 0:
-            norms = norms.pow(1 / ord)
-        return list(norms.to(dtype or parts[0].abs().dtype).unbind())
+            total = total.pow(1 / ord)
+        norms = iter(total.to(dtype or own[0].abs().dtype))
+        return [
+            next(norms)
+            if isinstance(part, GradientPart)
+            else torch.linalg.vector_norm(part, ord, dtype=dtype)
+            for part in parts
+        ]
 
     @staticmethod
     def unscale(parts: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
         """Divide the parts by the scale; `found_inf` is 1 on all ranks if any has an infinity or NaN."""
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
-        all_reduce(found_inf, op="max", group=parts[0].group, pattern=parts[0].pattern)
+        part = next(part for part in parts if isinstance(part, GradientPart))
+        all_reduce(found_inf, op="max", group=part.group, pattern=part.pattern)
 
 
 _OF_ALL_RANKS = {

@@ -1,0 +1,12 @@
+"""A GradScaler skips a step on the rank that has found an infinity, and the other stages take it."""
+
+TARGET = "pipeline_parallel.stage_gradient.refuse_norms_of_a_stage"
+KILLER = (
+    "tests.pipeline_parallel.test_plausible_use"
+    ".test_torchs_own_clipping_and_grad_scalers_are_refused_on_all_ranks_and_a_single_norm_is_not"
+)
+FAILS_WITH = "DID NOT RAISE"
+
+
+def mutant(parameters) -> None:
+    pass

@@ -1,0 +1,10 @@
+"""With torch's clip_grad_norm_ the tensor parallel ranks scale their shards by different factors."""
+
+import torch
+
+TARGET = "comm.gradient_part.GradientPart.norms"
+KILLER = "tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_takes_the_norm_of_the_full_model"
+
+
+def mutant(parts, ord=2, dtype=None, **_):
+    return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
