@@ -163,8 +163,8 @@ def test_ranks_of_one_machine_have_one_clock_exactly(kind, tmp_path):
 
 def test_machines_that_differ_keep_the_measured_offset(monkeypatch):
     on_machines_of_their_own(monkeypatch)
-    offset = on_ranks(align, hash_stores(2))[1]
-    assert offset != 0 and abs(offset) < 50 * MS
+    offsets = [on_ranks(align, hash_stores(2))[1] for _ in range(3)]
+    assert any(offsets) and max(map(abs, offsets)) < 50 * MS  # one in 14 000 is 0 to the nanosecond
 
 
 @pytest.mark.parametrize("call, present, missing", [(align, 0, 1), (align, 1, 0), (gather, 0, 1)])
