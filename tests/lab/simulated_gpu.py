@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 
+from lab import stream_clock, timeline
+
 MS = 1_000_000
 
 
@@ -102,10 +104,11 @@ def simulated_gpu(rate: float = 1.0) -> Iterator[SimulatedGpu]:
         "torch.cuda.current_stream": lambda device=None: gpu.current,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.is_initialized": lambda: True,
-        "lab.stream_clock.time": gpu,
-        "lab.timeline.now": gpu.perf_counter_ns,
     }
     with ExitStack() as patches:
         for name, stub in stubs.items():
             patches.enter_context(mock.patch(name, stub))
+        # Not by name: to import these modules while torch's classes are stubs is a TypeError.
+        patches.enter_context(mock.patch.object(stream_clock, "time", gpu))
+        patches.enter_context(mock.patch.object(timeline, "now", gpu.perf_counter_ns))
         yield gpu
