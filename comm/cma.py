@@ -54,6 +54,11 @@ class CmaOut:
         """Whether the neighbour has still to come for something."""
         return bool(self._frames or self._unread)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the kernel has still to take something."""
+        return bool(self._frames)
+
     def push(self, queue: deque[memoryview]) -> int:
         """Announce what is in `queue`, send what is small, hear what was read. Returns 0 if nothing moved."""
         while queue and self._unread < _MOST_UNREAD:

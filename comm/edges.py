@@ -15,6 +15,11 @@ class StreamOut:
     @property
     def is_busy(self) -> bool:
         """Whether something has left in part."""
+        return self.is_leaving
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the kernel has still to take the rest of it."""
         return bool(self._leaving)
 
     def push(self, queue: deque[memoryview]) -> int:

@@ -11,12 +11,13 @@ therefore start their first messages while the headers are under way (comm.wire,
 
 import struct
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from comm.shards import shard_sizes
-from comm.wire import CommError, Wire, names_of
+from comm.wire import CommError, Mismatch, Wire, names_of
 
 OPS = (
     "barrier",
@@ -124,10 +125,29 @@ class Agreement:
         return check_rows(self._rows.finish().numpy().tobytes(), self._names)
 
 
+def wait_until_all_have_read(wire: Wire) -> None:
+    """Return when all ranks have read all headers, so that this one may leave with a Mismatch.
+
+    A rank that left at once would close connections on which a slower one still sends what comes behind its
+    header: it would find them lost, and not read why. This is a dissemination barrier (Hensgen,
+    Finkel and Manber, "Two algorithms for barrier synchronization", 1988). A peer that is lost here is past
+    the barrier, or has died: both let this rank leave.
+    """
+    n, r, distance = wire.size, wire.rank, 1
+    while distance < n:
+        with suppress(CommError):
+            leaving = wire.isend(torch.zeros(1), (r - distance) % n, header=True)
+            try:
+                wire.irecv(torch.empty(1), (r + distance) % n, header=True).wait()
+            finally:
+                leaving.wait()
+        distance *= 2
+
+
 def check_rows(rows: bytes, names: list[int]) -> int:
     """When the last of the ranks was ready, from all packed headers in rank order.
 
-    Raises CommError, with the ranks' names, unless they fit together.
+    Raises Mismatch, with the ranks' names, unless they fit together.
     """
     packed = [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
     ready = [_ROW.unpack(row)[-1] for row in packed]
@@ -138,7 +158,7 @@ def check_rows(rows: bytes, names: list[int]) -> int:
 
 
 def check_headers(headers: list[Header], names: list[int]) -> None:
-    """Raises CommError, with the ranks' names, unless all agree and each shard is its part of the whole."""
+    """Raises Mismatch, with the ranks' names, unless all agree and each shard is its part of the whole."""
     op = headers[0].op
     if op == "barrier":
         same = all(header.op == op for header in headers)
@@ -147,9 +167,7 @@ def check_headers(headers: list[Header], names: list[int]) -> None:
     else:
         same = len({(*_common(header), header.full) for header in headers}) == 1
     if not same:
-        raise CommError(
-            f"The ranks do not fit together: {_who_brings_what(headers, names)}. {_cure(headers)}"
-        )
+        raise Mismatch(f"The ranks do not fit together: {_who_brings_what(headers, names)}. {_cure(headers)}")
     if op in SHARDED:
         _check_shards(headers, names)
 
@@ -158,7 +176,7 @@ def _check_shards(headers: list[Header], names: list[int]) -> None:
     whole = max(header.full for header in headers)
     for rank, size in enumerate(shard_sizes(whole, len(headers))):
         if headers[rank].shard != size:
-            raise CommError(
+            raise Mismatch(
                 f"{headers[0].op}: the shard of rank {names[rank]} has {headers[rank].shard} elements, "
                 f"but its part of {whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
             )

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from comm import sockets
 from comm.handover import handover_of, taken
-from comm.header import Agreement, Header
+from comm.header import Agreement, Header, wait_until_all_have_read
 from comm.operands import In
 from comm.order import GroupQueue, Handle, queue_of
 from comm.shards import shard_sizes
 from comm.slow_link import Toll
 from comm.sockets import RingSockets
-from comm.wire import CommError, Group, Wire
+from comm.wire import CommError, Group, Mismatch, Wire
 from lab.timeline import span
 
 RINGS = ("tcp", "cma")  # of our own connections
@@ -55,10 +55,14 @@ def submit(header: Header, group: Group, async_op: bool, work: Callable[..., Non
             with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
                 toll = Toll(queue, ready, header.op, header.pattern, num_bytes, dist.get_world_size(group))
                 mine = dataclasses.replace(header, ready=toll.ready)
-                if header.pattern in RINGS:
-                    _over_sockets(mine, group, sequence, toll, run)
-                else:
-                    _over_gloo(mine, group, queue, sequence, toll, run)
+                try:
+                    if header.pattern in RINGS:
+                        _over_sockets(mine, group, sequence, toll, run)
+                    else:
+                        _over_gloo(mine, group, queue, sequence, toll, run)
+                except Mismatch:
+                    wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                    raise
                 toll.pay()
 
     return queue.submit(job, async_op)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from comm.wire import Group, group_of
+from comm.wire import CommError, Group, Mismatch, group_of
 from lab.timeline import span
 
 IDLE_SECONDS = 10.0  # after which a communication thread ends; a group that is gone leaves none behind
@@ -26,6 +26,7 @@ class Handle:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._is_told = False  # by wait()
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
@@ -34,6 +35,7 @@ class Handle:
             with span("wait", "wait"):
                 self._done.wait()
         if self._error is not None:
+            self._is_told = True
             raise self._error
 
     def is_completed(self) -> bool:
@@ -47,6 +49,11 @@ class Handle:
                 self._callbacks.append(callback)
                 return
         callback(self._error)
+
+    @property
+    def untold_mismatch(self) -> Mismatch | None:
+        """The Mismatch with which the operation has ended, until `wait()` raises it."""
+        return self._error if isinstance(self._error, Mismatch) and not self._is_told else None
 
     def run(self) -> None:
         try:
@@ -76,13 +83,14 @@ class GroupQueue:
         # sent early, and the memory is kept, for a connection stops for ever when it loses it in mid-message.
         self.has_leftovers = False
         self.leftovers: list[object] = []
+        self._mismatched: Callable[[], Handle | None] = _nothing  # a weak reference to the last one
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`; with `async_op` False, return after it has ended (raising its error)."""
         with self._changed:
             self.sequence += 1
             number = self.sequence
-            handle = Handle(lambda: job(number))
+            handle = Handle(lambda: self._do(job, number))
             here = not async_op and not self._busy and not self._waiting
             if here:
                 self._busy = True
@@ -96,9 +104,23 @@ class GroupQueue:
             handle.wait()
         return handle
 
+    def _do(self, job: Callable[[int], None], number: int) -> None:
+        try:
+            job(number)
+        except Mismatch:
+            raise
+        except CommError as error:
+            # A peer may have left because of a mismatch that this rank's caller has not been told of yet.
+            earlier = self._mismatched()
+            if earlier is not None and (mismatch := earlier.untold_mismatch):
+                raise CommError(str(mismatch)) from error
+            raise
+
     def _run(self, handle: Handle) -> None:
         try:
             handle.run()
+            if handle.untold_mismatch:
+                self._mismatched = weakref.ref(handle)
         finally:
             with self._changed:
                 self._busy = False

@@ -8,7 +8,7 @@ rank 2: [c0 c1 c2]        rank 2: [a2 b2 c2]         link once: (n-1)/n of the t
 import torch
 
 from comm.header import RowExchange
-from comm.wire import CommError, Wire, names_of
+from comm.wire import Mismatch, Wire, names_of
 
 
 def all_to_all(
@@ -29,7 +29,7 @@ def all_to_all(
 
 
 def _check_sizes(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
-    """Raises CommError on every rank unless what each sends is what the other expects."""
+    """Raises Mismatch on every rank unless what each sends is what the other expects."""
     table = (
         RowExchange(wire, torch.tensor([out_sizes, in_sizes]).flatten())
         .finish()
@@ -39,7 +39,7 @@ def _check_sizes(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
     wrong = (expected != sent).nonzero().tolist()
     if wrong:
         (to, by), names = wrong[0], names_of(wire.group)
-        raise CommError(
+        raise Mismatch(
             f"all_to_all: rank {names[by]} sends {int(sent[to, by])} elements to rank {names[to]}, "
             f"which expects {int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on "
             "rank p."

@@ -45,7 +45,7 @@ class RingSockets:
         self.pattern, self._op = pattern, op
         self.piece_bytes = PIECE_BYTES[pattern]
         self.is_in_step = True
-        self._header: tuple[memoryview, memoryview, Callable[[int], None]] | None = None
+        self._header: tuple[memoryview, Callable[[], None]] | None = None
         wire = Wire(group, op, pattern, sequence, counted=False)
         self._wants_cma = pattern == "cma" and cma.is_possible()
         with Listeners(unix=self._wants_cma) as listeners:
@@ -79,7 +79,8 @@ class RingSockets:
         """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
 
         Two ranks have seen all when they have seen each other's, so between them the payload follows at
-        once, and the header is checked before what comes behind it is read.
+        once, and the header is checked before what comes behind it is read. A rank has sent all that the
+        others must read before it checks: it may be the only one that has seen all so far.
         """
         self._op = mine.op
         n = self.size
@@ -90,18 +91,21 @@ class RingSockets:
         LEDGER.count(mine.op, "header", (n - 1) * ROW_BYTES, n - 1)
         queue = deque([rows[self.rank]])
 
-        def arrived(step: int) -> None:
+        def pass_on(step: int) -> None:
             if step < n - 2:
                 queue.append(rows[sources[step]])
-            else:
-                self.is_in_step = False  # unless what follows does not raise
-                agreed(check_rows(bytes(packed), self._names))
-                self.is_in_step = True
+
+        def check() -> None:
+            self.is_in_step = False  # unless what follows does not raise
+            agreed(check_rows(bytes(packed), self._names))
+            self.is_in_step = True
 
         if n == 2:
-            self._header = rows[self.rank], rows[sources[0]], arrived
+            self._send(queue)
+            self._header = rows[sources[0]], check
         else:
-            self.run(queue, [rows[source] for source in sources], arrived)
+            self.run(queue, [rows[source] for source in sources], pass_on)
+            check()
 
     def run(
         self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
@@ -111,11 +115,10 @@ class RingSockets:
         Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
         """
         if self._header is not None:
-            (mine, theirs, check), self._header = self._header, None
+            (theirs, check), self._header = self._header, None
             payload_arrived = arrived
-            queue.appendleft(mine)
             incoming = [theirs, *incoming]
-            arrived = lambda i: payload_arrived(i - 1) if i else check(0)  # noqa: E731
+            arrived = lambda i: payload_arrived(i - 1) if i else check()  # noqa: E731
         last_move = time.monotonic()
         position = filled = 0
         while position < len(incoming) or queue or self._right.is_busy:
@@ -130,14 +133,7 @@ class RingSockets:
                 last_move = time.monotonic()
                 continue
             if time.monotonic() - last_move > self._timeout:
-                waits_for_left = position < len(incoming)
-                raise self._lost(
-                    f"rank {self._left_name if waits_for_left else self._right_name}",
-                    self._left if waits_for_left else self._right,
-                    "nothing moved until the timeout; it, or a rank beyond it on the ring, "
-                    "has not come here, is stuck or is paused",
-                    patience=0.0,
-                )
+                raise self._nothing_moved(waits_for_left=position < len(incoming))
             something = select.poll()
             if position < len(incoming):
                 expected = min(self.piece_bytes, len(incoming[position]) - filled)
@@ -145,6 +141,19 @@ class RingSockets:
             if queue or self._right.is_busy:
                 something.register(self._right.socket, self._right.waits_for())
             something.poll(1000)
+
+    def _send(self, queue: deque[memoryview]) -> None:
+        """Return when the kernel has taken all of `queue`. Raises CommError as `run`."""
+        last_move = time.monotonic()
+        while queue or self._right.is_leaving:
+            if self._push(queue):
+                last_move = time.monotonic()
+                continue
+            if time.monotonic() - last_move > self._timeout:
+                raise self._nothing_moved(waits_for_left=False)
+            room = select.poll()
+            room.register(self._right.socket, self._right.waits_for())
+            room.poll(1000)
 
     def close(self) -> None:
         """Hang up on both neighbours."""
@@ -162,6 +171,15 @@ class RingSockets:
             return self._left.receive(into)
         except OSError as error:
             raise self._lost(f"rank {self._left_name}", self._left) from error
+
+    def _nothing_moved(self, waits_for_left: bool) -> CommError:
+        return self._lost(
+            f"rank {self._left_name if waits_for_left else self._right_name}",
+            self._left if waits_for_left else self._right,
+            "nothing moved until the timeout; it, or a rank beyond it on the ring, "
+            "has not come here, is stuck or is paused",
+            patience=0.0,
+        )
 
     def _lost(self, peer: str, end: object = None, why: str = _LOST, patience: float = 1.0) -> CommError:
         """The error to raise. It tells what the connection `end` really is: a stream where CMA is refused."""

@@ -35,6 +35,10 @@ class CommError(WorkbookError):
     """A communication that cannot go on; the text says which one, with whom, and what to look for."""
 
 
+class Mismatch(CommError):
+    """What the ranks bring does not fit together; all of them raise it, and their group stays usable."""
+
+
 class Transfer:
     """A message under way; it holds its tensor so that the memory outlives the transfer."""
 

@@ -1,0 +1,73 @@
+"""A rank ends as soon as it is told that the ranks do not fit together: the others are told the same."""
+
+import time
+from contextlib import ExitStack
+
+import torch
+
+from comm import collectives, launch
+from comm.sockets import RingSockets
+from lab.ranks import run_ranks
+from lab.replace import replaced
+
+LATE = 0.3  # seconds, in which a rank that does not wait has ended
+
+
+def ends_alike(call, n: int, *args: object) -> str:
+    """The one sentence with which all ranks end, each of them at once."""
+    errors = run_ranks(call, n, *args, collect_failures=True, group_timeout=20)
+    sentences = {str(error).strip().splitlines()[-1].partition(": ")[2] for error in errors}
+    assert len(sentences) == 1, f"not the same on all ranks: {sentences}"
+    return sentences.pop()
+
+
+def test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_have_read_its_header():
+    fits = launch._shard_fits
+
+    def late(*args) -> bool:
+        time.sleep(LATE)  # its header has left
+        return fits(*args)
+
+    def differ(cluster) -> None:
+        collectives.barrier()
+        with ExitStack() as slowed:
+            if cluster.rank == 1:
+                slowed.enter_context(replaced("comm.launch._shard_fits", late))
+            collectives.all_reduce(torch.ones(5 + cluster.rank))
+
+    for n in (2, 3):
+        assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, n)
+
+
+def test_a_rank_that_is_late_on_a_ring_of_our_own_is_told_as_well():
+    push = RingSockets._push
+
+    def differ(cluster, pattern: str) -> None:
+        x = torch.ones(100_000)
+        collectives.all_reduce(x, pattern=pattern)
+        calls = 0
+
+        def late(self: RingSockets, queue) -> int:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # the header has left
+                time.sleep(LATE)
+            return push(self, queue)
+
+        with ExitStack() as slowed:
+            if cluster.rank == 1:
+                slowed.enter_context(replaced("comm.sockets.RingSockets._push", late))
+            collectives.all_reduce(x[cluster.rank :], pattern=pattern)
+
+    for pattern in ("tcp", "cma"):
+        assert "rank 1: all_reduce" in ends_alike(differ, 2, pattern)
+
+
+def test_a_rank_that_waits_for_a_later_operation_first_is_told_of_the_mismatch_before_it():
+    def differ(cluster) -> None:
+        first = collectives.all_reduce(torch.ones(5 + cluster.rank), async_op=True)
+        second = collectives.all_reduce(torch.ones(5), async_op=True)
+        for handle in (first, second) if cluster.rank == 0 else (second, first):
+            handle.wait()
+
+    assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, 2)
