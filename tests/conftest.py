@@ -24,6 +24,12 @@ settings.register_profile(
 settings.load_profile("workbook")
 
 
+def pytest_sessionstart():
+    import torch  # only now, beside the forkserver, which imports it too
+
+    torch.set_num_threads(1)  # two for small tensors wait for each other more than they compute
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
