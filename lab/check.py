@@ -1,4 +1,4 @@
-"""Is it the same as one process? Gradients and parameters against a single-process reference.
+"""Compare gradients and parameters with a single-process reference.
 
 Never judge by the loss alone: with the wrong gradient scale Adam trains almost as well. When a tensor differs
 by a constant factor, the message says so, for that factor usually names the mistake (the world size:
@@ -18,7 +18,7 @@ Tensors = Mapping[str, Tensor | None]
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of every parameter's gradient by name; None where there is none. Tied weights appear once."""
+    """Return a copy of every parameter's gradient by name, or None. Tied weights appear once."""
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()
@@ -26,14 +26,14 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of every parameter by name. Tied weights appear once."""
+    """Return a copy of every parameter by name. Tied weights appear once."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def reference_gradients(
     module: nn.Module, loss_of: Callable[[nn.Module], Tensor]
 ) -> dict[str, Tensor | None]:
-    """The gradients that one process gets from the loss over the whole global batch."""
+    """Return the gradients that one process gets from the loss over the global batch."""
     module.zero_grad(set_to_none=True)
     loss_of(module).backward()
     return gradients(module)
@@ -86,7 +86,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers, bit for bit."""
+    """Return SHA-256 of all parameters and buffers, bit for bit."""
     sha = hashlib.sha256()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         sha.update(name.encode())

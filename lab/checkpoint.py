@@ -106,7 +106,7 @@ def claim(directory: Path) -> None:
 
 
 def read(directory: Path) -> bytes:
-    """The bytes of the checkpoint in `directory`. WorkbookError if there is none, or it cannot be read."""
+    """Return the bytes of the checkpoint in `directory`. WorkbookError if it is missing or cannot be read."""
     path = directory / NAME
     try:
         return path.read_bytes()
@@ -166,7 +166,7 @@ def nothing_in(directory: Path) -> WorkbookError:
 
 
 def disk_error(error: OSError | RuntimeError) -> OSError | None:
-    """The disk's own error behind what torch.save has raised; None if it was another matter.
+    """Return the disk's own error behind what torch.save has raised; None if it was another matter.
 
     torch.save closes its archive before it lets an error pass; on a full disk that fails as well.
     """

@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def interface_bytes_sent(name: str = "eth0") -> int | None:
-    """Bytes that interface has sent since it came up, headers of all layers included; None without it.
+    """Return the bytes that the interface has sent so far, all layers' headers included; None without it.
 
     In a container `eth0` carries nothing but the job's traffic. On a laptop all ranks share `lo`.
     """

@@ -1,8 +1,8 @@
-"""What a rank's training memory consists of, read off the tensors that are there, not off what should be.
+"""Tell what a rank's training memory consists of, by the tensors that are there, not by what should be.
 
       storage  [========== flat gradient bucket ==========]      counts once, as gradients,
       views     grad of w0 | grad of b0 |   grad of w1          however many tensors look at it
-      storage  [== a copy nobody mentioned ==]                   is "other", found by the garbage collector
+      storage  [=== a copy not mentioned ====]                   is "other", found by the garbage collector
 
     sizes = live_bytes({"parameters": model.parameters(), "gradients": [p.grad for p in model.parameters()]})
     with saved_activations(model.parameters) as saved:
@@ -27,7 +27,7 @@ Memory = tuple[torch.device, int]  # where a storage begins
 
 
 def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]:
-    """Bytes of distinct storages, by class, and all others of this process as "other".
+    """Return the bytes of distinct storages, by class, and all others of this process as "other".
 
     What several classes hold belongs to the first of them. A DTensor stands for its local tensor. Garbage is
     collected first. What only autograd's graph holds is not seen: call it when there is no graph, and see
@@ -67,7 +67,7 @@ def _all_tensors() -> Iterator[Tensor]:
 
 
 def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
-    """The storages with memory that a tensor looks at: none for what is freed, meta or fake."""
+    """Return the storages with memory that a tensor looks at: none for what is freed, meta or fake."""
     if tensor is None:
         return []
     if is_traceable_wrapper_subclass(tensor):
@@ -84,7 +84,7 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
 
 @dataclass
 class Saved:
-    """What autograd has saved for backward so far."""
+    """Counts what autograd has saved for backward so far."""
 
     bytes: int = 0
     _seen: set[StorageWeakRef] = field(default_factory=set, repr=False)
@@ -94,7 +94,7 @@ class Saved:
 def saved_activations(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Saved]:
     """Count the bytes of distinct storages that autograd saves in the block, but for those of parameters.
 
-    `parameters` is asked anew for each saved tensor (`model.parameters`, mostly): a sharded model's are
+    `parameters` is asked again for each saved tensor (`model.parameters`, mostly): a sharded model's are
     others while they are gathered. Put the forward alone into the block. Where it is to be recomputed
     (torch.utils.checkpoint) what is kept for that counts, and what the recomputation saves does not.
     """

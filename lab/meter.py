@@ -1,4 +1,4 @@
-"""How fast, how heavy, how much traffic: what every train script prints while it runs and when it ends.
+"""Measure speed, memory and traffic: what every train script prints while it runs and when it ends.
 
     meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
     for step in range(50):
@@ -36,7 +36,7 @@ LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a termin
 
 @dataclass
 class Step:
-    """What a step reports: its loss, a float or a 0-d tensor, averaged over ranks by the caller.
+    """Holds what a step reports: its loss, a float or a 0-d tensor, averaged over ranks by the caller.
 
     A rank's own loss is that of its slice of the batch. A tensor is read only for a line that is printed,
     so that it need not stop the device in every step; do not write to it afterwards.
@@ -180,7 +180,7 @@ def _readable(name: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as strict JSON takes it: tensors as numbers or lists, NaN and infinity as None."""
+    """Return the value as strict JSON takes it: tensors as numbers or lists, NaN and infinity as None."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -191,16 +191,16 @@ def _plain(value: Any) -> Any:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` begin anew."""
+    """Let `peak_memory` begin again."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # not Linux, or not allowed: the peak will be that of the whole process
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM begins anew at what is resident
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM begins again at what is resident
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes since the last reset, at most: of the process (CPU) or of its tensors (CUDA). None on Windows."""
+    """Return the most bytes since the last reset: the process's, or its tensors' on a GPU, or None."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

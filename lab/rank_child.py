@@ -1,4 +1,4 @@
-"""What runs inside each process that `lab.ranks` starts. The forkserver preloads this file."""
+"""Run one rank: this is what `lab.ranks` starts in each process. The forkserver preloads this file."""
 
 import contextlib
 import faulthandler
@@ -93,7 +93,7 @@ def _call(job: Job) -> Any:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.group_timeout),
         )
-        # Nobody may fail or leave while a peer is still connecting: its error would hide the real one.
+        # No rank may fail or leave while a peer is still connecting: its error would hide the real one.
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
     with replace.apply(replacements):
         return fn(cluster, *args)
@@ -140,5 +140,5 @@ def _die_with(parent: Connection, folder: str) -> None:
 
 
 def stack_file(folder: str, rank: int) -> str:
-    """Where a rank writes its stacks when it is sent SIGUSR1."""
+    """Return the file to which a rank writes its stacks when it is sent SIGUSR1."""
     return os.path.join(folder, f"stack-{rank}")

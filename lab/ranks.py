@@ -189,7 +189,7 @@ class _Watch:
 
 
 def _where(path: str) -> str:
-    """The innermost line of the main thread that is neither Python's nor a library's, from its stack file."""
+    """Return the main thread's innermost line that is not Python's or a library's, from its stack file."""
     with suppress(OSError), open(path) as file:
         # faulthandler lists the main thread last and each thread's innermost frame first.
         main_thread = file.read().rsplit("hread 0x", 1)[-1]

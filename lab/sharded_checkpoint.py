@@ -47,7 +47,7 @@ FILES = "sha256 of files"  # the header's name for their digests
 
 @dataclass(frozen=True)
 class Found:
-    """A whole checkpoint: where it is, its header, and for each name what is known of the tensor."""
+    """A complete checkpoint: where it is, its header, and for each name what is known of the tensor."""
 
     folder: Path
     header: dict[str, Any]
@@ -134,7 +134,7 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _begin(directory: Path) -> tuple[str, str]:
-    """The next checkpoint's name, and the one it has until then, which no disk but this one can have."""
+    """Return the next checkpoint's name, and the one until it is complete, which no other disk can have."""
     checkpoint.claim(directory)
     newest = max(_numbers(directory), default=0)
     _remove_all_but(f"checkpoint-{newest}", directory)  # what a killed job has left
@@ -193,7 +193,7 @@ def _refuse_others(found: Found) -> None:
 
 @contextmanager
 def _in_a_sentence(what: str) -> Iterator[None]:
-    """DCP has all ranks fail together, with everybody's tracebacks."""
+    """DCP has all ranks fail together, with the tracebacks of all."""
     try:
         with lost_rank_in_a_sentence(what):
             yield

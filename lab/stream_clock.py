@@ -1,4 +1,4 @@
-"""When a GPU did what it was told: moments of its stream, on the host's clock.
+"""Tell when a GPU did what it was told: moments of its stream, on the host's clock.
 
       host      | launch | launch |              | wait |             far ahead of the device
       stream          |■■■■ forward ■■■■|■■■■■■■ backward ■■■■■■■|

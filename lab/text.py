@@ -30,7 +30,7 @@ FILES = LISTING.split()
 
 
 def load_corpus(root: Path | None = None) -> Tensor:
-    """All of `FILES` in order, one uint8 per byte, shape (bytes,).
+    """Return all of `FILES` in order, one uint8 per byte, shape (bytes,).
 
     `root` is the folder of the standard library, this Python's own by default. WorkbookError names
     the first file that is not there.
@@ -49,7 +49,7 @@ def load_corpus(root: Path | None = None) -> Tensor:
 
 
 def split(corpus: Tensor) -> tuple[Tensor, Tensor]:
-    """(train, validation): the last twentieth of the corpus is held out."""
+    """Return (train, validation): the last twentieth of the corpus is held out."""
     cut = len(corpus) - len(corpus) // 20
     return corpus[:cut], corpus[cut:]
 
@@ -57,7 +57,7 @@ def split(corpus: Tensor) -> tuple[Tensor, Tensor]:
 def global_batch(
     corpus: Tensor, seed: int, step: int, batch_size: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """(x_bt, y_bt), int64: random windows of the corpus, and the same a byte further on.
+    """Return (x_bt, y_bt), int64: random windows of the corpus, and the same a byte further on.
 
     WorkbookError if the corpus is not longer than a window.
     """
@@ -69,7 +69,7 @@ def global_batch(
 
 
 def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """A rank's part of a global batch: the rank-th of `world_size` equal pieces of dimension 0.
+    """Return a rank's part of a global batch: the rank-th of `world_size` equal pieces of dimension 0.
 
     A view. WorkbookError if the pieces would not be equal: the mean of the ranks' means would then not be
     the mean over the batch.
@@ -83,7 +83,7 @@ def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def microbatches(x: Tensor, y: Tensor, num_microbatches: int) -> list[tuple[Tensor, Tensor]]:
-    """(x, y) cut into equal views along dimension 0, in order. WorkbookError if they would not be equal."""
+    """Return (x, y) cut into equal views along dimension 0, in order. WorkbookError if they were unequal."""
     if len(x) % num_microbatches:
         raise WorkbookError(f"num_microbatches {num_microbatches} must divide the batch of {len(x)}")
     return list(zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True))

@@ -43,7 +43,7 @@ Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's st
 now = time.perf_counter_ns
 
 QUICK_NS = 2_000_000  # of looks at the store one after the other, many round trips
-PIECE_BYTES = 1 << 20  # a TCPStore hangs up on whoever sends it a value above 8 MiB
+PIECE_BYTES = 1 << 20  # a TCPStore hangs up on a client that sends a value above 8 MiB
 
 _recording = False
 _events: list[Event] = []  # threads append without a lock: list.append is atomic
@@ -71,7 +71,7 @@ def stop_recording() -> None:
 
 
 def is_recording() -> bool:
-    """Whether spans are being recorded."""
+    """Return whether spans are being recorded."""
     return _recording
 
 
@@ -144,8 +144,11 @@ def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None
 
 
 def _own_lane() -> str:
-    """The calling thread's. Autograd runs a GPU's backward, hooks too, on a thread that is not Python's, and
-    the main thread waits for it: what is done there is done in the main thread's time."""
+    """Return the calling thread's lane.
+
+    Autograd runs a GPU's backward, hooks too, on a thread that is not Python's, and the main thread waits for
+    it: what is done there is done in the main thread's time.
+    """
     thread = threading.current_thread()
     is_autograds = isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
     return MAIN_LANE if is_autograds or thread is threading.main_thread() else thread.name
@@ -185,7 +188,7 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
 
 
 def _machine() -> str:
-    """The same for all processes and containers under one booted kernel."""
+    """Return a name that is the same for all processes and containers under one booted kernel."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 

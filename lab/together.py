@@ -1,7 +1,7 @@
-"""What goes wrong on one rank is an error on all: one that raised alone would leave the others waiting.
+"""Make what goes wrong on one rank an error on all: one that raised alone would leave the others waiting.
 
 rank 0    action()  ─── fine ───────┐             ┌── raises "the disk is full"
-rank 1    action()  ─── disk full ──┤  everybody  ├── raises "the disk is full"
+rank 1    action()  ─── disk full ──┤  each rank  ├── raises "the disk is full"
 rank 2    action()  ─── fine ───────┘  tells all  └── raises "the disk is full"
 """
 
@@ -44,7 +44,7 @@ def on_all(what: str, action: Callable[[], T], group: dist.ProcessGroup | None =
 
 
 def on_main(cluster: Cluster, what: str, action: Callable[[], T]) -> T:
-    """What `action` returned on rank 0, the only one to do it. All raise, as above, if it failed there."""
+    """Return what `action` returned on rank 0, which alone calls it. All raise if it failed there."""
     return on_all(what, lambda: action() if cluster.is_main else None)[0]  # type: ignore[return-value]
 
 
@@ -61,7 +61,7 @@ def lost_rank_in_a_sentence(what: str) -> Iterator[None]:
 
 
 def _exchanged(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value. Not all_gather_object, which unpickles whatever comes over the network."""
+    """Return every rank's value. Not all_gather_object, which unpickles whatever comes over the network."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     file = io.BytesIO()
     torch.save(value, file)
@@ -80,7 +80,7 @@ def _exchanged(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says in its first line, without its number or its class."""
+    """Return what an error says in its first line, without its number or its class."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""torch's own log, which answers a lost connection with up to a hundred lines of C++ frames."""
+"""Silence torch's own log, which answers a lost connection with up to a hundred lines of C++ frames."""
 
 import ctypes
 import os

@@ -10,7 +10,7 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def seconds(text: str) -> float:
-    """Seconds in "20ms", "500us" or "1.5s". WorkbookError for anything else, and for more than a week."""
+    """Return the seconds in "20ms", "500us" or "1.5s". WorkbookError for anything else, or above a week."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower())
     if match is None:
         raise WorkbookError(f"{text!r} is not a time; write one such as 2ms, 500us or 1s")
@@ -21,7 +21,7 @@ def seconds(text: str) -> float:
 
 
 def bytes_per_second(text: str) -> float:
-    """Bytes per second in "200mbit" or "1gbit". WorkbookError for anything else, and for a rate of zero."""
+    """Return the bytes per second in "200mbit" or "1gbit". WorkbookError for anything else, or zero."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise WorkbookError(f"{text!r} is not a rate; write one such as 100mbit or 1gbit")

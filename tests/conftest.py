@@ -1,4 +1,4 @@
-"""What all tests share: ranks that start with everything imported, and hypothesis at a modest pace."""
+"""Set up what all tests share: ranks that start with everything imported, and hypothesis at a modest pace."""
 
 import os
 from pathlib import Path

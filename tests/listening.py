@@ -1,4 +1,4 @@
-"""Which sockets of a process listen, as Linux tells it."""
+"""Find out which sockets of a process listen, as Linux tells it."""
 
 import ipaddress
 import os
@@ -9,14 +9,14 @@ _LISTEN = "0A"
 
 
 def listening(*pids: int) -> list[tuple[str, int]]:
-    """IP address and port of every TCP socket on which one of these processes listens."""
+    """Return IP address and port of every TCP socket on which one of these processes listens."""
     inodes = {link.removeprefix("socket:[").rstrip("]") for pid in pids for link in _open_files(pid)}
     table = "".join(Path(f"/proc/{pids[0]}/net/{name}").read_text() for name in ("tcp", "tcp6"))
     return sorted((address, port) for address, port, inode in listed(table) if inode in inodes)
 
 
 def listed(table: str) -> list[tuple[str, int, str]]:
-    """IP address, port and inode of the listening sockets in the text of /proc/net/tcp, tcp6 or both."""
+    """Return IP address, port and inode of the listening sockets in a text like that of /proc/net/tcp."""
     found = []
     for line in table.splitlines():
         _, local, _, state, *_, inode = line.split()[:10]
@@ -27,7 +27,7 @@ def listed(table: str) -> list[tuple[str, int, str]]:
 
 
 def family(pid: int) -> list[int]:
-    """That process, its children and theirs."""
+    """Return that process, its children and theirs."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # ended in the meantime

@@ -1,7 +1,7 @@
-"""What the forkserver of the tests imports before it forks: all that a test may send to its ranks.
+"""Import what the forkserver of the tests imports before it forks: all that a test may send to its ranks.
 
 A rank looks up what is pickled by its name, and so imports the module that has it. Where no bytecode is
-kept (PYTHONDONTWRITEBYTECODE) every rank of every test would compile the same files anew.
+kept (PYTHONDONTWRITEBYTECODE) every rank of every test would compile the same files again.
 """
 
 import contextlib
@@ -32,6 +32,6 @@ for folder in (*ROOT.glob("*_parallel"), *(ROOT / name for name in ("comm", "lab
         if path.stem not in ("__init__", "__main__", "conftest", "preloaded") and not left_out & {
             *path.parts
         }:
-            # Whoever asks for a file that cannot be imported is told why.
+            # A test that asks for a file that cannot be imported is told why.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))

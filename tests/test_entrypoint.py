@@ -13,7 +13,7 @@ MODES = re.findall(r"^(\w+) +(\S+\.py) +(.+)$", (ROOT / "entrypoint.sh").read_te
 
 @pytest.fixture
 def entrypoint(tmp_path):
-    """Runs entrypoint.sh with a python that prints its arguments, one a line."""
+    """Run entrypoint.sh with a python that prints its arguments, one a line."""
     stub = tmp_path / "python"
     stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     stub.chmod(0o755)

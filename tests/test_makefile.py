@@ -1,4 +1,4 @@
-"""What `make run` makes of its variables. Nothing is trained: entrypoint.sh is a stub."""
+"""Test what `make run` makes of its variables. Nothing is trained: entrypoint.sh is a stub."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ SETTINGS = ("RUN_MODE", "WORLD_SIZE", "ARGS")
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder that looks set up, with an entrypoint.sh that prints its settings."""
+    """Make a folder that looks set up, with an entrypoint.sh that prints its settings."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "entrypoint.sh").write_text(f"printenv {' '.join(SETTINGS)} TORCHRUN\n")
     for name in ("requirements.txt", "pyproject.toml", "hatch_build.py"):

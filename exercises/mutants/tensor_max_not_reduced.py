@@ -13,7 +13,7 @@ KILLER = "tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all
 def mutant(
     ctx, logits: Tensor, targets: Tensor, num_words: int, group, ignore: int, smoothing: float
 ) -> Tensor:
-    """For a vocabulary without padding, and without label smoothing."""
+    """Compute the loss for a vocabulary without padding, and without label smoothing."""
     largest = logits.amax(-1)
     broadcast(largest, root=0, group=group)
     exps = (logits - largest.unsqueeze(-1)).exp()

@@ -12,7 +12,7 @@ KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_layer_that_blocks_
 
 
 class Rest:
-    """A block without the parameters that one before it owns already."""
+    """Return a block without the parameters that one before it owns already."""
 
     def __init__(self, block: nn.Module, taken: set[nn.Parameter]) -> None:
         self._block = block

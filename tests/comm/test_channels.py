@@ -35,7 +35,7 @@ def test_messages_both_ways_arrive_with_the_directions_apart_or_together_in_part
 
 
 def connecting_at_the_first_message(cluster: Cluster, method):
-    """A Wire's isend or irecv that blocks as nccl's: the first one of two ranks, until both are there."""
+    """Return a Wire's isend or irecv that blocks as nccl's: the first of two ranks, until both have come."""
 
     def start(wire: Wire, tensor: torch.Tensor, peer: int, *rest):
         pair = f"{wire.group.group_name}/{sorted((wire.rank, peer))}"

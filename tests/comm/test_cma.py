@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cross-memory at
 
 
 def edge() -> tuple[CmaOut, CmaIn]:
-    """Both ends in this process."""
+    """Return both ends in this process."""
     out, into = socket.socketpair()
     out.setblocking(False)
     into.setblocking(False)
@@ -37,7 +37,7 @@ def close(*ends: CmaOut | CmaIn) -> None:
 
 
 def summed(cluster, numel: int = 300_000) -> tuple[type, type]:
-    """The kinds of edge of this rank, once it has seen that they add up."""
+    """Return the kinds of edge of this rank, once it has seen that they add up."""
     x = torch.arange(numel, dtype=torch.float64) * (cluster.rank + 1)
     all_reduce(x, pattern="cma")
     n = cluster.world_size

@@ -1,4 +1,4 @@
-"""Every collective, in every pattern, against one process that knows all ranks' inputs.
+"""Compare every collective, in every pattern, with one process that knows all ranks' inputs.
 
 The inputs are small whole numbers: then every reduction is exact in every dtype and in any order, and
 the comparison is exact too.
@@ -54,7 +54,7 @@ class Case:
 
 
 def has_a_meaning(case: Case) -> bool:
-    """False for what nobody should ask for, and for what torch's own cannot do: the tests leave it out."""
+    """Return False for what no program should ask for, and for what torch's own cannot do."""
     if case.pattern == "torch" and case.dtype.is_complex:
         return False
     if case.op not in REDUCING:
@@ -72,7 +72,7 @@ def sized_for(case: Case, n: int) -> int:
 
 
 def values(case: Case, rank: int, numel: int) -> torch.Tensor:
-    """What `rank` brings; another thing on each rank."""
+    """Return what `rank` brings; another thing on each rank."""
     source = torch.Generator().manual_seed(1000 * case.seed + rank)
 
     def draw() -> torch.Tensor:
@@ -88,7 +88,7 @@ def values(case: Case, rank: int, numel: int) -> torch.Tensor:
 
 
 def reduced(inputs: list[torch.Tensor], reduction: str) -> torch.Tensor:
-    """The single-process reference, in the widest dtype of its kind."""
+    """Return the single-process reference, in the widest dtype of its kind."""
     dtype, stack = inputs[0].dtype, torch.stack(inputs)
     if dtype == torch.bool:
         return stack.any(0) if reduction in ("sum", "max") else stack.all(0)
@@ -212,7 +212,7 @@ def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool 
 
 
 def run_cases(cluster, cases: list[Case]) -> int:
-    """What each rank does: all cases that have a meaning; how many those were."""
+    """Run, on each rank, all cases that have a meaning; return how many those were."""
     chosen = [case for case in cases if has_a_meaning(case)]
     for case in chosen:
         run_case(case)
@@ -534,7 +534,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(pattern: str):
     def meet(cluster) -> None:
         for late in range(cluster.world_size):
             if cluster.rank == late:
-                # whoever slipped through would be here long before
+                # a rank that slipped through would be here long before
                 cluster.store.wait([f"{p} is at {late}" for p in range(cluster.world_size) if p != late])
                 assert cluster.store.add(f"through {late}", 0) == 0
             else:

@@ -1,4 +1,4 @@
-"""A peer that dies or sleeps: the others say so in a sentence, and nobody hangs."""
+"""A peer that dies or sleeps: the others say so in a sentence, and no rank hangs."""
 
 import os
 import signal
@@ -20,13 +20,13 @@ def die(*args, **kwargs) -> None:
 
 
 def outcomes(fn, world_size: int, **options) -> list:
-    """Each rank's result or the text of its error. Long timeouts: a sentence must not need them."""
+    """Return each rank's result or the text of its error. Long timeouts: a sentence must not need them."""
     results = run_ranks(fn, world_size, collect_failures=True, **{"group_timeout": 40, **options})
     return [str(result) if isinstance(result, RankError) else result for result in results]
 
 
 def sentence(text: str) -> str:
-    """The CommError at the end of a traceback: a rank that ends of it passes the bad news on."""
+    """Return the CommError at the end of a traceback: a rank that ends of it passes the bad news on."""
     return text.rsplit("comm.wire.CommError: ", 1)[-1]
 
 

@@ -16,7 +16,7 @@ from tests.comm.test_rendezvous import places, set_variables
 
 
 def meet(visible: list[list[str]], **variables: object) -> list[Any]:
-    """One rank for each entry, which sees GPUs of these names: its device and backend, or its last line."""
+    """Start a rank for each entry, which sees these GPUs; return its device and backend, or its last line."""
 
     def come(cluster, environments: list[dict[str, object]]) -> tuple[str, str]:
         names, asked = visible[cluster.rank], []

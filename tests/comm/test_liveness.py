@@ -43,7 +43,7 @@ def script(cluster, environments: list[dict[str, object]], victim: int, target: 
 
 
 def told(capfd: pytest.CaptureFixture[str], function, world_size: int, *args: object) -> dict[int, list[str]]:
-    """What each rank printed, without what ranks say while they meet."""
+    """Return what each rank printed, without what ranks say while they meet."""
     environments = places(list(range(world_size)), world_size, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
     run_ranks(function, world_size, environments, *args, backend=None, collect_failures=True)
     lines = capfd.readouterr().err.splitlines()

@@ -67,7 +67,7 @@ def test_messages_and_collectives_do_not_take_each_others_data():
         for collective in (collectives.all_reduce, collectives.broadcast):
             mail, tensor = torch.empty(4), torch.full((4,), float(r + 1))
             leaving = isend(torch.full((4,), 100.0 + r), 1 - r)
-            collective(tensor)  # overtakes the mail, which nobody receives yet
+            collective(tensor)  # overtakes the mail, which no rank receives yet
             arriving = irecv(mail, 1 - r)
             handle = collective(tensor, async_op=True)
             for transfer in (arriving, leaving, handle):

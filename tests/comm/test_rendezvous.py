@@ -47,7 +47,7 @@ def anybody_listens(port: int) -> bool:
 
 
 def own_network_address() -> str:
-    """This machine's address in the network that it leaves by; the loopback's where it has none."""
+    """Return this machine's address in the network that it leaves by; the loopback's where it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 1))  # sends nothing
         return probe.getsockname()[0]
@@ -72,7 +72,7 @@ def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
 
 
 def meet(*environments: dict[str, object], timeout: float = 40) -> list:
-    """One process for each environment; what it returned, or the last line of its error."""
+    """Start one process for each environment; return what it returned, or the last line of its error."""
 
     def come(cluster):
         return join_with(environments[cluster.rank])

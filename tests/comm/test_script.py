@@ -1,4 +1,4 @@
-"""What all ranks refuse is said once, by rank 0; what one refuses is said by it, and the others name it."""
+"""Test that refusals are said once: by rank 0 where it refuses too, else by the rank that refuses."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def test_sizes_that_no_message_has_are_refused_in_a_sentence():
 
 
 def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
-    """How the ranks of a script ended that were started with those command lines, and what they printed."""
+    """Start a script's ranks with those command lines; return how they ended, and what they printed."""
 
     def run(cluster, environments: list[dict[str, object]]) -> str:
         set_variables(environments[cluster.rank])

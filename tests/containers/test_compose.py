@@ -1,4 +1,4 @@
-"""What `docker-compose up` makes of the lessons, the nodes and their links."""
+"""Test what `docker-compose up` makes of the lessons, the nodes and their links."""
 
 import json
 import re

@@ -68,7 +68,7 @@ class Sharded:
         self.pieces = {names[id(piece.parameter)]: piece for piece in self.optimizer.pieces}
 
     def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
-        """A step's gradients, as the lessons take them."""
+        """Compute a step's gradients as the lessons take them."""
         parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
         for i, (x, y) in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else self.syncing.no_sync():
@@ -77,7 +77,7 @@ class Sharded:
 
 
 def whole(pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]) -> dict[str, Tensor | None]:
-    """Of each parameter, what the ranks' pieces make together; None where a rank has none."""
+    """Return what the ranks' pieces of each parameter make together; None where a rank has none."""
     names = sorted(pieces)
     sizes = [pieces[name].parameter.shape.numel() for name in names]
     # Of each number its value and how many ranks have it; then, of each parameter, how many have nothing.
@@ -117,7 +117,7 @@ def compare_with_one_process(
     rtol: float = 1e-9,
     **options: Any,
 ) -> None:
-    """Every parameter's gradient and every parameter after each step, a step of so many microbatches."""
+    """Compare every gradient and every parameter after each step of so many microbatches."""
     what = f"{stage}, {optimizer}, {cluster.world_size} ranks"
     reference = make(0)
     ours = Sharded(stage, make(cluster.rank), optimizer, **options)

@@ -1,4 +1,4 @@
-"""What every wrapper owes: replicas that have the gradients which one process gets from the whole batch."""
+"""Test what every wrapper owes: replicas with the gradients that one process gets from the global batch."""
 
 import contextlib
 import os

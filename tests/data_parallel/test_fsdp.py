@@ -31,7 +31,7 @@ def whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def accumulate(model: nn.Module, loss: Loss, batch: list[Tensor], microbatches: int = 1) -> None:
-    """A step's gradients, as the lesson takes them."""
+    """Compute a step's gradients as the lesson takes them."""
     parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
     for i, (x, y) in enumerate(parts):
         model.set_requires_gradient_sync(i == len(parts) - 1)
@@ -189,7 +189,7 @@ def test_what_a_rank_holds_is_the_formula_of_stage_3_and_padding():
 
 
 def train(cluster: Cluster, **options: Any) -> dict[str, Any]:
-    """The script's `main` with a tiny model, alpha and beta not measured; returns this rank's summary."""
+    """Run the script's `main` with a tiny model, alpha and beta not measured; returns this rank's summary."""
     summaries = []
     finish = Run.finish
 

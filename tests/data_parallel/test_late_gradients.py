@@ -32,7 +32,7 @@ def test_a_backward_may_return_no_gradient_for_a_parameter():
 
 
 def test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean():
-    """As zero bubble schedules do in pipelines: no hook tells of them."""
+    """Zero bubble schedules compute them so in pipelines, and no hook tells of them."""
 
     def work(cluster: Cluster) -> None:
         expected = reference_gradients(layers(), lambda model: mean_square(model, X))

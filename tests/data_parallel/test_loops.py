@@ -21,7 +21,7 @@ OVERLAPPING = {
 
 
 class Flexible(nn.Module):
-    """Inputs and outputs of many kinds."""
+    """Takes and returns values of many kinds."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_inputs_and_outputs_may_be_of_any_kind_and_have_names():
 
 
 def gan(wrap: Callable[[nn.Module], nn.Module], x: Tensor, seed: int = 0) -> dict[str, Tensor | None]:
-    """Two steps of a GAN's loop; the parameters at the end."""
+    """Take two steps of a GAN's loop, and return the parameters at the end."""
     generator, discriminator = wrap(layers(seed)), wrap(layers(seed + 1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (discriminator, generator)]
     for _ in range(2):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
-    """Why a script refuses these arguments; "" if it does not, or with a traceback."""
+    """Return why a script refuses these arguments; "" if it does not, or with a traceback."""
     try:
         train(cluster, name, **({"steps": 1} | changes))
     except WorkbookError as error:
@@ -39,7 +39,7 @@ def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
 
 
 def the_one_sentence(texts: Iterable[str]) -> str:
-    """What every rank says."""
+    """Return what every rank says."""
     [text] = set(texts)
     assert text and "\n" not in text
     return text
@@ -83,7 +83,7 @@ NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
 
 @functools.cache
 def refusals() -> list[tuple[str, ...]]:
-    """What each of two ranks says to every case, one case after the other in the same group."""
+    """Return what each of two ranks says to every case, one case after the other in the same group."""
 
     def work(cluster: Cluster) -> list[str]:
         return [refusal(cluster, name, **changes) for name, changes, _ in NONSENSE]
@@ -269,7 +269,7 @@ def test_a_folder_in_which_another_job_saves_is_refused_before_a_step_is_taken(t
 
 
 def edited(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state with each of its values left out, or replaced by another; of the optimizer's state, too."""
+    """Yield the state, and the optimizer's, with each of its values left out, or replaced by another."""
     for key in state:
         yield {name: value for name, value in state.items() if name != key}
         yield from (state | {key: value} for value in (None, -1, "some", {"some": 1}))
@@ -402,7 +402,7 @@ def test_ctrl_c_at_the_launcher_saves_and_leaves_no_process(tmp_path):
 def test_what_spans_cannot_tell_is_left_out_of_the_report_with_the_reason():
     def training(cluster: Cluster) -> dict[str, Any]:
         run = Run(cluster, Args(steps=2, size="tiny", batch_size=2), "test")
-        run.unseen = "nobody looked"
+        run.unseen = "no rank looked"
         model = run.model()
         for _ in run.steps(model, run.optimizer(model)):
             with run.step() as this, timeline.span("forward", "forward"):
@@ -413,5 +413,5 @@ def test_what_spans_cannot_tell_is_left_out_of_the_report_with_the_reason():
     assert [summary[name] for name in ("compute_seconds", "communication_seconds", "hidden_share")] == [
         None
     ] * 3
-    assert summary["not_measured"] == "compute, communication, hidden share: nobody looked"
+    assert summary["not_measured"] == "compute, communication, hidden share: no rank looked"
     assert summary["step_seconds"] > 0

@@ -130,7 +130,7 @@ class Training:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, dtype, and every bit."""
+    """Return whether two values are equal in type, dtype, and every bit."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):

@@ -33,7 +33,7 @@ class Joint(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks that share a layer, one of them frozen as a whole, one run twice; a buffer; nothing divides."""
+    """Blocks that share a layer, one of them frozen, one run twice; a buffer; nothing divides."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_stage_1_in_float32_is_plain_data_parallel_bit_by_bit():
                 for model, optimizer in ((sharded, ours), (plain, theirs)):
                     optimizer.zero_grad()
                     text_loss(model, *mine(cluster, text())).backward()
-                # The same sums in the same order: of whole buckets, on every rank.
+                # The same sums in the same order: of full buckets, on every rank.
                 for bucket in ours.buckets:
                     full = torch.zeros_like(bucket.full)
                     views = bucket.flat.views(full)

@@ -41,7 +41,7 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def compare(cluster, make: Callable[[], nn.Module], step: Step, **options: Any) -> FullyShardedDataParallel:
-    """Gradients after each of three steps, of rank 0's initial weights; a step may be several backwards."""
+    """Return the gradients after each of three steps with rank 0's initial weights."""
     torch.manual_seed(0)
     reference = make()
     torch.manual_seed(cluster.rank)

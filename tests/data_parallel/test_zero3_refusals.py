@@ -1,4 +1,4 @@
-"""What stage 3 refuses is said in a sentence, on all ranks; what torch's own tools see of it is right."""
+"""Test that stage 3 refuses in a sentence, on all ranks, and that what torch's tools see of it is right."""
 
 import copy
 import io

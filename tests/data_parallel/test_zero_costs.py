@@ -1,4 +1,4 @@
-"""What the stages of ZeRO hold and send, counted, against the formulas."""
+"""Test what the stages of ZeRO hold and send, counted, against the formulas."""
 
 import pytest
 import torch

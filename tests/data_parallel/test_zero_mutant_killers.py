@@ -58,7 +58,7 @@ class Layers(nn.Module):
 
 
 def compare(*stages: str, make: Any = Layers, optimizer: str = "sgd", n: int = 2, **options: Any) -> None:
-    """Gradients and parameters, in float64, with one process; initial weights differ from rank to rank."""
+    """Compare gradients and parameters with one process, in float64; ranks have different initial weights."""
 
     def work(cluster: Cluster) -> None:
         for stage in stages:
@@ -116,7 +116,7 @@ def test_the_next_block_is_on_its_way_while_one_computes():
         with model.gathered():
             for k, block in enumerate(model.module.blocks):
                 block.weight.register_hook(lambda _, k=k: look("backward", k))
-        for _ in range(2):  # in the first forward nobody knows the order
+        for _ in range(2):  # in the first forward no rank knows the order
             here.clear()
             model(torch.ones(2, 8)).sum().backward()
             model.finish_gradient_sync()

@@ -37,13 +37,13 @@ HELD = ["parameters", "gradients", "optimizer_state"]
 
 @contextmanager
 def known() -> Iterator[None]:
-    """What test_scripts and test_run offer, for these scripts too."""
+    """Return what test_scripts and test_run offer, for these scripts too."""
     with mock.patch.dict(test_scripts.SCRIPTS, SCRIPTS):
         yield
 
 
 def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
-    """This rank's summary; its "weights" are those of a plain model, the same for every wrapper."""
+    """Return this rank's summary; its "weights" are those of a plain model, the same for every wrapper."""
     if not gc.get_freeze_count():
         gc.freeze()  # the memory report looks for garbage, and what torch has imported is a lot, and none
     found, finish = {}, Run.finish
@@ -63,7 +63,7 @@ def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
 
 @functools.cache
 def everyones_summaries(world_size: int) -> dict[str, list[dict[str, Any]]]:
-    """Of every script, in rank order, and of naive data parallelism beside them."""
+    """Return the summaries of every script, in rank order, and of naive data parallelism beside them."""
     names = ["naive", *SCRIPTS]
     by_rank = run_ranks(lambda cluster: {name: train(cluster, name) for name in names}, world_size)
     return {name: [summaries[name] for summaries in by_rank] for name in names}

@@ -1,4 +1,4 @@
-"""How the stages of ZeRO are used: state dicts, evaluation, schedulers, optimizers, and mistakes."""
+"""Test how the stages of ZeRO are used: state dicts, evaluation, schedulers, optimizers, and mistakes."""
 
 import numpy as np
 import pytest
@@ -141,7 +141,7 @@ class Twofold(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Such blocks, one of them run twice."""
+    """Holds such blocks, one of them run twice."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ class Lane:
 
 
 class Communicator:
-    """Some ranks of a group, who meet here. `ranks` are theirs in the group, in order."""
+    """Lets some ranks of a group meet. `ranks` are theirs in the group, in order."""
 
     def __init__(self, store: dist.Store, ranks: list[int], rank: int, device: int) -> None:
         self.lane, self.ranks = Lane(), ranks

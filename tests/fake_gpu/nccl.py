@@ -26,7 +26,7 @@ DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Communicators:
-    """What nccl does for one process group."""
+    """Does what nccl does for one process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -145,7 +145,7 @@ class Communicators:
         return self._collective("all_to_all", inputs, outputs, job)
 
     def barrier(self) -> Any:
-        """An all-reduce, for which the host waits."""
+        """Make an all-reduce, for which the host waits."""
         return self._collective(
             "barrier", [], [], lambda all_ranks: all_ranks.everyones(torch.zeros(1)), True
         )

@@ -1,4 +1,4 @@
-"""What the rehearsal is for: lessons that are right on the CPU and wrong on a GPU fail here."""
+"""Show what the rehearsal is for: lessons that are right on the CPU and wrong on a GPU fail here."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Every RUN_MODE of entrypoint.sh on two GPUs, and what its summary says."""
+"""Run every RUN_MODE of entrypoint.sh on two GPUs, and look at its summary."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each technique on GPUs against one process, with operations that take their time."""
+"""Compare each technique on GPUs with one process, with operations that take their time."""
 
 from collections.abc import Callable
 

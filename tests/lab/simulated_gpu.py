@@ -18,14 +18,14 @@ MS = 1_000_000
 
 
 class Stream:
-    """What the device does one after the other."""
+    """Holds what the device does one after the other."""
 
     def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu, self._free_at = gpu, 0
 
     @property
     def free_at(self) -> int:
-        """When all that the stream has been given will be done."""
+        """Return when all that the stream has been given will be done."""
         return max(self._free_at, self._gpu.host_ns)
 
     def launch(self, ms: float) -> None:
@@ -76,7 +76,7 @@ class SimulatedGpu:
         self.host_ns += round(ms * MS)
 
     def launch(self, ms: float) -> None:
-        """Work for the compute stream."""
+        """Give work to the compute stream."""
         self.compute.launch(ms)
 
     @contextmanager

@@ -21,7 +21,7 @@ from lab.ranks import run_ranks
 
 
 def trained() -> dict[str, Any]:
-    """The state of a small training, with an optimizer that remembers."""
+    """Return the state of a small training, with an optimizer that remembers."""
     model = MLP([8, 16, 4])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
@@ -42,7 +42,7 @@ def bitwise_equal(a: Any, b: Any) -> bool:
 
 
 def assert_only(directory: Path, step: int) -> None:
-    """The directory holds the checkpoint of that step and nothing else."""
+    """Assert that the directory holds the checkpoint of that step and nothing else."""
     assert os.listdir(directory) == ["checkpoint.pt"]
     assert unpack(read(directory), "it")["step"] == step
 
@@ -235,7 +235,7 @@ def saved_by_torch(value: Any, **options: Any) -> bytes:
 
 
 def sealed(data: bytes) -> bytes:
-    """The data of another program, with the line at its end that says it is whole."""
+    """Return the data of another program, with the line at its end that says it is complete."""
     return data + seal(hashlib.sha256(data))
 
 

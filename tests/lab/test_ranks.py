@@ -239,7 +239,7 @@ def test_four_ranks_start_warm(capsys):
     seconds = time.perf_counter() - start
     with capsys.disabled():
         print(f" [4 warm ranks in {seconds:.2f} s] ", end="")
-    assert seconds < 5  # a start that imports torch anew in every rank takes longer
+    assert seconds < 5  # a start that imports torch again in every rank takes longer
 
 
 SLEEPERS = """
@@ -266,7 +266,7 @@ run_ranks(sleep, 3)
 
 
 def what_they_do(pids: list[int]) -> str:
-    """The command line and, of each thread, the state and where in the kernel it waits."""
+    """Return the command line and, of each thread, the state and where in the kernel it waits."""
     lines = []
     for pid in pids:
         with suppress(OSError):
@@ -297,7 +297,7 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # Whoever runs the tests in the background of a script has Ctrl-C ignored, and so would this.
+            # In the background of a script Ctrl-C is ignored, and would be here, too.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
@@ -315,9 +315,9 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
                 output, error = process.communicate(timeout=20)
             except subprocess.TimeoutExpired:
                 pytest.fail(
-                    f"after {name} somebody still holds the output: {what_they_do(session(process.pid))}"
+                    f"after {name} a process still holds the output: {what_they_do(session(process.pid))}"
                 )
-            # Nobody has run the script again to find its classes, though its main is not guarded.
+            # No process has run the script again to find its classes, though its main is not guarded.
             assert output.splitlines() == ["the script runs", "[10, 11, 12]"]
             orphans = lambda: [pid for pid in {*pids, *session(process.pid)} if is_alive(pid)]  # noqa: E731
             assert wait_until(lambda: not orphans(), 10), f"after {name} are left: {orphans()}"
@@ -371,7 +371,7 @@ def test_a_notebook_cell_is_run_in_every_rank_beside_jupyters_own_comm_package()
 
 
 def is_alive(pid: int) -> bool:
-    """False for a zombie too: it only waits for somebody to read its exit code."""
+    """Return False for a zombie too: it only waits for its exit code to be read."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -382,7 +382,7 @@ def is_alive(pid: int) -> bool:
 
 
 def session(leader: int) -> list[int]:
-    """All processes of a session, helpers of multiprocessing among them; none where there is no /proc."""
+    """Return all processes of a session, multiprocessing's helpers among them; none without /proc."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

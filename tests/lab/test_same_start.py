@@ -21,7 +21,7 @@ def verdicts(
     store: Any = None,
     arguments: dict[int, dict[str, Any]] | None = None,
 ) -> list[str]:
-    """Each present rank's error of check_same_start, in rank order; '' where it returned."""
+    """Return each present rank's error of check_same_start, in rank order; '' where it returned."""
     store = store or dist.HashStore()
 
     def one(rank: int) -> str:

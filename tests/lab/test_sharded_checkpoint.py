@@ -1,4 +1,4 @@
-"""Files that all ranks write: what a kill, a full disk, a truncation or a stranger's file can do to them."""
+"""Test what a kill, a full disk, a truncation or another program's file can do to files of all ranks."""
 
 import functools
 import hashlib
@@ -30,7 +30,7 @@ NUMEL = 11
 
 
 def items(cluster: Cluster, value: float) -> Items:
-    """A tensor in uneven ranges, of which rank 0 has nothing if there are others, and one that all have."""
+    """Return a tensor in uneven ranges (rank 0 has none if there are others), and one that all have."""
     others = cluster.world_size - 1
     start, end = (NUMEL * max(0, r) // others if others else NUMEL for r in (cluster.rank - 1, cluster.rank))
     start = start if others else 0
@@ -43,7 +43,7 @@ def save(cluster: Cluster, directory: Path, value: float) -> None:
 
 
 def load(cluster: Cluster, directory: Path) -> float:
-    """The value with which all of the checkpoint was saved."""
+    """Return the value with which all of the checkpoint was saved."""
     found = sharded_checkpoint.find(cluster, directory, lambda found: None)
     loaded = items(cluster, -100.0)
     sharded_checkpoint.read(found, loaded)
@@ -57,7 +57,7 @@ def tensor_of(item: Range | Tensor) -> Tensor:
 
 
 def refusal(action: Callable[..., Any], *args: Any) -> str:
-    """The sentence with which a rank refuses."""
+    """Return the sentence with which a rank refuses."""
     with pytest.raises(WorkbookError) as caught:
         action(*args)
     assert "\n" not in str(caught.value)
@@ -252,7 +252,7 @@ def test_a_second_job_in_the_folder_is_refused_by_all_its_ranks(tmp_path):
 
 
 def on_its_own_disk(cluster: Cluster, root: Path, action: Callable[..., Any]) -> str:
-    """How an action on `run` is refused, if that is another folder for each rank."""
+    """Return how an action on `run` is refused, if that is another folder for each rank."""
     (root / str(cluster.rank)).mkdir(exist_ok=True)
     os.chdir(root / str(cluster.rank))
     return refusal(action, cluster, Path("run"), *([1.0] if action is save else []))

@@ -132,7 +132,7 @@ def test_a_step_ends_when_the_device_has_done_what_the_step_launched(gpu: Simula
 
 
 def lane_of(on_thread: Callable[[Callable[[], None]], None]) -> str:
-    """The lane of a span that a hook records in a backward which `on_thread` runs."""
+    """Return the lane of a span that a hook records in a backward which `on_thread` runs."""
     start_recording()
     x, done = torch.ones(1, requires_grad=True), threading.Event()
 

@@ -120,7 +120,7 @@ def test_a_rank_that_fails_has_the_last_word_but_one(tmp_path):
 
 
 def pids_of_ranks(folder: Path) -> list[int]:
-    """The ids that both ranks have written, once they have."""
+    """Return the ids that both ranks have written, once they have."""
     files = [folder / "0", folder / "1"]
     deadline = time.monotonic() + 40
     while not all(file.exists() and file.read_text() for file in files):

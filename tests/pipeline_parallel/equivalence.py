@@ -41,7 +41,7 @@ def text(rows: int) -> Batch:
 
 
 def mlp(layers: int) -> MLP:
-    """Layers of different widths, so that a tensor of another boundary does not fit."""
+    """Make layers of different widths, so that a tensor of another boundary does not fit."""
     return MLP([5 + i % 4 for i in range(layers)] + [6]).double()
 
 
@@ -61,7 +61,7 @@ def images(rows: int) -> Batch:
 
 
 def own_gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
-    """A copy of each of this rank's gradients, by its name in the whole model."""
+    """Return a copy of each of this rank's gradients, by its name in the full model."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in pipeline.named_own_parameters().items()
@@ -69,7 +69,7 @@ def own_gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """As own_gradients; a tied one under both of its names."""
+    """Return what own_gradients does, of a full model; a tied one under both of its names."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -77,14 +77,14 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of each parameter; a tied one under both of its names."""
+    """Return a copy of each parameter; a tied one under both of its names."""
     return {
         name: parameter.detach().clone() for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
 
 def only(whole: Tensors, part: Tensors) -> dict[str, Tensor | None]:
-    """What is in `part` of the whole model's tensors."""
+    """Return those of the full model's tensors that are in `part`."""
     return {name: whole[name] for name in part}
 
 
@@ -100,7 +100,7 @@ def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
 
 
 class OneProcess(NamedTuple):
-    """How it trains: at each step the loss, the input's gradient if it wants one, and the parameters'."""
+    """Holds how it trains: each step's loss, gradient of the input if it wants one, and the parameters'."""
 
     initial: dict[str, Tensor]
     steps: list[tuple[Tensor, Tensor | None, dict[str, Tensor | None]]]
@@ -130,7 +130,7 @@ def of_one_process(make: Callable[[], nn.Module], batch: Batch, steps: int) -> O
 
 
 def input_at(step: int, x: Tensor) -> Tensor:
-    """Every other step a float input wants a gradient, too."""
+    """Return the input: every other step a float input wants a gradient, too."""
     return x.clone().requires_grad_(x.is_floating_point() and step % 2 == 0)
 
 
@@ -190,7 +190,7 @@ def compare_schedule(
     rows: int = 2,
     **options: Any,
 ) -> None:
-    """compare_with_one_process of the schedule of that name on all ranks; `rows` of each microbatch."""
+    """Call compare_with_one_process for the schedule of that name on all ranks; `rows` of each microbatch."""
     table = table_of(name, cluster.world_size, microbatches, chunks)
     batch, what = batch_of(rows * microbatches), f" {name}{options.pop('what', '')}"
     compare_with_one_process(cluster, make, table, batch, what=what, **options)

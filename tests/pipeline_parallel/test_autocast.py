@@ -34,7 +34,7 @@ def single(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def of_one_process(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
-    """Gradients of the same microbatches, for bfloat16 rounds the sum over a larger batch in another way."""
+    """Return the gradients of the same microbatches: bfloat16 rounds sums over a larger batch otherwise."""
     model = single(make)
     for part, targets in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
         with torch.autocast("cpu", dtype=torch.bfloat16):

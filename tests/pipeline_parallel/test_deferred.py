@@ -21,7 +21,7 @@ from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, only, tex
 
 
 def compare(module: nn.Module, x: Tensor, backwards: int = 2, recompute: bool = False) -> None:
-    """Several backwards of which each adds to the gradients, against autograd's own."""
+    """Compare several backwards, of which each adds to the gradients, against autograd's own."""
     x = x.double()
     module.double()
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
@@ -50,7 +50,7 @@ def compare(module: nn.Module, x: Tensor, backwards: int = 2, recompute: bool = 
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The gradients of what is deferred."""
+    """Return the gradients of what is deferred."""
     return {name: gradient for name, gradient in gradients(module).items() if "norm" not in name}
 
 

@@ -191,7 +191,7 @@ def test_after_a_step_only_parameters_and_their_gradients_are_left():
 
 
 def test_memory_of_a_message_is_free_before_the_step_ends():
-    """Of 12 activations no more than a few wait for their arrival, or for their use, at once."""
+    """Of 12 activations only a few wait for their arrival, or for their use, at once."""
 
     def measure(cluster: Cluster) -> None:
         x, y = vectors(12)

@@ -32,7 +32,7 @@ from tests.pipeline_parallel.equivalence import (
 
 
 def sentence_of(act: Callable[[], Any]) -> str:
-    """What `act` raises: its sentence, and the type where it is not the workbook's own."""
+    """Return what `act` raises: its sentence, and the type where it is not the workbook's own."""
     with pytest.raises(Exception) as error:
         act()
     own = isinstance(error.value, WorkbookError)
@@ -40,7 +40,7 @@ def sentence_of(act: Callable[[], Any]) -> str:
 
 
 def assert_trains(pipeline: Pipeline, make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> None:
-    """One step's gradients are those of one process."""
+    """Assert that one step's gradients are those of one process."""
     pipeline.zero_grad()
     plain = make()
     loss_of(plain(x), y).backward()
@@ -125,7 +125,7 @@ class Fails(nn.Module):
 
 
 def failing(layers: int, rank: int, at: int, in_backward: bool = False) -> tuple[nn.Module, Fails]:
-    """An MLP of which one layer has a `Fails` behind it, in every rank's copy of the model."""
+    """Return an MLP of which one layer has a `Fails` behind it, in every rank's copy of the model."""
     model, fails = mlp(layers), Fails(at, in_backward)
     model.layers[rank] = nn.Sequential(model.layers[rank], fails)
     return model, fails
@@ -201,7 +201,7 @@ def test_gradients_that_are_forbidden_on_one_rank_or_on_all_are_a_sentence_on_al
 
 
 def test_a_model_that_was_changed_after_the_pipeline_was_made_is_refused():
-    """What a stage sends then would not fit into the buffer that waits for it, or there is nothing."""
+    """A stage would send what does not fit into the buffer that waits for it, or nothing."""
 
     def refuse(cluster: Cluster) -> list[str]:
         x, y = text(4)

@@ -16,7 +16,7 @@ from tests.pipeline_parallel.test_failure import failing
 
 
 def test_an_error_after_a_ranks_last_message_is_named_by_all_others_when_that_rank_leaves(capfd):
-    """In the optimizer of the first, a middle or the last stage, and in the first stage's last backward."""
+    """It fails in the optimizer of one stage or another, or in the first stage's last backward."""
     x, y = vectors(8)
 
     def script(cluster: Cluster, environments: list[dict[str, object]], where: str) -> None:

@@ -1,4 +1,4 @@
-"""The pass that puts messages into a table: each one once, in its order, and nobody waits for ever."""
+"""Test the pass that puts messages into a table: each once, in its order, and no rank waits without end."""
 
 import random
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ some_ahead = st.integers(0, 3)
 
 
 def text(program: list[Step]) -> str:
-    """Actions as 0F1, messages as >0F1 (send), <0F1 (receive) and =0F1 (sent)."""
+    """Write actions as 0F1, messages as >0F1 (send), <0F1 (receive) and =0F1 (sent)."""
     signs = {Send: ">", Receive: "<", Sent: "="}
     return " ".join(
         str(step)
@@ -43,8 +43,7 @@ def actions(program: list[Step]) -> list[Action]:
 
 
 def crossing(table: Table, of) -> dict[Message, tuple[int, int]]:
-    """Where messages between ranks are made (of=sent_by) or used (of=needed_by): the rank, and the place in
-    its row."""
+    """Return the rank and place in its row where messages are made (of=sent_by) or used (of=needed_by)."""
     rank_of = placement(table)
     last = max(rank_of)
     return {
@@ -63,7 +62,7 @@ def run_by_chance(programs: list[list[Step]], table: Table, seed: int) -> int:
     last = max(placement(table))
     sent, posted = defaultdict(list), defaultdict(list)  # by (from, to)
     done = [0] * len(programs)
-    here: list[set[Message]] = [set() for _ in programs]  # what the rank has, and nobody has used
+    here: list[set[Message]] = [set() for _ in programs]  # what the rank has, and has not used
 
     def has_arrived(source: int, to: int, message: Message) -> bool:
         pairs = list(zip(sent[source, to], posted[source, to], strict=False))

@@ -44,7 +44,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 def compare_with_one_process(
     cluster: Cluster, name: str, make: Callable[[], nn.Module], batch: Batch, microbatches: int
 ) -> None:
-    """Loss and every gradient of two steps, and what they send; in the second by_comm is over."""
+    """Compare loss and every gradient of two steps, and what they send; in the second by_comm is over."""
     (x, y), reference = batch, make()
     what = f"{name}, {type(reference).__name__} on {cluster.world_size} ranks"
     example = x[: len(x) // microbatches]
@@ -90,7 +90,7 @@ def test_every_gradient_is_that_of_one_process_on_four_ranks():
 
 
 def summary(cluster: Cluster, script: Any, args: Args, **changes: Any) -> dict[str, Any]:
-    """What a short run of the script reports on this rank."""
+    """Return what a short run of the script reports on this rank."""
     summaries = []
     finish = Run.finish
 

@@ -1,4 +1,4 @@
-"""What a course would do with a pipeline is as on one process, or refused in a sentence."""
+"""Test that what a course would do with a pipeline is as on one process, or refused in a sentence."""
 
 from collections.abc import Callable
 from functools import partial

@@ -40,7 +40,7 @@ SCRIPTS: dict[str, tuple[ModuleType, Args]] = {
 
 
 def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
-    """What a short run of the script reports on this rank."""
+    """Return what a short run of the script reports on this rank."""
     summaries = []
     finish = Run.finish
 

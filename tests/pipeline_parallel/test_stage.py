@@ -26,7 +26,7 @@ EACH_MODEL = pytest.mark.parametrize("make, batch_of", MODELS.values(), ids=MODE
 
 
 def cuts(parts: int, stages: int):
-    """All ways to cut."""
+    """Yield all ways to cut."""
     for ends in combinations(range(1, parts), stages - 1):
         yield [range(start, end) for start, end in zip((0, *ends), (*ends, parts), strict=True)]
 

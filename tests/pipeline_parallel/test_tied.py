@@ -23,7 +23,7 @@ def zeroed_in_place(model: nn.Module) -> None:
 
 
 def halved(model: nn.Module) -> None:
-    """As clipping does."""
+    """Halve all gradients in place, as clipping does."""
     for parameter in model.parameters():
         parameter.grad.mul_(0.5)
 
@@ -48,7 +48,7 @@ PROGRAMS: list[list[str | Callable[[nn.Module], None]]] = [
 
 
 def compare(cluster: Cluster, program: list, name: str = "gpipe") -> None:
-    """The gradients after the program, against one process's that takes every step's gradient as it comes."""
+    """Compare the gradients after the program with those of one process."""
     make = partial(gpt, num_layers=4)
     plain, pipeline = make(), Pipeline(make(), table_of(name, 2, 2), loss_of, text(2)[0])
     own = pipeline.named_own_parameters()

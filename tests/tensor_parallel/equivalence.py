@@ -1,4 +1,4 @@
-"""Tensor parallel models against one process: gradients and parameters, whole, by name."""
+"""Tensor parallel models against one process: gradients and parameters, in full, by name."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ RTOL = 1e-9
 
 
 def gpt(seed: int = 0, **changes: Any) -> GPT:
-    """12 heads, which 1 to 4 ranks divide, and a vocabulary that they do not."""
+    """Make a GPT of 12 heads, which 1 to 4 ranks divide, and a vocabulary that they do not."""
     sizes = {"vocab_size": 61, "block_size": 16, "num_layers": 2, "num_heads": 12, "width": 24}
     return GPT(GPTConfig(**{**sizes, **changes}), seed=seed).double()
 
@@ -29,12 +29,12 @@ def text(time: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def gathered(part: Tensor, dim: int, size: int | None = None) -> Tensor:
-    """All ranks' parts of a tensor put together."""
+    """Return all ranks' parts of a tensor, put together."""
     return Gathering(part.detach(), dim, None, size).wait()
 
 
 def whole(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The ranks' parts put together, by the names of the plain model; all at once, for that is quick."""
+    """Return the ranks' parts put together, by the names of the plain model; all at once, which is quick."""
     cut = {name: tensor for name, tensor in tensors.items() if tensor is not None and name in model.dims}
     if not cut:
         return tensors
@@ -58,7 +58,7 @@ def compare_with_one_process(
     clip_grad_norm_: Callable[[TensorParallel, float], Tensor] | None = None,
     **changes: Any,
 ) -> None:
-    """Every gradient at each of some SGD steps, and every parameter after them.
+    """Compare every gradient at each of some SGD steps, and every parameter after them.
 
     Dropout has fixed masks (masks.py). `frozen`: the beginnings of names.
     """
@@ -102,7 +102,7 @@ def compare_with_one_process(
 def compare_mlp_with_one_process(
     cluster: Cluster, sizes: Sequence[int], clip: float | None = None, steps: int = 5
 ) -> None:
-    """As compare_with_one_process, for an MLP, whose input wants a gradient in every other step."""
+    """Do what compare_with_one_process does, for an MLP, whose input wants a gradient in every other step."""
     what = f"MLP {sizes} on {cluster.world_size} ranks"
     random = torch.Generator().manual_seed(3)
     batch = torch.randn(5, sizes[0], generator=random).double()

@@ -16,7 +16,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def assert_as_close(ours: Gradients, theirs: Gradients, exact: Gradients, what: str) -> None:
-    """What bfloat16 does to ours is at most twice what it does to theirs, or hardly seen in the largest."""
+    """Assert that bfloat16 changes ours at most twice as much as theirs, or hardly, next to the largest."""
     least = 2**-10 * max(float(gradient.norm()) for gradient in exact.values())
     for name, right in exact.items():
         assert ours[name].dtype == torch.float32, f"{what}: {name} is {ours[name].dtype}"

@@ -1,4 +1,4 @@
-"""The cross entropy of cut logits is torch's of whole ones, its gradient too, with an n-th of the memory."""
+"""The cross entropy of cut logits is torch's of full ones, its gradient too, with an n-th of the memory."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.tensor_parallel.equivalence import gathered
 
 
 def batch(words: int = 61, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Logits of 3 * 5 tokens, (3, 5, words), and their targets, the first and the last word among them."""
+    """Return logits (3, 5, words) and targets, the first and the last vocabulary entry among them."""
     random = torch.Generator().manual_seed(6)
     logits = torch.randn(3, 5, words, generator=random).double() * scale
     targets = torch.randint(words, (3, 5), generator=random)
@@ -27,7 +27,7 @@ def batch(words: int = 61, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-9, **options: Any) -> None:
-    """Loss and gradient, of three times the loss; what pads the vocabulary has any value and no gradient."""
+    """Compare loss and gradient, of three times the loss; padding has any value and no gradient."""
     n, words = cluster.world_size, logits.shape[-1]
     expected = logits.detach().clone().requires_grad_()
     loss = F.cross_entropy(expected.flatten(0, -2), targets.flatten(), **options)
@@ -134,7 +134,7 @@ def test_bf16_logits_are_added_up_in_float32_and_get_a_bf16_gradient():
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside had at once. Workspaces of kernels are not seen."""
+    """Counts the most bytes that tensors made inside had at once. Workspaces of kernels are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_at_its_peak_it_has_an_nth_of_the_memory_of_the_whole_one(dtype: torch.dtype):
-    """In float32, which torch's would want of bf16 logits too."""
+    """It is in float32, which torch's would want of bf16 logits too."""
     tokens, words = 64, 4096
 
     def measure(cluster: Cluster, smoothing: float) -> tuple[int, int]:

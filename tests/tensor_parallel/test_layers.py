@@ -142,7 +142,7 @@ def test_an_embedding_finds_each_word_on_the_rank_that_has_it(n: int):
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
-    """As nn.Embedding does. 61 is a row of padding on the last rank."""
+    """It is what nn.Embedding does. 61 is a row of padding on the last rank."""
 
     def refuse(cluster: Cluster) -> None:
         for by_tokens in (False, True):

@@ -35,7 +35,7 @@ def one_backward(model: GPT, x: Tensor, y: Tensor) -> Any:
 
 
 def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **changes: Any) -> None:
-    """Every gradient at each of some SGD steps, and every parameter after them."""
+    """Compare every gradient at each of some SGD steps, and every parameter after them."""
     what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
     native = shard(plain, cluster.device, sequence_parallel)
@@ -49,7 +49,7 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
         expected = loss_of(reference(x), y)
         expected.backward()
         loss = one_backward(native, x, y)
-        if step:  # what is Partial is whole after full_tensor(), too
+        if step:  # what is Partial is full after full_tensor(), too
             finish_gradient_sync(native)
         assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
         assert_same(whole(gradients(native)), gradients(reference), RTOL, f"gradient, {what}, step {step},")

@@ -1,4 +1,4 @@
-"""What a course would do with a tensor parallel model is as on one process, or refused in a sentence."""
+"""Test that a course's programs run with tensor parallel models as in one process, or are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def zeroed_in_place(model: nn.Module) -> None:
 
 
 def halved(model: nn.Module) -> None:
-    """As clipping does."""
+    """Halve all gradients in place, as clipping does."""
     for parameter in model.parameters():
         parameter.grad.mul_(0.5)
 
@@ -96,7 +96,7 @@ def test_a_second_call_sends_nothing():
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, after: Change = none, steps: int = 3
 ) -> dict[str, torch.Tensor | None]:
-    """A few steps, of which the first is followed by `after`; returns the last gradients."""
+    """Compare a few steps, of which the first is followed by `after`; returns the last gradients."""
     for step in range(steps):
         x, y = text()
         optimizer.zero_grad()
@@ -132,7 +132,7 @@ def test_an_optimizer_made_before_trains_the_parts():
 
 
 def freeze(model: nn.Module) -> None:
-    """Another choice than at the beginning."""
+    """Choose others than at the beginning."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name or "norm" in name)
 

@@ -19,7 +19,7 @@ SCRIPTS = {"tensor_parallel": train, "sequence_parallel": train_sequence_paralle
 
 
 def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
-    """What a short run of the script reports on this rank."""
+    """Return what a short run of the script reports on this rank."""
     summaries = []
     finish = Run.finish
 
