@@ -62,7 +62,7 @@ def test_a_wrong_command_line_is_told_once_and_ends_all_ranks(capfd):
     assert ends == [f"rank {rank} exited with code 2 before it returned." for rank in range(3)]
     assert not out
     assert "Unrecognized" in err and err.count("run script.py --help") == 1
-    assert all(line.startswith("[rank 0]") for line in err.splitlines())
+    assert all(line.startswith("[rank 0]") for line in err.splitlines()), err
 
 
 def test_help_is_printed_once_and_is_no_error(capfd):
