@@ -36,7 +36,8 @@ def gather_everyone(
             f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
             f"{me['pid']} on {me['host']}; give each its own RANK.",
         )
-    is_watched = _attend(store, rank, world_size, seconds=1.0)
+    # Without a network of its own a rank is refused below, and has no connections to tell of.
+    is_watched = bool(refusal) or _attend(store, rank, world_size, seconds=1.0)
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
     present: dict[int, dict] = {}

@@ -34,6 +34,7 @@ from comm.order import queue_of
 from comm.script import start
 from comm.wire import Group, Transfer, device_of, peer_wire
 from lab.cluster import Cluster
+from lab.same_start import check_same_start
 from lab.stream_clock import time_when_done
 
 
@@ -178,6 +179,7 @@ class Args:
 
 def main(cluster: Cluster, args: Args) -> None:
     refuse.message(args.mb)
+    check_same_start(cluster, torch.empty(0), {"--mb": args.mb})
     if cluster.world_size < 2:
         raise collectives.CommError("Point to point takes two: start at least 2 ranks (WORLD_SIZE=2).")
     out = sys.stderr if args.json else sys.stdout

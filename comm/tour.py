@@ -36,6 +36,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.interface import interface_bytes_sent
 from lab.ledger import LEDGER
+from lab.same_start import check_same_start
 from lab.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
@@ -171,6 +172,7 @@ def main(cluster: Cluster, args: Args) -> None:
     refuse.message(args.mb)
     if not 1 <= args.repeats <= MAX_REPEATS:
         raise WorkbookError(f"--repeats {args.repeats}: there are from 1 to {MAX_REPEATS}.")
+    check_same_start(cluster, torch.empty(0), {"--mb": args.mb, "--repeats": args.repeats})
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     for op in c.PATTERNS:
         show(cluster, op, console)

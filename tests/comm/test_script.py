@@ -40,6 +40,15 @@ def test_sizes_that_no_message_has_are_refused_in_a_sentence():
         tour.main(cluster, tour.Args(repeats=0))
 
 
+def test_ranks_with_messages_of_different_sizes_are_told_so_before_the_first_one():
+    def refuse(cluster: Cluster) -> None:
+        for script in (tour, point_to_point):
+            with pytest.raises(WorkbookError, match=r"^--mb is 1.0 on rank 0 and 2.0 on rank 1: start all"):
+                script.main(cluster, script.Args(mb=1.0 + cluster.rank))
+
+    run_ranks(refuse, 2)
+
+
 def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
     """Start a script's ranks with those command lines; return how they ended, and what they printed."""
 
