@@ -36,13 +36,12 @@ def gather_everyone(
             f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
             f"{me['pid']} on {me['host']}; give each its own RANK.",
         )
-    # Without a network of its own a rank is refused below, and has no connections to tell of.
-    is_watched = bool(refusal) or _attend(store, rank, world_size, seconds=1.0)
+    is_watched = _attend(store, rank, world_size, 1.0, refusal)
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
     present: dict[int, dict] = {}
     while len(present) < world_size or not is_watched:
-        is_watched = is_watched or _attend(store, rank, world_size, seconds=0.0)
+        is_watched = is_watched or _attend(store, rank, world_size, 0.0, refusal)
         stop_if_hopeless(store, rank)
         for peer in range(world_size):
             if peer not in present and store.check([f"rank/{peer}"]):
@@ -77,7 +76,7 @@ def gather_everyone(
         _say(rank, world_size, f"all {world_size} ranks have met")
 
 
-def _attend(store: dist.Store, rank: int, world_size: int, seconds: float) -> bool:
+def _attend(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
     """Let the others see when this rank dies; False if rank 0 has not come in so many seconds."""
     deadline = time.monotonic() + seconds
     try:
@@ -85,9 +84,9 @@ def _attend(store: dist.Store, rank: int, world_size: int, seconds: float) -> bo
             time.sleep(_POLL / 10)
         return is_watched
     except OSError as error:
-        _say(
-            rank, world_size, f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
-        )
+        if not refusal:  # which may be about the network itself
+            trouble = f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
+            _say(rank, world_size, trouble)
         return True
 
 
