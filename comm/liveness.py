@@ -154,8 +154,9 @@ class Host(Liveness):
                 with self._news:
                     self._absent.discard(lines.rank)
                     self._guests[lines.rank] = lines.end
-                    for gone in self.gone:
-                        lines.end.sendall(_line(gone))
+                    with suppress(OSError):  # it may be gone already
+                        for gone in self.gone:
+                            lines.end.sendall(_line(gone))
         if not is_open and lines.rank is not None:
             with self._news:
                 self._guests.pop(lines.rank, None)

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 import time
 from contextlib import ExitStack
 
@@ -182,6 +183,27 @@ def test_who_has_no_token_is_not_listened_to_and_stops_nothing():
         guest.finish()
     host.wait_until_alone(5)
     assert [gone.rank for gone in host.gone] == [1, 2]
+    liveness.forget()
+
+
+def test_a_rank_that_dies_as_it_connects_does_not_stop_the_news_for_the_others():
+    store = dist.HashStore()
+    assert liveness.attend(store, 0, 4)
+    host = liveness.current()
+    address, port, token = json.loads(store.get("liveness"))
+    guests = [liveness.Guest(3, address, port, token)]
+    guests[0].fail("it has enough")
+    assert host.cause(patience=10) is not None
+    with host._news:  # so that its thread answers to a connection that has been reset
+        dying = socket.create_connection((address, port))
+        dying.sendall(json.dumps({"rank": 1, "token": token}).encode() + b"\n")
+        dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        dying.close()
+    guests.append(liveness.Guest(2, address, port, token))
+    assert str(guests[1].cause(patience=10)) == "rank 3 has failed: it has enough"
+    for guest in guests:
+        guest.finish()
+    host.wait_until_alone(5)
     liveness.forget()
 
 
