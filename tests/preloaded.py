@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.huge_pages import collapse_memory
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # What is imported by libraries only once it is needed: for traces, by name look-ups, tables and checkpoints.
@@ -35,3 +37,5 @@ for folder in (*ROOT.glob("*_parallel"), *(ROOT / name for name in ("comm", "lab
             # A test that asks for a file that cannot be imported is told why.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+collapse_memory()  # the tests fork some thousand ranks
