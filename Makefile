@@ -32,7 +32,7 @@ run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE
 	@exec env TORCHRUN='$(PY) -m lab.torchrun' bash entrypoint.sh
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadgroup)
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)

@@ -46,10 +46,11 @@ def outcome_without_a_mutant(killer: Callable[[], None]) -> BaseException | None
     return None if killer in PASSED else outcome(killer)
 
 
-def is_killed(error: BaseException, fails_with: str | None) -> bool:
-    """A failed assertion, here or in a rank; any other error must be the one that the file announces."""
+def is_killed(error: BaseException, fails_with: str | tuple[str, ...] | None) -> bool:
+    """A failed assertion, here or in a rank; any other error must be one that the file announces."""
     if fails_with is not None:
-        return fails_with in str(error)
+        texts = (fails_with,) if isinstance(fails_with, str) else fails_with
+        return any(text in str(error) for text in texts)
     return isinstance(error, AssertionError) or (
         isinstance(error, RankError) and "AssertionError" in str(error)
     )

@@ -86,7 +86,9 @@ def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
     assert calls == ["fsync", "replace"]
 
 
-@pytest.mark.parametrize("value", [lambda: 0, io.BytesIO(), np.float64(1.5), Path()], ids=repr)
+@pytest.mark.parametrize(
+    "value", [lambda: 0, io.BytesIO(), np.float64(1.5), Path()], ids=lambda value: type(value).__name__
+)
 def test_what_unpack_would_refuse_is_not_saved_and_the_old_checkpoint_stays(tmp_path, value):
     save(tmp_path, {"step": 1})
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):

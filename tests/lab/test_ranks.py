@@ -278,7 +278,8 @@ def what_they_do(pids: list[int]) -> str:
     return "\n".join(lines)
 
 
-def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_path):
+def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("t")  # short: a Unix socket's name has at most 107 characters
     script = tmp_path / "sleepers.py"
     script.write_text(SLEEPERS)
     runs = {}
