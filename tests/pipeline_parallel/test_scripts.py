@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -206,8 +207,9 @@ def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it():
     assert "killed by SIGKILL" in str(killed)
     for survivor in (first, second, last):
         assert isinstance(survivor, RankError)
-    assert "from stage 1 to stage 2. " in str(second)
-    assert "from stage 2 to stage 3. " in str(last)
+    # An activation or a gradient: whichever was on its way, or about to be asked for, when rank 2 died.
+    assert re.search("from stage (1 to stage 2|2 to stage 1)[.] ", str(second))
+    assert re.search("from stage (2 to stage 3|3 to stage 2)[.] ", str(last))
     assert "rank 2 has died or left" in str(last)
 
 
