@@ -5,8 +5,8 @@
     python benchmarks/data_parallel.py --plot buckets.png    step time against bucket size, and the prediction
 
 Two ranks train a GPT of 12.9 million parameters. All variants live in one process group and take turns, step
-by step (benchmarks/side_by_side.py). Links are software links (comm.slow_link), the same for both; DDP sends
-through the hook of data_parallel/train_ddp.py there, and untouched on loopback.
+by step (benchmarks/side_by_side.py). Links are software links (comm/transport/slow_link.py), the same for
+both; DDP sends through the hook of data_parallel/train_ddp.py there, and untouched on loopback.
 
 `ddp` is DDP with its defaults (1 MiB first, then 25), `ddp_same_cap` has our cap; `flat` is one
 all-reduce of everything after the backward. Where `against` says `ideal`, compute is replaced by a clock,
@@ -28,7 +28,8 @@ from matplotlib.figure import Figure
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, alternate, hidden, metronome, peak, ready_times
 from benchmarks.side_by_side import MIB, median_of_slowest, medians
-from comm import cost, slow_link
+from comm import cost
+from comm.transport import slow_link
 from data_parallel.flat import fill
 from data_parallel.predict import step_seconds
 from lab.forked import preload

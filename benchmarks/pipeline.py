@@ -6,8 +6,9 @@
 
 2 and 4 ranks train a GPT of 6.4 million parameters, tied, on 8 windows of 128 tokens in 8 microbatches; a
 step is forwards, backwards, the sum of the tied gradients and SGD. Both sides have the same stages
-(pipeline_parallel/train_native.py), live in one process group and take turns, step by step; torch sends its
-messages itself. `peak memory` is the process's, each in a fresh one; `above start` without Python and torch.
+(pipeline_parallel/train_torch_pipelining.py), live in one process group and take turns, step by step;
+torch sends its messages itself. `peak memory` is the process's, each in a fresh one; `above start` is without
+Python and torch.
 
 `1f1b` against `naive`: model parallelism in so many microbatches, 1 being the whole batch at once. These have
 16 windows.
@@ -43,12 +44,12 @@ from benchmarks.pipeline_steps import (
     recomputation,
 )
 from benchmarks.side_by_side import medians
-from comm import refuse
 from lab.forked import preload
 from lab.ranks import run_ranks
 from pipeline_parallel import theory
 from pipeline_parallel.schedules import stages_per_rank, table_of
 from pipeline_parallel.simulate import Costs, simulate
+from training.validate import tick_seconds
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 CHUNKS = 2
@@ -148,7 +149,7 @@ def _row(what: str, against: str, ours: float, theirs: float, **others: Any) -> 
 
 
 def measure(args: Args) -> Rows:
-    tick = refuse.tick(args.tick)
+    tick = tick_seconds(args.tick)
     runs, warmup = (2, 1) if args.quick else (7, 2)
     # Against torch's loops the differences are a few per cent, so more runs than elsewhere.
     rows = [row for ranks in (2, 4) for row in step_rows(ranks, 2 if args.quick else 11, warmup)]

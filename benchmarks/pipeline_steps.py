@@ -20,7 +20,7 @@ from lab.model import GPT, MLP, GPTConfig, loss_of
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import stages_per_rank, table_of
-from pipeline_parallel.train_native import TorchSchedule
+from pipeline_parallel.train_torch_pipelining import TorchSchedule
 
 CONFIG = GPTConfig(block_size=128, num_layers=8, num_heads=8, width=256)
 MICROBATCHES = 8

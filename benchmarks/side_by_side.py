@@ -18,8 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from comm import collectives, slow_link
+from comm import collectives
 from comm.cost import Link
+from comm.transport import slow_link
 
 KIB, MIB = 1 << 10, 1 << 20
 

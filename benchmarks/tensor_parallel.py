@@ -6,13 +6,14 @@
 
 Ranks train a GPT of 12.9 million parameters, tied, on the same two windows of 256 tokens; a step is forward,
 backward and SGD. All variants live in one process group and take turns, step by step. DTensor's plan is that
-of tensor_parallel/train_native.py, with one all-reduce for q, k and v.
+of tensor_parallel/train_dtensor.py, with one all-reduce for q, k and v.
 
-Links are software links (comm.slow_link), the same for both. On a slow one DTensor's collectives go through
-comm too: `train_native.by_comm` gives torch's operators `_c10d_functional.all_reduce`, `wait_tensor`,
-`all_gather_into_tensor` and `reduce_scatter_tensor` kernels that call comm with pattern "torch". DTensor
-decides when to start and when to wait, gloo does the work, and the link takes what the best-known algorithm
-costs (for gloo's reduce-scatter that of the all-reduce it is). On loopback DTensor is untouched.
+Links are software links (comm/transport/slow_link.py), the same for both. On a slow one DTensor's collectives
+go through comm too: `train_dtensor.by_comm` gives torch's operators `_c10d_functional.all_reduce`,
+`wait_tensor`, `all_gather_into_tensor` and `reduce_scatter_tensor` kernels that call comm with pattern
+"torch". DTensor decides when to start and when to wait, gloo does the work, and the link takes what the
+best-known algorithm costs (for gloo's reduce-scatter that of the all-reduce it is). On loopback DTensor is
+untouched.
 
 The cross entropy is of 512 tokens and a vocabulary of 32 Ki words, forward and backward, on loopback. Its
 memory is what the process needs beyond the logits; "one process" has F.cross_entropy on the whole of them.

@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, Step, text
-from comm import slow_link
+from comm.transport import slow_link
 from lab import meter
 from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.model import GPT, loss_of
-from tensor_parallel import train_native
+from tensor_parallel import train_dtensor
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.parallelize import parallelize
 
@@ -41,7 +41,7 @@ def our_step(mode: str) -> Step:
 
 def their_step(cluster: Cluster, mode: str) -> Step:
     """The same by DTensor. SGD reads each gradient once, so what is Partial is reduced once, too."""
-    model = train_native.shard(GPT(CONFIG), cluster.device, mode == "sequence_parallel")
+    model = train_dtensor.shard(GPT(CONFIG), cluster.device, mode == "sequence_parallel")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text()
 
@@ -66,10 +66,10 @@ def alternate(
     for link, runs in plan:
         slow = None if link == "loopback" else slow_link.parse(link)
         # On loopback DTensor is as any user has it; on a slow link it is comm that can be slowed down.
-        with contextlib.nullcontext() if slow is None else train_native.by_comm():
+        with contextlib.nullcontext() if slow is None else train_dtensor.by_comm():
             seconds.append(side_by_side.alternate(steps, runs, slow, warmup=0))
     sent = {}
-    with train_native.by_comm():
+    with train_dtensor.by_comm():
         for name, step in steps.items() if with_bytes else ():
             before = LEDGER.total()
             step()

@@ -5,9 +5,10 @@
     python benchmarks/zero.py --plot FOLDER    draws memory and step time against stage and world size
 
 2 and 4 ranks train a GPT of 12.9 million parameters with AdamW. All variants live in one process group and
-take turns, step by step (benchmarks/side_by_side.py). The slow link is a software link (comm.slow_link), the
-same for all. On loopback `fsdp2` is FSDP2 as any user has it; behind the slow link it sends through comm
-(data_parallel/train_fsdp.py), since nothing else can be slowed down; gloo still does the work.
+take turns, step by step (benchmarks/side_by_side.py). The slow link is a software link
+(comm/transport/slow_link.py), the same for all. On loopback `fsdp2` is FSDP2 as any user has it; behind the
+slow link it sends through comm (data_parallel/train_fsdp.py), since nothing else can be slowed down; gloo
+still does the work.
 
 `peak memory` is the process's; most of it is Python and torch, so `above start` says what training added.
 `lasting at the peak` is the largest sum, at any time of a step, of shards, optimizer state and whole

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CAP_MB, CONFIG, Turns, text
-from comm import slow_link
+from comm.transport import slow_link
 from data_parallel import train_fsdp
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.train_bucket_overlap import BucketDataParallel

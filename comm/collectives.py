@@ -25,15 +25,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm import doubling, flat, native, pairwise, ring, tcp, tree
-from comm.header import Header
-from comm.launch import submit
-from comm.operands import In, InOut, Out
-from comm.order import queue_of
-from comm.reduction import check_reduction, divisor_before
+from comm.algorithms import hypercube, pairwise, pipelined_ring, star, tree
+from comm.algorithms.reduction import check_reduction, divisor_before
+from comm.errors import CommError
 from comm.shards import shard_sizes
-from comm.sockets import CAN_POLL
-from comm.wire import CommError, Group
+from comm.transport import native, socket_ring
+from comm.transport.handshake import Header, check_parts
+from comm.transport.sockets import CAN_POLL
+from comm.transport.staging import In, InOut, Out
+from comm.transport.submit import submit
+from comm.transport.wire import Group, Wire
+from comm.transport.work_queue import queue_of
 
 PATTERNS = {
     "broadcast": ("tree", "flat"),
@@ -62,7 +64,7 @@ def broadcast(
     pattern = _choose("broadcast", pattern, group, root)
     if pattern == "torch":
         return native.broadcast(tensor, root, group, async_op)
-    work = {"tree": tree.broadcast, "flat": flat.broadcast}[pattern]
+    work = {"tree": tree.broadcast, "flat": star.broadcast}[pattern]
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
     return submit(header, group, async_op, lambda wire, x: work(wire, x, root), InOut(tensor))
 
@@ -81,7 +83,7 @@ def scatter(
     if pattern == "torch":
         return native.scatter(shard, full, root, group, async_op)
     header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
-    work = lambda wire, s, f=None: flat.scatter(wire, s, f, root)  # noqa: E731
+    work = lambda wire, s, f=None: star.scatter(wire, s, f, root)  # noqa: E731
     return submit(header, group, async_op, work, Out(shard), *([In(full)] if full is not None else []))
 
 
@@ -99,7 +101,7 @@ def gather(
     if pattern == "torch":
         return native.gather(shard, full, root, group, async_op)
     header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
-    work = lambda wire, s, f=None: flat.gather(wire, f, s, root)  # noqa: E731
+    work = lambda wire, s, f=None: star.gather(wire, f, s, root)  # noqa: E731
     return submit(header, group, async_op, work, In(shard), *([Out(full)] if full is not None else []))
 
 
@@ -116,7 +118,7 @@ def reduce(
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.reduce(tensor, op, root, group, async_op)
-    work = {"tree": tree.reduce, "flat": flat.reduce}[pattern]
+    work = {"tree": tree.reduce, "flat": star.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
     operand = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
@@ -135,7 +137,11 @@ def all_gather(
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
-    patterns: Patterns = {"ring": ring.all_gather, "tcp": tcp.all_gather, "cma": tcp.all_gather}
+    patterns: Patterns = {
+        "ring": pipelined_ring.all_gather,
+        "tcp": socket_ring.all_gather,
+        "cma": socket_ring.all_gather,
+    }
     work = patterns[pattern]
     return submit(header, group, async_op, work, Out(full), In(shard))
 
@@ -154,7 +160,11 @@ def reduce_scatter(
     if pattern == "torch":
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
-    patterns: Patterns = {"ring": ring.reduce_scatter, "tcp": tcp.reduce_scatter, "cma": tcp.reduce_scatter}
+    patterns: Patterns = {
+        "ring": pipelined_ring.reduce_scatter,
+        "tcp": socket_ring.reduce_scatter,
+        "cma": socket_ring.reduce_scatter,
+    }
     work = patterns[pattern]
     divisor = divisor_before(op, full.dtype, dist.get_world_size(group))
     operands = Out(shard), In(full, divisor)
@@ -174,13 +184,13 @@ def all_reduce(
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
     patterns: Patterns = {
-        "ring": ring.all_reduce,
-        "tcp": tcp.all_reduce,
-        "cma": tcp.all_reduce,
+        "ring": pipelined_ring.all_reduce,
+        "tcp": socket_ring.all_reduce,
+        "cma": socket_ring.all_reduce,
         "tree": tree.all_reduce,
-        "flat": flat.all_reduce,
-        "recursive_doubling": doubling.recursive_doubling,
-        "halving_doubling": doubling.halving_doubling,
+        "flat": star.all_reduce,
+        "recursive_doubling": hypercube.recursive_doubling,
+        "halving_doubling": hypercube.halving_doubling,
     }
     work = patterns[pattern]
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
@@ -214,7 +224,11 @@ def all_to_all(
     if pattern == "torch":
         return native.all_to_all(output, full, outs, ins, group, async_op)
     header = Header("all_to_all", pattern, full.dtype)
-    work = lambda wire, out, x: pairwise.all_to_all(wire, out, x, outs, ins)  # noqa: E731
+
+    def work(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
+        check_parts(wire, outs, ins)
+        pairwise.all_to_all(wire, out, x, outs, ins)
+
     return submit(header, group, async_op, work, Out(output), In(full))
 
 

@@ -22,8 +22,8 @@ The two doublings stand for powers of two; for other n, the largest one below n 
 
 from dataclasses import dataclass
 
-from comm.header import ROW_BYTES
 from comm.shards import SEGMENT_BYTES, TCP_SEGMENT_BYTES, shard_sizes
+from comm.transport.handshake import ROW_BYTES
 from lab.ledger import Traffic
 
 

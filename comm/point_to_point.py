@@ -27,19 +27,21 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from comm import collectives, refuse, slow_link
+from comm import collectives
 from comm.cost import Link
-from comm.operands import goes_by_host
-from comm.order import queue_of
 from comm.script import start
-from comm.wire import Group, Transfer, device_of, peer_wire
+from comm.transport import slow_link
+from comm.transport.staging import goes_by_host
+from comm.transport.wire import Group, Transfer, device_of, peer_wire
+from comm.transport.work_queue import queue_of
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.same_start import check_same_start
 from lab.stream_clock import time_when_done
 
 
 class SlowTransfer:
-    """A message behind a slow link, and another one that says when it arrives (comm.slow_link)."""
+    """A message behind a slow link, and another one that says when it arrives (transport/slow_link.py)."""
 
     def __init__(self, payload: Transfer, arrival: Transfer, is_received: bool) -> None:
         self._payload, self._arrival, self._is_received = payload, arrival, is_received
@@ -167,6 +169,9 @@ def _neighbours(group: Group) -> tuple[int, int]:
     return (rank - 1) % n, (rank + 1) % n
 
 
+MAX_MESSAGE_MB = 1 << 13  # 8 GiB
+
+
 @dataclasses.dataclass
 class Args:
     """Point to point: the two rings that work, and this link's alpha and beta."""
@@ -177,11 +182,17 @@ class Args:
     """Print the figures as one JSON line at the end."""
 
 
+def validate_message(megabytes: float) -> None:
+    """Refuse a size that no message has, and one that a machine cannot hold some copies of."""
+    if not 1e-5 <= megabytes <= MAX_MESSAGE_MB:
+        raise WorkbookError(f"--mb {megabytes:g}: a message has from 0.00001 to {MAX_MESSAGE_MB} MiB.")
+
+
 def main(cluster: Cluster, args: Args) -> None:
-    refuse.message(args.mb)
+    validate_message(args.mb)
     check_same_start(cluster, torch.empty(0), {"--mb": args.mb})
     if cluster.world_size < 2:
-        raise collectives.CommError("Point to point takes two: start at least 2 ranks (WORLD_SIZE=2).")
+        raise WorkbookError("Point to point takes two: start at least 2 ranks (WORLD_SIZE=2).")
     out = sys.stderr if args.json else sys.stdout
     rings: list[Callable[..., None]] = [ring_even_odd, ring_non_blocking]
     figures: dict[str, float | str | int] = {"run_mode": "point_to_point", "world_size": cluster.world_size}

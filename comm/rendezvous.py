@@ -3,7 +3,7 @@
       rank 0                        rank 1                       everyone
       opens the store at            connects to it, as often     writes who it is, counts who has come,
       MASTER_ADDR:MASTER_PORT       as it takes                  says who is missing; then the group forms
-                                                                 (comm.liveness tells all when one dies)
+                                                                 (membership/liveness.py: who dies is named)
 
 The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one, and a
 worker that is started again after a crash finds its dead predecessor's keys in it: so every attempt
@@ -27,11 +27,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from comm import gpus, liveness, meeting
-from comm.settings import check_interface, master, number, place, seconds
-from comm.store import meeting_store
-from comm.watched_store import WatchedStore
-from comm.wire import CommError
+from comm.errors import CommError
+from comm.membership import gpus, liveness, meeting
+from comm.membership.settings import check_interface, master, number, place, seconds
+from comm.membership.store import meeting_store
+from comm.membership.watched_store import WatchedStore
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.interface import LOOPBACK, own_interface

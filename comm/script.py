@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 import tyro
 
-from comm import liveness
+from comm.membership import liveness
 from comm.rendezvous import join, leave
-from comm.wire import is_lost_connection
+from comm.transport.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.together import reason

@@ -10,7 +10,9 @@ import torch
 # Small enough that adding one segment overlaps with receiving the next, large enough that the cost
 # of a message is small beside its payload: below 256 KiB gloo slows down.
 SEGMENT_BYTES = 1 << 20
-TCP_SEGMENT_BYTES = 1 << 22  # where one loop does everything (comm.tcp), longer stretches of the same pay
+TCP_SEGMENT_BYTES = (
+    1 << 22
+)  # where one loop does everything (transport/socket_ring.py), longer stretches of the same pay
 
 
 def shard_sizes(numel: int, ranks: int) -> list[int]:

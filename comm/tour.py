@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from comm import collectives as c
-from comm import cost, refuse
-from comm.point_to_point import measure_link
+from comm import cost
+from comm.point_to_point import measure_link, validate_message
 from comm.script import start
 from comm.shards import shard_sizes
-from comm.wire import device_of
+from comm.transport.wire import device_of
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.interface import interface_bytes_sent
@@ -169,7 +169,7 @@ def all_ranks(cluster: Cluster, key: str, mine: dict) -> list[dict]:
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    refuse.message(args.mb)
+    validate_message(args.mb)
     if not 1 <= args.repeats <= MAX_REPEATS:
         raise WorkbookError(f"--repeats {args.repeats}: there are from 1 to {MAX_REPEATS}.")
     check_same_start(cluster, torch.empty(0), {"--mb": args.mb, "--repeats": args.repeats})

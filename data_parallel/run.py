@@ -1,12 +1,12 @@
-"""A run whose gradients are all-reduced: comm.run, and how long a step should take (predict.py)."""
+"""A run whose gradients are all-reduced: training.run, and how long a step should take (predict.py)."""
 
-import comm.run
+import training.run
 from comm import cost
 from data_parallel.predict import median_step_seconds
 from lab.gantt import Event
 
 
-class Run(comm.run.Run):
+class Run(training.run.Run):
     """One rank's side of a data parallel run."""
 
     def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from comm.collectives import Group, all_gather
-from comm.wire import device_of
+from comm.transport.wire import device_of
 from lab.errors import WorkbookError
 
 Uneven = Literal["pad", "drop", "keep"]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, broadcast, default_pattern
-from data_parallel.clipping import clip_grad_norm_
 from data_parallel.flat import Piece
 from data_parallel.gradient_shard import GradientShard, OnTheWay
 from data_parallel.unit import Block, Unit, blocks_of
 from data_parallel.wrapped import Wrapped, refuse_penalties
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
+from training.clipping import clip_grad_norm_
 
 
 class ShardedModule(nn.Module):

@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from comm import cost
 from comm.collectives import Group, all_gather, all_reduce, broadcast, default_pattern
-from comm.gradient_part import GradientPart
-from data_parallel.clipping import clip_grad_norm_
 from data_parallel.elementwise import refuse_unless_elementwise
 from data_parallel.flat import Bucket, Piece, fill
 from data_parallel.guard import replace_hook
@@ -28,6 +26,8 @@ from data_parallel.in_order import InOrder
 from data_parallel.shard_guard import ANOTHER_BACKWARD, ShardGuard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
+from training.clipping import clip_grad_norm_
+from training.gradient_part import GradientPart
 
 MIB = 1 << 20
 

@@ -22,8 +22,6 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from comm import refuse
-from comm.arguments import given
 from comm.collectives import all_gather, all_reduce
 from comm.script import start
 from data_parallel.sampler import DistributedSampler
@@ -34,6 +32,8 @@ from lab.errors import WorkbookError
 from lab.meter import Meter
 from lab.model import BabyCNN
 from lab.same_start import check_same_start
+from training.arguments import given
+from training.validate import validate_numbers, validate_shares
 
 
 @dataclasses.dataclass
@@ -76,10 +76,10 @@ def main(cluster: Cluster, args: Args) -> None:
     data = load_digits()
     check_same_start(cluster, data[0], {"RUN_MODE": "train"} | given(args))
     images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in data)
-    refuse.numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
+    validate_numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
     if args.epochs < 1:
         raise WorkbookError(f"--epochs {args.epochs}: there must be at least one.")
-    refuse.uneven(args.batch_size, cluster.world_size)
+    validate_shares(args.batch_size, cluster.world_size)
     sampler = DistributedSampler(len(images), cluster.rank, cluster.world_size, args.seed)
     loader = DataLoader(
         TensorDataset(images, labels), batch_size=args.batch_size // cluster.world_size, sampler=sampler

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
-from comm.arguments import AccumulationArgs
 from comm.collectives import Group, Work, all_reduce, broadcast, default_pattern
 from comm.script import start
 from data_parallel.bucket_layout import Bucket, Layout
@@ -43,6 +42,7 @@ from lab.ledger import Traffic
 from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from training.arguments import AccumulationArgs
 
 MIB = 1 << 20
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from comm import cost
-from comm.arguments import AccumulationArgs
 from comm.collectives import CommError, Group, all_reduce
 from comm.script import start
 from data_parallel.run import Run
@@ -40,6 +39,7 @@ from lab.ledger import Traffic
 from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from training.arguments import AccumulationArgs
 
 
 @dataclasses.dataclass

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from comm import cost
-from comm.arguments import Args
 from comm.collectives import Group, all_reduce, broadcast
 from comm.script import start
 from data_parallel.guard import ReplicaGuard
@@ -32,6 +31,7 @@ from lab.cluster import Cluster
 from lab.ledger import Traffic
 from lab.model import loss_of
 from lab.timeline import span
+from training.arguments import Args
 
 
 class NaiveDataParallel(nn.Module):

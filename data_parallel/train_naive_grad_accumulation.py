@@ -20,7 +20,6 @@ import dataclasses
 
 import torch
 
-from comm.arguments import AccumulationArgs
 from comm.script import start
 from data_parallel.run import Run
 from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
@@ -28,6 +27,7 @@ from lab.cluster import Cluster
 from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from training.arguments import AccumulationArgs
 
 
 @dataclasses.dataclass

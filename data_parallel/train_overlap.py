@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from comm import cost
-from comm.arguments import AccumulationArgs
 from comm.collectives import Group, Work, all_reduce, broadcast
 from comm.script import start
 from data_parallel.guard import ReplicaGuard, replace_hook
@@ -36,6 +35,7 @@ from lab.ledger import Traffic
 from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from training.arguments import AccumulationArgs
 
 
 class OverlapDataParallel(nn.Module):

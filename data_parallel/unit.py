@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, Work, all_gather, broadcast, default_pattern
-from comm.gradient_part import GradientPart
 from data_parallel.flat import Flat, Piece, fill
 from data_parallel.freed import fill_in, free, stand_in
 from data_parallel.gradient_shard import GradientShard, OnTheWay
 from lab.ledger import Traffic
+from training.gradient_part import GradientPart
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 

@@ -1,4 +1,4 @@
-"""What the ZeRO scripts share beyond comm.run: arguments, checkpoints in shards, the memory report.
+"""What the ZeRO scripts share beyond training.run: arguments, checkpoints in shards, the memory report.
 
 run = ZeroRun(cluster, args, "zero1")
 optimizer = ZeroOptimizer(model.parameters(), run.optimizer_class, pattern=run.pattern, lr=args.lr)
@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from comm import refuse
-from comm.arguments import AccumulationArgs, NotOffered, TrainArgs
 from comm.collectives import broadcast
-from comm.run import Run
 from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
 from data_parallel.sharded_optimizer import ShardedOptimizer
@@ -30,6 +27,9 @@ from data_parallel.zero_memory import MemoryReport, flat_share, replicated, stat
 from lab.checkpoint import refusing_misfits
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from training.arguments import AccumulationArgs, NotOffered, TrainArgs
+from training.run import Run
+from training.validate import validate_shared_folder
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -119,7 +119,7 @@ class ZeroRun(Run):
 
     def _check_folder(self, folder: str) -> None:
         """Refuse a folder that not all ranks share, too: each writes a part of the checkpoint."""
-        refuse.unshared(self._cluster, "--checkpoint", folder, self._args.resume)
+        validate_shared_folder(self._cluster, "--checkpoint", folder, self._args.resume)
 
     def _made_with(self) -> dict[str, Any]:
         """Any stage goes on from any other's checkpoint, and on any number of ranks."""

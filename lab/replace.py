@@ -26,7 +26,7 @@ def active() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replaced(path: str, implementation: Any) -> Iterator[None]:
-    """Put `implementation` in the place of `path`, e.g. "comm.ring.chunk_index" or "module.Class.method".
+    """Put `implementation` in the place of `path`, such as "comm.cost.seconds" or "module.Class.method".
 
     Raises LookupError when nothing has that name.
     """

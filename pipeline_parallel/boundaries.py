@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.point_to_point import recv, send
-from comm.wire import Group
+from comm.transport.wire import Group
 from lab.errors import WorkbookError
 from lab.together import on_all, reason
 from pipeline_parallel.actions import Table, placement

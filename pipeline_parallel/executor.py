@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comm.channels import Channels
+from comm.errors import CommError
 from comm.point_to_point import SlowTransfer, irecv, isend
-from comm.wire import CommError, Group, Transfer
+from comm.transport.channels import Channels
+from comm.transport.wire import Group, Transfer
 from lab import timeline
 from pipeline_parallel.actions import (
     BACKWARD,

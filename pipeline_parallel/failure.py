@@ -11,7 +11,7 @@ each message; on a GPU, where a look would make the host wait, for one look at t
 sentence travels over the group's store. Gradients that were added before the failure stay: `zero_grad()`.
 
 A failure that comes after a rank's last message is that rank's own. When it leaves because of it, the others
-lose a connection, and name it (comm.liveness).
+lose a connection, and name it (comm.membership.liveness).
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.wire import Group, group_of
+from comm.transport.wire import Group, group_of
 from lab.errors import WorkbookError
 from lab.together import reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action

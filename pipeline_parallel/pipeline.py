@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from comm.collectives import all_reduce, broadcast
 from comm.point_to_point import irecv, isend, recv, send
-from comm.wire import Group
+from comm.transport.wire import Group
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
-from lab.norm import sum_of_squares
 from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.boundaries import agreed_parts, exchange_boundaries
@@ -32,6 +31,7 @@ from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, ties
 from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
 from pipeline_parallel.tied import NewGradients
+from training.norm import sum_of_squares
 
 
 class Pipeline(nn.Module):

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share beyond comm.run: a model cut into stages, checkpoints, the report."""
+"""What this folder's scripts share beyond training/run.py: a model in stages, checkpoints, the report."""
 
 import dataclasses
 import io
@@ -9,12 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-import comm.run
-from comm import checkpoint, slow_link
-from comm.arguments import TrainArgs
+import training.run
 from comm.cost import Link
 from comm.point_to_point import measure_link
-from comm.run import WARMUP, WATCHED
+from comm.transport import slow_link
 from lab import timeline
 from lab.chrome_trace import write_chrome_trace
 from lab.cluster import Cluster
@@ -33,6 +31,9 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import Report, Seen
 from pipeline_parallel.stage import measured_costs
 from pipeline_parallel.validate import validate
+from training import checkpoint
+from training.arguments import TrainArgs
+from training.run import WARMUP, WATCHED
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
 
@@ -64,7 +65,7 @@ class ChunkedArgs(Args):
     """Stages of each rank."""
 
 
-class Run(comm.run.Run):
+class Run(training.run.Run):
     """One rank's side of a pipeline run: all ranks see the whole batch, the first and the last use it."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
@@ -134,7 +135,7 @@ class Run(comm.run.Run):
         return self.mean_loss(nothing if outcome.loss is None else outcome.loss * self._cluster.world_size)
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        """As comm.run's, of the whole model put together; all ranks must call it."""
+        """As training.run's, of the whole model put together; all ranks must call it."""
         assert isinstance(model, Pipeline)
         timeline.stop_recording()
         whole = self.model()

@@ -28,9 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from comm.collectives import Group, all_reduce, fastest_pattern
-from lab.errors import WorkbookError
-from lab.model import seeded
-from tensor_parallel.functions import (
+from comm.functions import (
     Gathering,
     Scattering,
     gather,
@@ -39,6 +37,8 @@ from tensor_parallel.functions import (
     split,
     sum_over_ranks,
 )
+from lab.errors import WorkbookError
+from lab.model import seeded
 
 TIME = 1  # the dim that sequence parallel cuts: x is (batch, time, width)
 

@@ -23,15 +23,13 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
-from comm.gradient_part import GradientPart
+from comm.functions import Gathering, own_part
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
-from lab.norm import sum_of_squares
 from tensor_parallel.accumulation import PartialGradients
 from tensor_parallel.arguments import the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tensor_parallel.functions import Gathering, own_part
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -41,6 +39,8 @@ from tensor_parallel.layers import (
     refuse_unless_divided,
 )
 from tensor_parallel.randomness import RankDropout, RankRandomness
+from training.gradient_part import GradientPart
+from training.norm import sum_of_squares
 
 
 class TensorParallel(nn.Module):

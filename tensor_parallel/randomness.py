@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
-from comm.wire import device_of
+from comm.transport.wire import device_of
 
 
 class RankRandomness:

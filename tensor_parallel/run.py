@@ -1,4 +1,4 @@
-"""What the scripts of this folder share beyond comm.run: a batch for all ranks, whole checkpoints."""
+"""What the scripts of this folder share beyond training.run: a batch for all ranks, whole checkpoints."""
 
 import contextlib
 import dataclasses
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-import comm.run
-from comm import checkpoint
-from comm.arguments import NotOffered, TrainArgs
+import training.run
+from comm.functions import Gathering
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
-from tensor_parallel.functions import Gathering
 from tensor_parallel.parallelize import TensorParallel
+from training import checkpoint
+from training.arguments import NotOffered, TrainArgs
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class Args(TrainArgs):
     metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
 
 
-class Run(comm.run.Run):
+class Run(training.run.Run):
     """One rank's side of a tensor parallel run: all ranks train on the same examples."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
@@ -80,7 +80,7 @@ class Run(comm.run.Run):
             hook.remove()
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        """As comm.run's, of the whole model put together; all ranks must call it."""
+        """As training.run's, of the whole model put together; all ranks must call it."""
         assert isinstance(model, TensorParallel)
         whole = self.model()
         whole.load_state_dict(model.full_state_dict())

@@ -76,7 +76,7 @@ def test_there_are_mutants_and_each_has_a_symptom_of_its_own():
 
 def test_a_mutant_that_does_not_differ_would_be_reported_as_a_survivor(monkeypatch):
     file = importlib.import_module("exercises.mutants.ring_chunk_off_by_one")
-    monkeypatch.setattr(file, "mutant", importlib.import_module("comm.ring").chunk_sent)
+    monkeypatch.setattr(file, "mutant", importlib.import_module("comm.algorithms.pipelined_ring").chunk_sent)
     with pytest.raises(pytest.fail.Exception, match="ring_chunk_off_by_one survives"):
         test_the_mutant_is_killed_by_the_test_it_names("ring_chunk_off_by_one")
 

@@ -69,7 +69,7 @@ def test_everything_is_imported_a_script_runs_as_one_process_and_run_ranks_says_
             with pytest.raises(get("lab.errors").WorkbookError) as refusal:
                 get("lab.ranks").run_ranks(print, 2)
             with get("comm.script").joined() as cluster:
-                script, arguments = get("data_parallel.train_naive"), get("comm.arguments")
+                script, arguments = get("data_parallel.train_naive"), get("training.arguments")
                 script.main(cluster, arguments.Args(steps=2, size="tiny", batch_size=2, json=True))
                 fastest = get("comm.collectives").fastest_pattern("all_reduce")
         return str(refusal.value), fastest, json.loads(out.getvalue())

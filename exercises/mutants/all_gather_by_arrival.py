@@ -3,9 +3,9 @@
 import torch
 
 from comm.shards import shards_of
-from comm.wire import Wire
+from comm.transport.wire import Wire
 
-TARGET = "comm.ring.all_gather"
+TARGET = "comm.algorithms.pipelined_ring.all_gather"
 KILLER = "tests.comm.test_collectives.test_an_all_gather_puts_shards_in_rank_order_on_every_rank"
 
 

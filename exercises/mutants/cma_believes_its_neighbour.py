@@ -2,13 +2,13 @@
 
 import socket
 
-from comm import cma
+from comm.transport import cross_memory
 
-TARGET = "comm.cma.verify"
-KILLER = "tests.comm.test_cma.test_a_neighbour_that_shows_the_memory_of_a_third_process_is_not_read"
+TARGET = "comm.transport.cross_memory.verify"
+KILLER = "tests.comm.test_cross_memory.test_a_neighbour_that_shows_the_memory_of_a_third_process_is_not_read"
 
 
 def mutant(left: socket.socket, nonce: bytes) -> int:
-    cma._exactly(left, cma._ADDRESS.size)
-    left.sendall(cma._READ)
-    return cma._peer(left)
+    cross_memory._exactly(left, cross_memory._ADDRESS.size)
+    left.sendall(cross_memory._READ)
+    return cross_memory._peer(left)

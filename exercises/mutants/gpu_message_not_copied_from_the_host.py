@@ -1,8 +1,8 @@
 """Pipelines with BACKEND=gloo train on GPUs with activations and gradients that never arrived."""
 
-from comm.wire import Transfer
+from comm.transport.wire import Transfer
 
-TARGET = "comm.wire.Transfer.wait"
+TARGET = "comm.transport.wire.Transfer.wait"
 KILLER = "tests.comm.test_point_to_point.test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory"
 
 

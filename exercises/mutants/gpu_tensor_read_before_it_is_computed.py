@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 import torch
 
-from comm.handover import Handover
+from comm.transport.gpu_handover import Handover
 
-TARGET = "comm.handover.Handover.taken"
-KILLER = "tests.comm.test_handover.test_it_waits_for_what_was_launched_before_and_not_for_what_comes_after"
+TARGET = "comm.transport.gpu_handover.Handover.taken"
+KILLER = (
+    "tests.comm.test_gpu_handover.test_it_waits_for_what_was_launched_before_and_not_for_what_comes_after"
+)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """One rank sends whole numbers, the others floats: no error, and the sum is garbage."""
 
-from comm.header import Header
+from comm.transport.handshake import Header
 
-TARGET = "comm.header._common"
-KILLER = "tests.comm.test_mismatch.test_another_dtype_of_the_same_width_is_told"
+TARGET = "comm.transport.handshake._common"
+KILLER = "tests.comm.test_handshake.test_another_dtype_of_the_same_width_is_told"
 
 
 def mutant(header: Header) -> tuple:

@@ -1,8 +1,8 @@
 """Ranks that do not fit together: one is told so and leaves, and its slower peer only that it has left."""
 
-from comm.wire import Wire
+from comm.transport.wire import Wire
 
-TARGET = "comm.header.wait_until_all_have_read"
+TARGET = "comm.transport.handshake.wait_until_all_have_read"
 KILLER = (
     "tests.comm.test_leaving."
     "test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_have_read_its_header"

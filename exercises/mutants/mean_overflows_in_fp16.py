@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "comm.reduction.divisor_before"
+TARGET = "comm.algorithms.reduction.divisor_before"
 KILLER = "tests.comm.test_collectives.test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would"
 
 

@@ -1,8 +1,8 @@
 """A rank dies, and each survivor blames its own neighbour: the one whose connection it has lost."""
 
-from comm.liveness import Gone
+from comm.membership.liveness import Gone
 
-TARGET = "comm.liveness.cause"
+TARGET = "comm.membership.liveness.cause"
 KILLER = "tests.comm.test_liveness.test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour"
 
 

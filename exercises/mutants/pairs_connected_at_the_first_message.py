@@ -1,6 +1,6 @@
 """On nccl a pipeline's first step may hang: two ranks are connected only when both have come to a message."""
 
-TARGET = "comm.channels.Channels._connect"
+TARGET = "comm.transport.channels.Channels._connect"
 KILLER = (
     "tests.comm.test_channels."
     "test_all_pairs_are_connected_before_the_first_message_where_connecting_holds_up_the_host"

@@ -2,12 +2,12 @@
 
 import torch
 
-from comm.pairwise import all_to_all
-from comm.reduction import combine, finish
+from comm.algorithms.pairwise import all_to_all
+from comm.algorithms.reduction import combine, finish
 from comm.shards import shards_of
-from comm.wire import Wire
+from comm.transport.wire import Wire
 
-TARGET = "comm.ring.reduce_scatter"
+TARGET = "comm.algorithms.pipelined_ring.reduce_scatter"
 KILLER = "tests.comm.test_collectives.test_a_reduce_scatter_gives_each_rank_its_own_shard"
 
 

@@ -1,6 +1,6 @@
 """All-reduced gradients are wrong, in another way on every rank: the loss is noise, replicas drift apart."""
 
-TARGET = "comm.ring.chunk_sent"
+TARGET = "comm.algorithms.pipelined_ring.chunk_sent"
 KILLER = "tests.comm.test_collectives.test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk"
 
 

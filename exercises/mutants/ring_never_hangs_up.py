@@ -2,13 +2,13 @@
 
 import torch.distributed as dist
 
-TARGET = "comm.sockets._close_forgotten"
-KILLER = "tests.comm.test_tcp.test_mismatches_leave_no_connection_behind"
+TARGET = "comm.transport.sockets._close_forgotten"
+KILLER = "tests.comm.test_socket_ring.test_mismatches_leave_no_connection_behind"
 
 _kept: list[object] = []
 
 
 def mutant(group: dist.ProcessGroup, pattern: str) -> None:
-    from comm import sockets
+    from comm.transport import sockets
 
     _kept.append(sockets._forgotten.get(group, {}).pop(pattern, None))

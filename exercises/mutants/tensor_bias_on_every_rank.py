@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_parallel.functions import scatter_sums, split, sum_over_ranks
+from comm.functions import scatter_sums, split, sum_over_ranks
 
 TARGET = "tensor_parallel.layers.RowParallelLinear.forward"
 KILLER = "tests.tensor_parallel.test_layers.test_the_bias_of_a_row_layer_is_added_once"

@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "comm.gradient_part.GradientPart.norms"
+TARGET = "training.gradient_part.GradientPart.norms"
 KILLER = "tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_takes_the_norm_of_the_full_model"
 
 

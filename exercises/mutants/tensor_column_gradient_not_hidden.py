@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tensor_parallel.functions import Gathering, Scattering, summed
+from comm.functions import Gathering, Scattering, summed
 
 TARGET = "tensor_parallel.layers._ColumnParallel.backward"
 KILLER = (

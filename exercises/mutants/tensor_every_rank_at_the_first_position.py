@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from tensor_parallel.functions import own_part
+from comm.functions import own_part
 
 TARGET = "tensor_parallel.parallelize.OwnPositions.forward"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process_by_tokens"

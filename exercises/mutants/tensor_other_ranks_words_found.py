@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_parallel.functions import scatter_sums, sum_over_ranks
+from comm.functions import scatter_sums, sum_over_ranks
 from tensor_parallel.layers import local_words
 
 TARGET = "tensor_parallel.layers.VocabParallelEmbedding.forward"

@@ -4,9 +4,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from comm.collectives import Group
-from tensor_parallel.functions import summed
+from comm.functions import summed
 
-TARGET = "tensor_parallel.functions.sum_over_ranks"
+TARGET = "comm.functions.sum_over_ranks"
 KILLER = (
     "tests.tensor_parallel.test_functions.test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum"
 )

@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_parallel.functions import scatter_sums, sum_over_ranks
+from comm.functions import scatter_sums, sum_over_ranks
 
 TARGET = "tensor_parallel.layers.VocabParallelEmbedding.forward"
 KILLER = "tests.tensor_parallel.test_layers.test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks"

@@ -2,11 +2,11 @@
 
 import torch
 
-from comm.reduction import combine, finish
-from comm.tree import _family
-from comm.wire import Wire
+from comm.algorithms.reduction import combine, finish
+from comm.algorithms.tree import _family
+from comm.transport.wire import Wire
 
-TARGET = "comm.tree.reduce"
+TARGET = "comm.algorithms.tree.reduce"
 KILLER = "tests.comm.test_collectives.test_a_reduce_leaves_alone_what_the_other_ranks_brought"
 
 

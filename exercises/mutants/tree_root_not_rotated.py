@@ -1,8 +1,8 @@
 """A broadcast from rank 2 delivers what rank 0 has: a checkpoint read by another rank is silently lost."""
 
-from comm.wire import Wire
+from comm.transport.wire import Wire
 
-TARGET = "comm.tree._family"
+TARGET = "comm.algorithms.tree._family"
 KILLER = "tests.comm.test_collectives.test_a_tree_broadcasts_from_every_root"
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "comm.gradient_part.GradientPart.norm_of_one"
+TARGET = "training.gradient_part.GradientPart.norm_of_one"
 KILLER = "tests.data_parallel.test_zero3_refusals.test_torchs_own_clipping_takes_the_norm_over_all_ranks"
 
 

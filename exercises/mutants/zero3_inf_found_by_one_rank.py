@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "comm.gradient_part.GradientPart.unscale"
+TARGET = "training.gradient_part.GradientPart.unscale"
 KILLER = "tests.data_parallel.test_zero3_refusals.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none"
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-TARGET = "comm.gradient_part.GradientPart.of"
+TARGET = "training.gradient_part.GradientPart.of"
 KILLER = (
     "tests.data_parallel.test_sharded_clipping."
     "test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf"

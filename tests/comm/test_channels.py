@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from comm.channels import Channels
 from comm.point_to_point import irecv, isend
-from comm.wire import Wire
+from comm.transport.channels import Channels
+from comm.transport.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 

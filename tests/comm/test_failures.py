@@ -27,7 +27,7 @@ def outcomes(fn, world_size: int, **options) -> list:
 
 def sentence(text: str) -> str:
     """Return the CommError at the end of a traceback: a rank that ends of it passes the bad news on."""
-    return text.rsplit("comm.wire.CommError: ", 1)[-1]
+    return text.rsplit("comm.errors.CommError: ", 1)[-1]
 
 
 @pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
@@ -53,7 +53,7 @@ def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(pattern: str):
         collectives.barrier()
         x = torch.ones(1_000_000)
         if cluster.rank == 2:
-            with replaced("comm.reduction.combine", die):  # its first piece has just arrived
+            with replaced("comm.algorithms.reduction.combine", die):  # its first piece has just arrived
                 collectives.all_reduce(x, pattern=pattern)
         collectives.all_reduce(x, pattern=pattern)
 

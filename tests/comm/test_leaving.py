@@ -5,8 +5,9 @@ from contextlib import ExitStack
 
 import torch
 
-from comm import collectives, launch
-from comm.sockets import RingSockets
+from comm import collectives
+from comm.transport import submit
+from comm.transport.sockets import RingSockets
 from lab.ranks import run_ranks
 from lab.replace import replaced
 
@@ -22,7 +23,7 @@ def ends_alike(call, n: int, *args: object) -> str:
 
 
 def test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_have_read_its_header():
-    fits = launch._shard_fits
+    fits = submit._shard_fits
 
     def late(*args) -> bool:
         time.sleep(LATE)  # its header has left
@@ -32,7 +33,7 @@ def test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_h
         collectives.barrier()
         with ExitStack() as slowed:
             if cluster.rank == 1:
-                slowed.enter_context(replaced("comm.launch._shard_fits", late))
+                slowed.enter_context(replaced("comm.transport.submit._shard_fits", late))
             collectives.all_reduce(torch.ones(5 + cluster.rank))
 
     for n in (2, 3):
@@ -56,7 +57,7 @@ def test_a_rank_that_is_late_on_a_ring_of_our_own_is_told_as_well():
 
         with ExitStack() as slowed:
             if cluster.rank == 1:
-                slowed.enter_context(replaced("comm.sockets.RingSockets._push", late))
+                slowed.enter_context(replaced("comm.transport.sockets.RingSockets._push", late))
             collectives.all_reduce(x[cluster.rank :], pattern=pattern)
 
     for pattern in ("tcp", "cma"):

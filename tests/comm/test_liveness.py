@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import collectives, liveness, meeting, rendezvous
+from comm import collectives, rendezvous
+from comm.errors import CommError
+from comm.membership import liveness, meeting
 from comm.script import joined
-from comm.wire import CommError
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.same_start import check_same_start
@@ -22,11 +23,11 @@ from tests.comm.test_rendezvous import places, set_variables
 
 PROMPTLY = 20  # seconds; the timeouts below are 50
 POINTS = {
-    "after its first word": "comm.meeting.wait_for_all",
+    "after its first word": "comm.membership.meeting.wait_for_all",
     "before the group forms": "torch.distributed.init_process_group",
     "after the group has formed": "comm.rendezvous.WatchedStore",
     "before its data is compared": "lab.same_start.digest",
-    "before it connects to its neighbour": "comm.sockets.connect",
+    "before it connects to its neighbour": "comm.transport.sockets.connect",
     "before a reduction of torch's own": "torch.distributed.all_reduce",
 }
 

@@ -6,8 +6,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from comm import native, slow_link
 from comm.cost import Link
+from comm.transport import native, slow_link
 from lab.cluster import Cluster
 from lab.overlap import Overlap, overlap_of
 from lab.ranks import run_ranks

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import collectives, point_to_point, slow_link
+from comm import collectives, point_to_point
 from comm.collectives import CommError
 from comm.cost import Link
 from comm.point_to_point import irecv, isend, measure_link, recv, send
-from comm.wire import Wire
+from comm.transport import slow_link
+from comm.transport.wire import Wire
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import RankError, run_ranks
 

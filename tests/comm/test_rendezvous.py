@@ -11,8 +11,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from comm import collectives, meeting, rendezvous
+from comm import collectives, rendezvous
 from comm.collectives import CommError
+from comm.membership import meeting
 from comm.script import joined
 from lab.ranks import RankError, run_ranks
 from lab.store import open_store

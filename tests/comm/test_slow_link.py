@@ -5,14 +5,15 @@ import time
 import pytest
 import torch
 
-from comm import cost, slow_link
-from comm.calibrate import measure_all_reduce
+from comm import cost
 from comm.collectives import all_reduce, barrier, reduce_scatter
 from comm.cost import Link
+from comm.transport import slow_link
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.timeline import recorded, start_recording
 from tests.comm.simulated_time import simulated_time
+from training.calibrate import measure_all_reduce
 
 MIB = 1 << 20
 

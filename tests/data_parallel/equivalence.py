@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm import slow_link
 from comm.collectives import Group
 from comm.cost import Link
+from comm.transport import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel

@@ -288,7 +288,7 @@ def test_a_peer_that_dies_in_the_backward_is_named_by_those_who_meet_it(name: st
 
     # The timeout of a communication is the later one: a sentence must not need it.
     results = run_ranks(work, 3, timeout=20, group_timeout=40, collect_failures=True)
-    texts = [str(result).rsplit("comm.wire.CommError: ", 1)[-1] for result in results]
+    texts = [str(result).rsplit("comm.errors.CommError: ", 1)[-1] for result in results]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
     for rank in (0, 1):
         assert re.match(rf"all_reduce \((ring|tcp|cma|torch)\): rank {rank} ", texts[rank])

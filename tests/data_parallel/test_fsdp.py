@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from comm.cost import Link
-from comm.run import Run
 from data_parallel import sharded_checkpoint, train_fsdp
 from data_parallel.flat import Piece
 from data_parallel.sharded_checkpoint import pieces_of_dtensors
@@ -24,6 +23,7 @@ from lab.memory import saved_activations
 from lab.model import BabyCNN
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
+from training.run import Run
 
 
 def whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -198,7 +198,7 @@ def train(cluster: Cluster, **options: Any) -> dict[str, Any]:
 
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+        mock.patch("training.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
     ):
         train_fsdp.main(cluster, Args(**{"size": "tiny", "batch_size": 12, "steps": 4, "lr": 3e-3} | options))
     return summaries[0]

@@ -8,9 +8,7 @@ from unittest import mock
 
 import pytest
 
-from comm.arguments import AccumulationArgs
 from comm.cost import Link
-from comm.run import Run
 from data_parallel import (
     train_bucket_overlap,
     train_ddp,
@@ -21,6 +19,8 @@ from data_parallel import (
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.summary import FIELDS
+from training.arguments import AccumulationArgs
+from training.run import Run
 
 # An optimizer imports torch._dynamo: a second or more in every rank that is new.
 
@@ -53,7 +53,7 @@ def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+        mock.patch("training.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
     ):
         script.main(cluster, settings)
     return summaries[0]

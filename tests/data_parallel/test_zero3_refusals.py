@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comm.wire import CommError
+from comm.errors import CommError
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.errors import WorkbookError

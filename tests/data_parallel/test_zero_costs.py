@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from comm import slow_link
 from comm.cost import Link
+from comm.transport import slow_link
 from lab.ledger import LEDGER, Entry
 from lab.memory import live_bytes
 from lab.ranks import run_ranks

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comm import slow_link
 from comm.cost import Link
+from comm.transport import slow_link
 from data_parallel import sharded_checkpoint
 from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.gradient_shard import GradientShard

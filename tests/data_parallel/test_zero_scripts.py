@@ -14,16 +14,17 @@ import pytest
 import tyro
 from torch import nn
 
-from comm.run import Run
 from data_parallel import train_fsdp, train_zero1, train_zero2, train_zero3
 from data_parallel.zero_run import BucketedZeroArgs
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tests.data_parallel import test_run, test_scripts
-from tests.data_parallel.test_run import the_one_sentence
+from tests.data_parallel import test_scripts
 from tests.data_parallel.test_scripts import STEPS, rows_of
 from tests.summary import FIELDS
+from tests.training import test_run
+from tests.training.test_run import the_one_sentence
+from training.run import Run
 
 SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero1": (train_zero1, BucketedZeroArgs, {"bucket_mb": 0.02}),

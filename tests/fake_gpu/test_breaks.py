@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from comm import point_to_point
 from comm.collectives import all_reduce
-from comm.native_handle import NativeHandle
-from comm.wire import Wire
+from comm.transport.native_handle import NativeHandle
+from comm.transport.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import RankError
 from lab.replace import replaced
 from tests.fake_gpu import test_techniques as techniques
 from tests.fake_gpu.ranks import on_gpus
 
-WAIT = "comm.native_handle.NativeHandle.wait"
+WAIT = "comm.transport.native_handle.NativeHandle.wait"
 
 
 def hook_that_does_not_know_the_stream(
@@ -75,7 +75,12 @@ def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, stage: 
 def test_pairs_that_are_connected_at_the_first_message_hang_a_pipeline(fails, monkeypatch):
     monkeypatch.setenv("FAKE_TIMEOUT", "3")
     test = partial(techniques.test_a_pipeline_is_one_process, "gpipe", 2, 2)
-    fails("comm.channels.Channels._connect", lambda self, pairs: None, test, "waits in ncclCommInitRank")
+    fails(
+        "comm.transport.channels.Channels._connect",
+        lambda self, pairs: None,
+        test,
+        "waits in ncclCommInitRank",
+    )
 
 
 def test_two_ranks_that_post_their_receives_first_hang(fails):
@@ -85,7 +90,12 @@ def test_two_ranks_that_post_their_receives_first_hang(fails):
         assert incoming.tolist() == [1.0] * 3
 
     on_gpus(turn)
-    fails("comm.wire.Wire.batch", plain_messages, lambda: on_gpus(turn, FAKE_TIMEOUT="3"), "a deadlock")
+    fails(
+        "comm.transport.wire.Wire.batch",
+        plain_messages,
+        lambda: on_gpus(turn, FAKE_TIMEOUT="3"),
+        "a deadlock",
+    )
 
 
 def test_nccl_refuses_what_is_on_the_host():

@@ -5,10 +5,10 @@ import types
 
 import pytest
 
+import comm.algorithms.pipelined_ring
+import comm.algorithms.reduction
 import comm.collectives
 import comm.cost
-import comm.reduction
-import comm.ring
 import comm.shards
 from lab import replace
 from lab.ledger import LEDGER, Ledger
@@ -31,7 +31,12 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_name_and_comes_back(
     with replaced("comm.shards.shard_sizes", everything_to_rank_0):
         for module in (comm.shards, comm.cost, comm.collectives):
             assert module.shard_sizes is everything_to_rank_0
-        assert [len(part) for part in comm.ring.shards_of(comm.ring.torch.ones(5), 3)] == [5, 0, 0]
+        assert [
+            len(part)
+            for part in comm.algorithms.pipelined_ring.shards_of(
+                comm.algorithms.pipelined_ring.torch.ones(5), 3
+            )
+        ] == [5, 0, 0]
     for module in (comm.shards, comm.cost, comm.collectives):
         assert module.shard_sizes is original
 
@@ -49,11 +54,11 @@ def test_a_class_and_a_single_method_can_be_replaced():
 
 
 def test_the_original_comes_back_after_an_error_too():
-    original = comm.reduction.finish
-    with pytest.raises(ZeroDivisionError), replaced("comm.reduction.finish", print):
-        assert comm.ring.finish is print
+    original = comm.algorithms.reduction.finish
+    with pytest.raises(ZeroDivisionError), replaced("comm.algorithms.reduction.finish", print):
+        assert comm.algorithms.pipelined_ring.finish is print
         raise ZeroDivisionError
-    assert comm.reduction.finish is original and comm.ring.finish is original
+    assert comm.algorithms.reduction.finish is original and comm.algorithms.pipelined_ring.finish is original
     assert replace.active() == {}
 
 
@@ -73,13 +78,13 @@ def test_the_inner_one_of_two_replacements_wins_until_it_ends():
     def second(*args):
         return 2
 
-    with replaced("comm.ring.chunk_sent", first):
-        with replaced("comm.ring.chunk_sent", second):
-            assert comm.ring.chunk_sent(0, 0, 3) == 2
-            assert replace.active() == {"comm.ring.chunk_sent": second}
-        assert comm.ring.chunk_sent(0, 0, 3) == 1
-        assert replace.active() == {"comm.ring.chunk_sent": first}
-    assert comm.ring.chunk_sent(0, 0, 3) == 2  # rank 0 begins with chunk 2
+    with replaced("comm.algorithms.pipelined_ring.chunk_sent", first):
+        with replaced("comm.algorithms.pipelined_ring.chunk_sent", second):
+            assert comm.algorithms.pipelined_ring.chunk_sent(0, 0, 3) == 2
+            assert replace.active() == {"comm.algorithms.pipelined_ring.chunk_sent": second}
+        assert comm.algorithms.pipelined_ring.chunk_sent(0, 0, 3) == 1
+        assert replace.active() == {"comm.algorithms.pipelined_ring.chunk_sent": first}
+    assert comm.algorithms.pipelined_ring.chunk_sent(0, 0, 3) == 2  # rank 0 begins with chunk 2
     assert replace.active() == {}
 
 
@@ -103,9 +108,9 @@ def test_a_mistake_in_a_replacement_shows_its_own_line():
         raise ValueError("not written yet")
 
     def reduce_all(cluster) -> None:
-        comm.collectives.all_reduce(comm.ring.torch.ones(2))
+        comm.collectives.all_reduce(comm.algorithms.pipelined_ring.torch.ones(2))
 
-    with replaced("comm.reduction.finish", broken), pytest.raises(RankError) as error:
+    with replaced("comm.algorithms.reduction.finish", broken), pytest.raises(RankError) as error:
         run_ranks(reduce_all, 2)
     assert 'raise ValueError("not written yet")' in str(error.value)
 
@@ -113,12 +118,12 @@ def test_a_mistake_in_a_replacement_shows_its_own_line():
 @pytest.mark.parametrize(
     "path",
     [
-        "comm.ring.no_such_function",
+        "comm.algorithms.pipelined_ring.no_such_function",
         "comm.no_such_module.function",
         "no_such_package.function",
         "lab.ledger.Ledger.no_such_method",
         "lab.ledger.NoSuchClass.method",
-        "comm.ring.chunk_sent.attribute",
+        "comm.algorithms.pipelined_ring.chunk_sent.attribute",
         "ring",
     ],
 )

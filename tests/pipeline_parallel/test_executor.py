@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from comm import collectives, slow_link
+from comm import collectives
 from comm.cost import Link
+from comm.transport import slow_link
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.errors import WorkbookError

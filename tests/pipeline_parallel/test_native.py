@@ -19,11 +19,11 @@ from lab.errors import WorkbookError
 from lab.ledger import LEDGER, Traffic
 from lab.model import loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel import train_1f1b, train_native
+from pipeline_parallel import train_1f1b, train_torch_pipelining
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.run import Args, Run
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.train_native import TorchSchedule, by_comm
+from pipeline_parallel.train_torch_pipelining import TorchSchedule, by_comm
 from tests.pipeline_parallel.equivalence import (
     RTOL,
     Batch,
@@ -36,7 +36,7 @@ from tests.pipeline_parallel.equivalence import (
     text,
 )
 
-forked.preload("pipeline_parallel.train_native", "pipeline_parallel.train_1f1b")
+forked.preload("pipeline_parallel.train_torch_pipelining", "pipeline_parallel.train_1f1b")
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 
@@ -108,7 +108,7 @@ def summary(cluster: Cluster, script: Any, args: Args, **changes: Any) -> dict[s
 
 
 def native(cluster: Cluster, **changes: Any) -> dict[str, Any]:
-    return summary(cluster, train_native, train_native.Args(), **changes)
+    return summary(cluster, train_torch_pipelining, train_torch_pipelining.Args(), **changes)
 
 
 def test_a_run_ends_where_ours_does_and_sends_what_the_formula_says():
@@ -157,6 +157,6 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
 
 def test_what_is_not_for_pytorchs_schedules_is_not_offered(capsys):
     with pytest.raises(SystemExit):
-        tyro.cli(train_native.Args, args=["--help"])
+        tyro.cli(train_torch_pipelining.Args, args=["--help"])
     offered = capsys.readouterr().out
     assert "--schedule" in offered and "--metronome" not in offered and "--recompute" not in offered

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comm.functions import Gathering
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.model import GPT, MLP, GPTConfig, loss_of
-from tensor_parallel.functions import Gathering
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.masks import FixedMasks, NoMasks
 

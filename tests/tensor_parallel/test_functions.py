@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.wire import CommError
-from lab.check import assert_same
-from lab.cluster import Cluster
-from lab.ranks import run_ranks
-from tensor_parallel.functions import (
+from comm.errors import CommError
+from comm.functions import (
     copy_to_ranks,
     gather,
     gather_tokens,
@@ -23,6 +20,9 @@ from tensor_parallel.functions import (
     split,
     sum_over_ranks,
 )
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
 from tests.tensor_parallel import equivalence  # noqa: F401  (what the ranks import beforehand)
 
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from comm.functions import own_part, summed
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.model import seeded
 from lab.ranks import run_ranks
 from tensor_parallel import layers
-from tensor_parallel.functions import own_part, summed
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt

@@ -13,7 +13,7 @@ from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.model import GPT, loss_of
 from lab.ranks import RankError, run_ranks
-from tensor_parallel.train_native import (
+from tensor_parallel.train_dtensor import (
     by_comm,
     finish_gradient_sync,
     full_state_dict,

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from comm.functions import copy_to_ranks, gather, scatter_sums, sum_over_ranks
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
-from tensor_parallel.functions import copy_to_ranks, gather, scatter_sums, sum_over_ranks
 from tensor_parallel.layers import ColumnParallelLinear
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.equivalence import RTOL, gathered, gpt, text, whole

@@ -7,15 +7,15 @@ from unittest import mock
 import pytest
 import tyro
 
-import comm.run
+import training.run
 from comm.cost import Link
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tensor_parallel import train, train_native, train_sequence_parallel
+from tensor_parallel import train_dtensor, train_sequence_parallel, train_tensor_parallel
 from tensor_parallel.run import Args, Run
 
-SCRIPTS = {"tensor_parallel": train, "sequence_parallel": train_sequence_parallel}
+SCRIPTS = {"tensor_parallel": train_tensor_parallel, "sequence_parallel": train_sequence_parallel}
 
 
 def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
     args = dataclasses.replace(Args(steps=3, batch_size=2, size="tiny", seed=1), **changes)
     with (
         mock.patch.object(Run, "finish", noting),
-        mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+        mock.patch("training.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
     ):
         SCRIPTS[name].main(cluster, args)
     return summaries[0]
@@ -102,14 +102,16 @@ def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
     def run(cluster) -> None:
         ours = summary(cluster, "tensor_parallel")
         for sequence_parallel in (False, True):
-            args = train_native.Args(steps=3, batch_size=2, size="tiny", seed=1)
+            args = train_dtensor.Args(steps=3, batch_size=2, size="tiny", seed=1)
             returned: list[dict[str, Any]] = []
-            finish = comm.run.Run.finish
+            finish = training.run.Run.finish
             with (
-                mock.patch.object(comm.run.Run, "finish", lambda *a, **k: returned.append(finish(*a, **k))),
-                mock.patch("comm.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
+                mock.patch.object(
+                    training.run.Run, "finish", lambda *a, **k: returned.append(finish(*a, **k))
+                ),
+                mock.patch("training.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
             ):
-                train_native.main(cluster, dataclasses.replace(args, sequence_parallel=sequence_parallel))
+                train_dtensor.main(cluster, dataclasses.replace(args, sequence_parallel=sequence_parallel))
             [theirs] = returned
             assert theirs["bytes_sent"] == theirs["bytes_formula"] > 0
             assert theirs["replicas_equal"]
@@ -120,7 +122,7 @@ def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
 
 @pytest.mark.parametrize(
     "args, missing",
-    [(Args, ["metronome"]), (train_native.Args, ["metronome", "checkpoint", "resume"])],
+    [(Args, ["metronome"]), (train_dtensor.Args, ["metronome", "checkpoint", "resume"])],
     ids=["ours", "native"],
 )
 def test_what_a_script_cannot_do_is_not_offered(args, missing: list[str], capsys):

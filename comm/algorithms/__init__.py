@@ -1,0 +1,1 @@
+"""Who sends what to whom in a collective: one file for each pattern."""

@@ -1,0 +1,104 @@
+"""Hypercube patterns: in round k each rank meets the one whose number differs in bit k.
+
+      round 1   0 ◄─► 1   2 ◄─► 3        Recursive doubling: partners swap everything they have; after log2 n
+      round 2   0 ◄─► 2   1 ◄─► 3        rounds all have all. Fewest latencies, log2 n whole tensors.
+
+Halving-doubling: partners swap *halves*, each reduces the half it keeps, and the next round goes on with
+that; then the way back gathers. The ring's bytes in 2 log2 n latencies (Rabenseifner, "Optimization
+of collective reduction operations", 2004). When n is no power of two the ranks beyond it hand their
+tensor to a partner first and get the result at the end.
+
+Whole tensors travel in segments here too, so that one is added while the next arrives.
+
+Partners combine the same two values in the same order, so all ranks end bitwise equal; the order matters
+for a maximum of 0.0 and -0.0.
+"""
+
+import torch
+
+from comm.algorithms.reduction import combine, finish
+from comm.shards import segments_of
+from comm.transport.stream import Stream
+from comm.transport.wire import Wire
+
+
+def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
+    """All-reduce in place by swapping whole tensors."""
+    n = _fold_in(wire, tensor, op)
+    if wire.rank < n:
+        mine = segments_of(tensor)
+        distance = 1
+        while distance < n:
+            partner = wire.rank ^ distance
+            arriving = Stream(wire, partner, [len(segment) for segment in mine], tensor.dtype)
+            leaving = [wire.isend(segment, partner) for segment in mine]
+            wire.ready()
+            for segment, sent, theirs in zip(mine, leaving, arriving, strict=True):
+                sent.wait()
+                lower, upper = (segment, theirs) if wire.rank < partner else (theirs, segment)
+                combine(op, lower, upper, out=segment)
+            distance *= 2
+        finish(op, tensor, wire.size)
+    _fold_out(wire, tensor, n)
+
+
+def halving_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
+    """All-reduce in place by swapping halves of halves, and gathering them again."""
+    n = _fold_in(wire, tensor, op)
+    if wire.rank < n:
+        start, end = 0, tensor.numel()
+        theirs = torch.empty_like(tensor[: (end + 1) // 2])
+        way_back: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
+        distance = n // 2
+        while distance:
+            partner = wire.rank ^ distance
+            middle = (start + end + 1) // 2
+            lower, upper = (start, middle), (middle, end)
+            keep, give = (lower, upper) if wire.rank < partner else (upper, lower)
+            mine = tensor[slice(*keep)]
+            arrived = theirs[: mine.numel()]
+            _swap(wire, tensor[slice(*give)], arrived, partner)
+            combine(op, mine, arrived, out=mine)
+            way_back.append((partner, keep, give))
+            start, end = keep
+            distance //= 2
+        finish(op, tensor[start:end], wire.size)
+        for partner, have, lack in reversed(way_back):
+            _swap(wire, tensor[slice(*have)], tensor[slice(*lack)], partner)
+    _fold_out(wire, tensor, n)
+
+
+def _swap(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor, partner: int) -> None:
+    arriving = wire.irecv(incoming, partner) if incoming.numel() else None
+    leaving = wire.isend(outgoing, partner) if outgoing.numel() else None
+    for transfer in (arriving, leaving):
+        if transfer is not None:
+            transfer.wait()
+
+
+def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
+    """Ranks beyond the largest power of two give their tensor to a lower one; returns that power."""
+    n = 1 << (wire.size.bit_length() - 1)
+    mine = segments_of(tensor)
+    if wire.rank >= n:
+        leaving = [wire.isend(segment, wire.rank - n) for segment in mine]
+        wire.ready()
+        for transfer in leaving:
+            transfer.wait()
+    elif wire.rank + n < wire.size:
+        arriving = Stream(wire, wire.rank + n, [len(segment) for segment in mine], tensor.dtype)
+        wire.ready()
+        for segment, theirs in zip(mine, arriving, strict=True):
+            combine(op, segment, theirs, out=segment)
+    return n
+
+
+def _fold_out(wire: Wire, tensor: torch.Tensor, n: int) -> None:
+    """... and get the result from it."""
+    transfers = []
+    if wire.rank >= n:
+        transfers = [wire.irecv(segment, wire.rank - n) for segment in segments_of(tensor)]
+    elif wire.rank + n < wire.size:
+        transfers = [wire.isend(segment, wire.rank + n) for segment in segments_of(tensor)]
+    for transfer in transfers:
+        transfer.wait()

@@ -1,0 +1,144 @@
+"""How ranks that have found the store meet: who is here, who is missing, and why it cannot work.
+
+Each rank writes who it is and counts who has come. A rank that finds that something cannot work writes the
+reason into the store, and all that wait there give up with the same sentence, instead of waiting on.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from comm.errors import CommError
+from comm.membership import gpus, liveness
+
+_POLL = 0.05  # seconds between two looks at the store
+_TELL = 2.0  # seconds between two lines about who is missing
+_STUCK = "came and did not go on; look whether it is stuck or paused"
+_LINGER = 1.0  # seconds a failed host keeps its store open, so that others can read why
+
+
+def gather_everyone(
+    store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str, refusal: str
+) -> None:
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
+    entry = json.dumps(me)
+    seated = store.compare_set(f"rank/{rank}", "", entry).decode()
+    if seated != entry:
+        other = json.loads(seated)
+        raise give_up(
+            store,
+            rank,
+            f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
+            f"{me['pid']} on {me['host']}; give each its own RANK.",
+        )
+    is_watched = _attend(store, rank, world_size, 1.0, refusal)
+    _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
+    next_word = time.monotonic() + _TELL
+    present: dict[int, dict] = {}
+    while len(present) < world_size or not is_watched:
+        is_watched = is_watched or _attend(store, rank, world_size, 0.0, refusal)
+        stop_if_hopeless(store, rank)
+        for peer in range(world_size):
+            if peer not in present and store.check([f"rank/{peer}"]):
+                present[peer] = json.loads(store.get(f"rank/{peer}"))
+                if present[peer]["world_size"] != world_size:
+                    raise give_up(
+                        store,
+                        rank,
+                        f"Rank {rank} was started with WORLD_SIZE {world_size}, but rank {peer} with "
+                        f"{present[peer]['world_size']}; all ranks need the same.",
+                    )
+        missing = [peer for peer in range(world_size) if peer not in present]
+        now = time.monotonic()
+        if missing and now > deadline:
+            lonely = (
+                f"{_ranks(missing)} of {world_size} did not come within {timeout:g} s; look into their logs, "
+                "or start them with the same MASTER_ADDR and MASTER_PORT (JOIN_TIMEOUT waits longer)."
+            )
+            raise give_up(store, rank, refusal or lonely)
+        if missing and now > next_word:
+            _say(rank, world_size, f"still waiting for {_ranks(missing)}")
+            next_word = now + _TELL
+        if missing:
+            time.sleep(_POLL)
+    if refusal:
+        raise give_up(store, rank, f"{refusal} (Rank {rank} says so.)")
+    if refusal := gpus.refusal_of({peer: entry["gpu"] for peer, entry in present.items()}):
+        raise give_up(store, rank, refusal)
+    # A rank that failed now would find nobody listening: all stay until all have seen all.
+    wait_for_all(store, rank, world_size, "seen", deadline)
+    if rank == 0:
+        _say(rank, world_size, f"all {world_size} ranks have met")
+
+
+def _attend(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
+    """Let the others see when this rank dies; False if rank 0 has not come in so many seconds."""
+    deadline = time.monotonic() + seconds
+    try:
+        while not (is_watched := liveness.attend(store, rank, world_size)) and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
+        return is_watched
+    except OSError as error:
+        if not refusal:  # which may be about the network itself
+            trouble = f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
+            _say(rank, world_size, trouble)
+        return True
+
+
+def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
+    """Return when all ranks have come to this stage."""
+    store.set(f"{stage}/{rank}", "")
+    while missing := _absent(store, world_size, stage):
+        stop_if_hopeless(store, rank)
+        if time.monotonic() > deadline:
+            raise give_up(store, rank, f"The group cannot form: {_ranks(missing)} {_STUCK}.")
+        time.sleep(_POLL / 10)
+
+
+def who_is_stuck(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return, as a clause, which ranks do not time out with the others while the group forms."""
+    store.set(f"timed out/{rank}", "")
+    deadline = time.monotonic() + _LINGER
+    while (missing := _absent(store, world_size, "timed out")) and time.monotonic() < deadline:
+        time.sleep(_POLL / 10)
+    return f"{_ranks(missing)} {_STUCK}" if missing else "not all ranks can reach each other"
+
+
+def _absent(store: dist.Store, world_size: int, stage: str) -> list[int]:
+    keys = [f"{stage}/{peer}" for peer in range(world_size)]
+    return [] if store.check(keys) else [r for r, key in enumerate(keys) if not store.check([key])]
+
+
+def stop_if_hopeless(store: dist.Store, rank: int) -> None:
+    """Raise the reason for which a rank has given up, or name the rank that has died."""
+    gone = liveness.cause(0)  # before the look: a rank writes its reason before it ends
+    if store.check(["failed"]):
+        raise give_up(store, rank, "")
+    # A rank that has finished has met all others: this one has only not seen that yet.
+    if gone is not None and gone.how != "finished":
+        raise give_up(store, rank, f"The group cannot form: {gone}.")
+
+
+def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
+    """Return the error to raise: the first reason that any rank has written down, the same for all."""
+    with suppress(RuntimeError):
+        reason = store.compare_set("failed", "", reason).decode()
+        if rank == 0:
+            liveness.fail(reason)
+            if not liveness.wait_for_the_others(_LINGER):
+                time.sleep(_LINGER)
+    return CommError(reason)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _say(rank: int, world_size: int, what: str) -> None:
+    """One line about the rendezvous, on stderr."""
+    print(f"rank {rank} of {world_size}: {what}", file=sys.stderr, flush=True)

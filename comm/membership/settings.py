@@ -1,0 +1,73 @@
+"""The environment variables of a rendezvous, read and validated."""
+
+import math
+import os
+import socket
+
+from comm.errors import CommError
+from lab.units import MAX_SECONDS
+
+
+def place() -> tuple[int, int]:
+    """Return RANK and WORLD_SIZE; without both, one process is alone."""
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return 0, 1
+    if rank is None or world_size is None:
+        missing = "RANK" if rank is None else "WORLD_SIZE"
+        raise CommError(f"{missing} is not set; start the script with torchrun, make run or docker-compose.")
+    if not 0 <= rank < world_size:
+        raise CommError(
+            f"RANK is {rank}, but with WORLD_SIZE {world_size} it must be in 0..{world_size - 1}."
+        )
+    return rank, world_size
+
+
+def number(name: str) -> int | None:
+    """Return the number in that variable, None where it is unset or empty."""
+    text = os.environ.get(name, "")
+    if text and not (text.isdecimal() and len(text) < 10):
+        raise CommError(f"{name} is {text!r}; it must be a whole number.")
+    return int(text) if text else None
+
+
+def seconds(name: str, default: float) -> float:
+    """Return the seconds in that variable, or `default`; at least one of the milliseconds torch counts in."""
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MAX_SECONDS:
+        raise CommError(
+            f"{name} is {text!r}; it must be a number of seconds above 0 and at most {MAX_SECONDS}."
+        )
+    return max(value, 1e-3)
+
+
+def master() -> tuple[str, int]:
+    """Return MASTER_ADDR and MASTER_PORT: where rank 0 opens the store."""
+    host, port = os.environ.get("MASTER_ADDR") or "localhost", number("MASTER_PORT")
+    if host in ("0.0.0.0", "::"):
+        raise CommError(
+            f"MASTER_ADDR is {host}, which is every interface; it must be the address of rank 0's machine "
+            "in the network of the ranks, or 127.0.0.1 if all run here."
+        )
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise CommError(f"MASTER_ADDR is {host!r}; it must be the name or address of a machine.") from None
+    if port is not None and port > 65535:
+        raise CommError(f"MASTER_PORT is {port}; it must be at most 65535.")
+    return host, 29500 if port is None else port
+
+
+def check_interface() -> None:
+    """Refuse a network interface for gloo that this machine does not have."""
+    here = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in here:
+            raise CommError(
+                f"GLOO_SOCKET_IFNAME is {name!r}, and there is no such network interface here; "
+                f"there are {', '.join(here)}."
+            )

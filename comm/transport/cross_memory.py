@@ -1,0 +1,254 @@
+"""An edge of the ring between ranks of one machine: the right neighbour reads the left one's memory itself.
+
+      left: "64 KiB and more lie at this address" ──► right: reads them, says "read"
+
+Through a socket a payload is copied twice, into the kernel and out of it. Cross-memory attach (CMA, Linux's
+process_vm_readv) copies it once, from one process's memory into the other's, as the shared-memory transports
+of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). What is small
+goes through the socket as before, behind its length. Until it is read, the sender leaves its memory alone.
+
+The reader does not believe a process id that it is told. The edge is a Unix socket, so the kernel says which
+process is at the other end. Before the first use the reader looks for random bytes of its own there:
+
+      left: puts them there, says where   ◄── 16 random bytes ──   right
+                                          ──  address         ──►  reads them in the process at the other end
+                                          ◄── the same, or not ──
+
+The kernel also asks who may read. Ranks of one user may, unless it is told to be strict (Yama); then a rank
+names its reader. Where the kernel still says no (other containers, other machines, other systems), the
+edge is a stream (transport/connections.py).
+"""
+
+import ctypes
+import multiprocessing
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_INLINE_BYTES = 1 << 16  # up to here the socket's two copies cost less than being told, and telling
+_MOST_UNREAD = 64
+_FRAME = struct.Struct("=qq")  # address, or 0 for what follows at once; length
+_NONCE_BYTES = 16
+_ADDRESS = struct.Struct("=q")
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_PR_SET_PTRACER = 0x59616D61
+_READ, _REFUSED = b"\1", b"\0"
+
+
+class CmaOut:
+    """What leaves for the right neighbour."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._frames, self._unread = bytearray(), 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the neighbour has still to come for something."""
+        return bool(self._frames or self._unread)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the kernel has still to take something."""
+        return bool(self._frames)
+
+    def push(self, queue: deque[memoryview]) -> int:
+        """Announce what is in `queue`, send what is small, hear what was read. Returns 0 if nothing moved."""
+        while queue and self._unread < _MOST_UNREAD:
+            data = queue.popleft()
+            if len(data) <= _INLINE_BYTES:
+                self._frames += _FRAME.pack(0, len(data)) + data
+            else:
+                self._frames += _FRAME.pack(_address(data), len(data))
+                self._unread += 1
+        moved = 0
+        try:
+            if self._frames:
+                moved += (sent := self.socket.send(self._frames))
+                del self._frames[:sent]
+            if self._unread:
+                moved += (read := len(_received(self.socket, _MOST_UNREAD)))
+                self._unread -= read
+        except BlockingIOError:
+            pass
+        return moved
+
+    def waits_for(self) -> int:
+        """What select.poll is to look for."""
+        return (select.POLLOUT if self._frames else 0) | (select.POLLIN if self._unread else 0)
+
+
+class CmaIn:
+    """What comes from the left neighbour, of that process id."""
+
+    def __init__(self, end: socket.socket, pid: int) -> None:
+        self.socket, self._pid = end, pid
+        self._head, self._address, self._left = b"", 0, 0
+        self._hangup = select.poll()
+        self._hangup.register(end, select.POLLRDHUP)
+
+    def receive(self, into: memoryview) -> int:
+        """Fill the beginning of `into`; returns how many bytes, 0 when nothing is there yet."""
+        try:
+            if not self._left:
+                self._head += _received(self.socket, _FRAME.size - len(self._head))
+                if len(self._head) < _FRAME.size:
+                    return 0
+                self._address, self._left = _FRAME.unpack(self._head)
+                self._head = b""
+            wanted = into[: self._left]
+            num_bytes = self._read(wanted) if self._address else self.socket.recv_into(wanted)
+        except BlockingIOError:
+            return 0
+        if not num_bytes:
+            raise ConnectionError("hung up")
+        self._left -= num_bytes
+        if self._address:
+            self._address += num_bytes
+            if not self._left:
+                self.socket.send(_READ)
+        return num_bytes
+
+    def waits_for(self, num_bytes: int) -> int:
+        """What select.poll is to look for; `num_bytes` are expected."""
+        return select.POLLIN
+
+    def _read(self, into: memoryview) -> int:
+        num_bytes = _read_memory(self._pid, self._address, into)
+        # A neighbour that gives up hangs up before its memory is used for something else.
+        if self._hangup.poll(0):
+            raise ConnectionError("hung up")
+        return num_bytes
+
+
+def is_possible() -> bool:
+    """Return whether this system lets one process read another's memory."""
+    return _vm_readv is not None
+
+
+def is_local(end: socket.socket) -> bool:
+    """Return whether the kernel tells which process is at the other end, and its memory may be readable."""
+    return is_possible() and end.family == socket.AF_UNIX
+
+
+def challenge(left: socket.socket) -> bytes:
+    """Send the left neighbour random bytes that it has to show in its memory; returns them."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    left.sendall(nonce)
+    return nonce
+
+
+def prove(right: socket.socket) -> ctypes.Array:
+    """Show the right neighbour its random bytes in this memory; keep what is returned until `answer`."""
+    proof = ctypes.create_string_buffer(_exactly(right, _NONCE_BYTES), _NONCE_BYTES)
+    _allow(_peer(right))
+    right.sendall(_ADDRESS.pack(ctypes.addressof(proof)))
+    return proof
+
+
+def verify(left: socket.socket, nonce: bytes) -> int:
+    """Return the process id of the left neighbour if its memory can be read, else 0; it is told which."""
+    (address,) = _ADDRESS.unpack(_exactly(left, _ADDRESS.size))
+    pid, seen = _peer(left), bytearray(len(nonce))
+    try:
+        _read_memory(pid, address, memoryview(seen))
+    except OSError:
+        pid = 0
+    pid = pid if seen == nonce else 0
+    left.sendall(_READ if pid else _REFUSED)
+    return pid
+
+
+def answer(right: socket.socket) -> bool:
+    """Return whether the right neighbour can read this rank's memory."""
+    return _exactly(right, 1) == _READ
+
+
+def _peer(end: socket.socket) -> int:
+    """The id of the process that connected or listened, as the kernel tells; 0 if it is not visible here."""
+    pid, _, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid
+
+
+_readers: set[int] = set()
+
+
+def _allow(reader: int) -> None:
+    """Let that process read this one's memory where the kernel is strict (Yama).
+
+    A process can name one other, which also speaks for its children. In the rings of several groups there may
+    be several readers: then it is the launcher, if that has started all of them. It is never the shell
+    that ranks were started from by hand: there the first reader stays, and further edges are streams.
+    """
+    _readers.add(reader)
+    if len(_readers) == 1:
+        _name_tracer(reader)
+    elif _is_launched() and all(_parent_of(one) == os.getppid() for one in _readers):
+        _name_tracer(os.getppid())
+
+
+def _name_tracer(pid: int) -> None:
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+def _is_launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+
+
+def _parent_of(pid: int) -> int | None:
+    with suppress(OSError):
+        # The name, in brackets, may hold anything; the state and the parent's id follow it.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+_libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
+_vm_readv: Any = getattr(_libc, "process_vm_readv", None) if sys.platform == "linux" else None
+if _vm_readv is not None:
+    _vm_readv.restype = ctypes.c_ssize_t
+    _vm_readv.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+
+
+def _read_memory(pid: int, address: int, into: memoryview) -> int:
+    here, there = _Range(_address(into), len(into)), _Range(address, len(into))
+    num_bytes = _vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    if num_bytes < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return num_bytes
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _exactly(end: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, waited for."""
+    data = end.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        raise ConnectionError("hung up")
+    return data
+
+
+def _received(end: socket.socket, num_bytes: int) -> bytes:
+    data = end.recv(num_bytes)
+    if not data:
+        raise ConnectionError("hung up")
+    return data

@@ -1,0 +1,231 @@
+"""The connections of the "tcp" and "cma" patterns: one from the left neighbour, one to the right, one loop.
+
+      left ──► [receive, do something with it, queue it] ──► right        each rank, all the time
+
+The bytes of a ring come in a fixed order, so they need no tags: the headers first, then the payload.
+"""
+
+import select
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from comm.errors import CommError
+from comm.membership import liveness
+from comm.transport import cross_memory
+from comm.transport.connections import StreamIn, StreamOut
+from comm.transport.cross_memory import CmaIn, CmaOut
+from comm.transport.handshake import ROW_BYTES, Header, RowExchange, check_rows
+from comm.transport.neighbours import Listeners, connect
+from comm.transport.wire import Group, Wire, group_of, names_of
+from lab.ledger import LEDGER
+
+# What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
+PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
+CAN_POLL = hasattr(select, "poll")  # Windows cannot
+_LOST = "the connection is lost, it has died or left, so look for the first error in its log"
+
+
+class RingSockets:
+    """A connection to the right neighbour and one from the left, in a group of at least two ranks.
+
+    In the pattern "cma" neighbours on one machine read each other's memory, others have a TCP stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, pattern: str, op: str, sequence: int) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        self._names = names_of(group)
+        self._left_name, self._right_name = self._names[left], self._names[right]
+        self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self.pattern, self._op = pattern, op
+        self.piece_bytes = PIECE_BYTES[pattern]
+        self.is_in_step = True
+        self._header: tuple[memoryview, Callable[[], None]] | None = None
+        wire = Wire(group, op, pattern, sequence, counted=False)
+        self._wants_cma = pattern == "cma" and cross_memory.is_possible()
+        with Listeners(unix=self._wants_cma) as listeners:
+            rows = RowExchange(wire, torch.tensor(listeners.row())).finish().tolist()
+            for name, (_, port, _) in zip(self._names, rows, strict=True):
+                if port == 0:
+                    who = f"{op} ({pattern}): rank {name}"
+                    raise CommError(f"{who} has no address its neighbour could connect to.")
+            deadline = time.monotonic() + self._timeout
+            try:
+                self._right, self._left = self._meet(listeners, rows[right], deadline)
+            except OSError as error:
+                why = f"they could not connect ({error})"
+                raise self._lost("its neighbours on the ring", why=why) from error
+            _close_forgotten(group, pattern)  # all ranks are here, so none reads from the last ring any more
+
+    def _meet(
+        self, listeners: Listeners, row: tuple[int, int, int], deadline: float
+    ) -> tuple[StreamOut | CmaOut, StreamIn | CmaIn]:
+        """Connect to the right neighbour, which listens at `row`, and be found by the left one."""
+        with ExitStack() as opened:
+            right = opened.enter_context(connect(row, self._wants_cma, deadline))
+            left = opened.enter_context(listeners.accept(deadline))
+            pid, is_read = _shake_hands(left, right)
+            for end in (left, right):
+                end.setblocking(False)
+            opened.pop_all()
+        return CmaOut(right) if is_read else StreamOut(right), CmaIn(left, pid) if pid else StreamIn(left)
+
+    def agree(self, mine: Header, agreed: Callable[[int], None]) -> None:
+        """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
+
+        Two ranks have seen all when they have seen each other's, so between them the payload follows at
+        once, and the header is checked before what comes behind it is read. A rank has sent all that the
+        others must read before it checks: it may be the only one that has seen all so far.
+        """
+        self._op = mine.op
+        n = self.size
+        packed = bytearray(n * ROW_BYTES)
+        rows = [memoryview(packed)[rank * ROW_BYTES : (rank + 1) * ROW_BYTES] for rank in range(n)]
+        rows[self.rank][:] = mine.pack()
+        sources = [(self.rank - 1 - step) % n for step in range(n - 1)]
+        LEDGER.count(mine.op, "header", (n - 1) * ROW_BYTES, n - 1)
+        queue = deque([rows[self.rank]])
+
+        def pass_on(step: int) -> None:
+            if step < n - 2:
+                queue.append(rows[sources[step]])
+
+        def check() -> None:
+            self.is_in_step = False  # unless what follows does not raise
+            agreed(check_rows(bytes(packed), self._names))
+            self.is_in_step = True
+
+        if n == 2:
+            self._send(queue)
+            self._header = rows[sources[0]], check
+        else:
+            self.run(queue, [rows[source] for source in sources], pass_on)
+            check()
+
+    def run(
+        self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
+    ) -> None:
+        """Send what is in `queue` and fill `incoming`, in order; `arrived(i)` may put more into the queue.
+
+        Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
+        """
+        if self._header is not None:
+            (theirs, check), self._header = self._header, None
+            payload_arrived = arrived
+            incoming = [theirs, *incoming]
+            arrived = lambda i: payload_arrived(i - 1) if i else check()  # noqa: E731
+        last_move = time.monotonic()
+        position = filled = 0
+        while position < len(incoming) or queue or self._right.is_busy:
+            moved = self._push(queue)
+            if position < len(incoming):
+                moved += (step := self._receive(incoming[position][filled:]))
+                filled += step
+                if filled == len(incoming[position]):
+                    arrived(position)
+                    position, filled = position + 1, 0
+            if moved:
+                last_move = time.monotonic()
+                continue
+            if time.monotonic() - last_move > self._timeout:
+                raise self._nothing_moved(waits_for_left=position < len(incoming))
+            something = select.poll()
+            if position < len(incoming):
+                expected = min(self.piece_bytes, len(incoming[position]) - filled)
+                something.register(self._left.socket, self._left.waits_for(expected))
+            if queue or self._right.is_busy:
+                something.register(self._right.socket, self._right.waits_for())
+            something.poll(1000)
+
+    def _send(self, queue: deque[memoryview]) -> None:
+        """Return when the kernel has taken all of `queue`. Raises CommError as `run`."""
+        last_move = time.monotonic()
+        while queue or self._right.is_leaving:
+            if self._push(queue):
+                last_move = time.monotonic()
+                continue
+            if time.monotonic() - last_move > self._timeout:
+                raise self._nothing_moved(waits_for_left=False)
+            room = select.poll()
+            room.register(self._right.socket, self._right.waits_for())
+            room.poll(1000)
+
+    def close(self) -> None:
+        """Hang up on both neighbours."""
+        self._left.socket.close()
+        self._right.socket.close()
+
+    def _push(self, queue: deque[memoryview]) -> int:
+        try:
+            return self._right.push(queue)
+        except OSError as error:
+            raise self._lost(f"rank {self._right_name}", self._right) from error
+
+    def _receive(self, into: memoryview) -> int:
+        try:
+            return self._left.receive(into)
+        except OSError as error:
+            raise self._lost(f"rank {self._left_name}", self._left) from error
+
+    def _nothing_moved(self, waits_for_left: bool) -> CommError:
+        return self._lost(
+            f"rank {self._left_name if waits_for_left else self._right_name}",
+            self._left if waits_for_left else self._right,
+            "nothing moved until the timeout; it, or a rank beyond it on the ring, "
+            "has not come here, is stuck or is paused",
+            patience=0.0,
+        )
+
+    def _lost(self, peer: str, end: object = None, why: str = _LOST, patience: float = 1.0) -> CommError:
+        """The error to raise. It tells what the connection `end` really is: a stream where CMA is refused."""
+        kind = "tcp" if isinstance(end, StreamOut | StreamIn) else self.pattern
+        who = f"{self._op} ({kind}): rank {dist.get_rank()}"
+        gone = liveness.cause(patience)
+        return CommError(f"{who} could not go on with {peer}: {gone or why}.")
+
+
+def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
+    """Return the left neighbour's process id, 0 if it cannot be read, and whether the right one reads."""
+    nonce = cross_memory.challenge(left) if cross_memory.is_local(left) else b""
+    proof = cross_memory.prove(right) if cross_memory.is_local(right) else None
+    pid = cross_memory.verify(left, nonce) if nonce else 0
+    return pid, proof is not None and cross_memory.answer(right)
+
+
+_sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = weakref.WeakKeyDictionary()
+# Out of step, but the neighbours may have to read from them what did not fit, and would find them reset.
+_forgotten: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSockets:
+    """The ring of a group and pattern, connected at its first use: in that operation, of that number."""
+    whole = group_of(group)
+    rings = _sockets.setdefault(whole, {})
+    if pattern not in rings:
+        rings[pattern] = RingSockets(whole, pattern, op, sequence)
+    return rings[pattern]
+
+
+def forget(group: Group, pattern: str) -> None:
+    """Use that ring of a group no more, if there is one; its next use connects anew."""
+    sockets = _sockets.get(group_of(group), {}).pop(pattern, None)
+    if sockets is None:
+        return
+    if sockets.is_in_step:
+        sockets.close()
+    else:
+        _forgotten.setdefault(group_of(group), {})[pattern] = sockets
+
+
+def _close_forgotten(group: dist.ProcessGroup, pattern: str) -> None:
+    if sockets := _forgotten.get(group, {}).pop(pattern, None):
+        sockets.close()

@@ -1,0 +1,214 @@
+"""The wire: the one place where bytes leave, so the one place that counts, numbers and explains them.
+
+A `Wire` belongs to one operation of one group. It numbers the messages between each pair of ranks, so
+that nobody types tags in: my third send to you meets your third receive from me. Ranks are ranks of
+the group.
+
+An *early* wire lets messages move before the ranks know that they fit together (handshake.py). gloo kills a
+receiver that is sent another number of bytes than it expects, so there the tag spells out the number:
+what does not fit never meets. A tag has 31 bits:
+
+    0  turn of the operation (10)  number of the message (20)
+    1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       early
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from comm.errors import CommError
+from comm.membership import liveness
+from lab.ledger import LEDGER
+
+Group = dist.ProcessGroup | None
+Numbers = defaultdict[tuple[int, bool], int]  # messages so far by peer, headers apart
+
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
+_TURN_BITS, _NUMBER_BITS = 10, 20
+_EARLY, _EARLY_TURN_BITS, _EARLY_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
+
+
+class Transfer:
+    """A message under way; it holds its tensor so that the memory outlives the transfer."""
+
+    def __init__(self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> None:
+        self._wire, self.tensor, self._peer, self._verb = wire, tensor, peer, verb
+        self._work: dist.Work | None = work
+        self.goes_to: torch.Tensor | None = None  # on a GPU: a copy of what has arrived in host memory
+
+    def wait(self) -> None:
+        """Block until the message has arrived, or has left and its memory may be used again.
+
+        Raises CommError when the peer is gone or nothing happens within the group's timeout.
+        """
+        work, self._work = self._work, None  # gloo would wait for a second message at the second call
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._wire.failed(error, self._peer, self._verb) from error
+        if self.goes_to is not None:
+            self.goes_to.copy_(self.tensor)
+
+
+class Wire:
+    """Non-blocking sends and receives for one operation among the ranks of `group`."""
+
+    def __init__(
+        self,
+        group: Group,
+        op: str,
+        pattern: str,
+        sequence: int = 0,
+        early: bool = False,
+        numbers: tuple[Numbers, Numbers] | None = None,
+        counted: bool = True,
+    ) -> None:
+        self.group = group_of(group)
+        # The group's own methods: torch.distributed's functions take many times as long, for each message.
+        self.rank: int = self.group.rank()
+        self.size: int = self.group.size()
+        self.op, self.pattern, self.early, self.counted = op, pattern, early, counted
+        # Plain point-to-point messages are operation 0; collectives take turns in the rest.
+        self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
+        self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
+        self._check: Callable[[], None] = _nothing
+        self.early_transfers: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def check_before_waiting(self, check: Callable[[], None]) -> None:
+        """Have `ready()` call this, once: it finds out whether the ranks fit together, or raises."""
+        self._check = check
+
+    def ready(self) -> None:
+        """To be called before the first wait for a payload."""
+        check, self._check = self._check, _nothing
+        check()
+        self.early_transfers.clear()
+
+    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
+        """Start sending a contiguous tensor; keep the transfer, and its memory as it is, until `wait()`."""
+        tag = self._tag(tensor, self._sent, (dst, header))
+        if self.counted:
+            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes)
+        try:
+            work = self.group.send([tensor], dst, tag)
+        except RuntimeError as error:
+            raise self.failed(error, dst, "send to") from error
+        return self._transfer(work, tensor, dst, "send to")
+
+    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
+        """Start receiving into a contiguous tensor of exactly the size and dtype that `src` sends."""
+        tag = self._tag(tensor, self._received, (src, header))
+        try:
+            work = self.group.recv([tensor], src, tag)
+        except RuntimeError as error:
+            raise self.failed(error, src, "receive from") from error
+        return self._transfer(work, tensor, src, "receive from")
+
+    def batch(
+        self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int
+    ) -> tuple[Transfer, Transfer]:
+        """Start a send and a receive that nccl takes as one operation, so that their order does not matter.
+
+        All ranks of the group call it together. Both tensors are contiguous. One wait ends both transfers.
+        """
+        if self.counted:
+            LEDGER.count(self.op, self.pattern, outgoing.nbytes)
+        try:
+            work, *_ = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, outgoing.detach(), group=self.group, group_peer=dst),
+                    dist.P2POp(dist.irecv, incoming.detach(), group=self.group, group_peer=src),
+                ]
+            )
+        except RuntimeError as error:
+            raise self.failed(error, dst, "send to") from error
+        sent = Transfer(self, work, outgoing, dst, "send to")
+        return sent, Transfer(self, work, incoming, src, "receive from")
+
+    def _transfer(self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> Transfer:
+        if self.early and self._check is not _nothing:
+            self.early_transfers.append((work, tensor))
+        return Transfer(self, work, tensor, peer, verb)
+
+    def _tag(self, tensor: torch.Tensor, counts: Numbers, which: tuple[int, bool]) -> int:
+        # Headers are counted apart: they mix with early messages, in whatever order.
+        number = counts[which]
+        counts[which] += 1
+        if not self.early or which[1]:
+            return self._turn << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
+        assert 0 < tensor.nbytes <= 1 << _LENGTH_BITS, "an early message is a segment (comm.shards)"
+        turn, number = self._turn % (1 << _EARLY_TURN_BITS), number % (1 << _EARLY_NUMBER_BITS)
+        return _EARLY | (turn << _EARLY_NUMBER_BITS | number) << _LENGTH_BITS | (tensor.nbytes - 1)
+
+    def failed(self, error: RuntimeError, peer: int, verb: str) -> CommError:
+        """Translate the backend's complaint into a sentence about ranks."""
+        name = f"rank {dist.get_global_rank(self.group, peer)}"
+        why = peer_trouble(str(error), name)
+        return CommError(
+            f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {verb} {name}: {why}."
+        )
+
+
+_peer_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Numbers, Numbers]]"
+_peer_numbers = weakref.WeakKeyDictionary()
+
+
+def peer_wire(group: Group, counted: bool = True) -> Wire:
+    """The wire for plain sends and receives of a group; its numbers go on from call to call."""
+    # Only the numbers are kept: a wire holds its group, which would never be freed.
+    numbers = _peer_numbers.setdefault(group_of(group), (defaultdict(int), defaultdict(int)))
+    return Wire(group, "point_to_point", "direct", numbers=numbers, counted=counted)
+
+
+def group_of(group: Group) -> dist.ProcessGroup:
+    """The group itself, where None stands for all ranks. Raises CommError when there is no group yet."""
+    whole = dist.group.WORLD
+    if whole is None:
+        raise CommError("There is no process group yet: call comm.rendezvous.join() first.")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
+    return group or whole
+
+
+def device_of(group: Group) -> torch.device:
+    """Return where small tensors must be to travel in this group: nccl takes them on its GPU only."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def names_of(group: dist.ProcessGroup) -> list[int]:
+    """What messages call the ranks of a group: their ranks among all."""
+    return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
+
+
+def peer_trouble(text: str, peer: str) -> str:
+    """Return what an error text of gloo says about a peer, as the end of a sentence.
+
+    Where the peers' connections tell which rank has gone first (membership/liveness.py), that one is named.
+    """
+    timed_out = "imed out" in text or "imeout" in text
+    if gone := liveness.cause(patience=0.0 if timed_out else 1.0):
+        return str(gone)
+    if timed_out:
+        return (
+            f"it waited until the timeout; {peer} has not come here, is stuck or is paused, "
+            "or waits itself for a rank that is"
+        )
+    if is_lost_connection(text):
+        return f"it lost the connection; {peer} has died or left, so look for the first error in its log"
+    return f"it failed: {text}"
+
+
+def is_lost_connection(text: str) -> bool:
+    """Return whether an error of gloo or of torch's store is about a connection that a peer has closed."""
+    return any(sign in text for sign in _LOST)
+
+
+def _nothing() -> None:
+    pass

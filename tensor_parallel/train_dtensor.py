@@ -1,0 +1,260 @@
+"""PyTorch's own: parallelize_module in the same loop, with parameters that are DTensors.
+
+      what ours does (parallelize.py)              what PyTorch does
+      layers of other classes replace the plain    the classes stay; a plan says by module name how weights
+                                                   are placed, and hooks convert what goes in and out
+      a parameter is this rank's part              a DTensor: a local tensor and a placement, Shard(dim),
+                                                   Replicate or Partial (one term of a sum)
+      a collective and its conjugate               redistribute() from one placement to another, and back
+      one all-reduce for q, k and v, because they  PrepareModuleInput makes one DTensor of their input;
+      are one autograd function                    ColwiseParallel alone would reduce each one's gradient
+      the input's gradient is reduced while the    waited for at once
+      weight's is computed
+      tokens are gathered again in the backward    the gathered ones are kept: less to send, more memory
+      finish_gradient_sync() adds up norms' and    their gradients stay Partial, and are all-reduced whenever
+      positions' gradients, all at once            someone reads them, by AdamW three times; see below
+      the embedding's gradient is of this rank's   of all words, on every rank, and then cut
+      words
+      the vocabulary is padded                     the last rank has fewer words; padding only on the wire
+      vocab_parallel_cross_entropy                 loss_parallel() around F.cross_entropy and its backward
+      sequence parallel pads the tokens            hooks take it for granted that parts are equal: refused
+      clip_grad_norm_, a stream of random numbers  where all parameters and activations are DTensors: here
+      for each rank                                norms, and what is dropped, are plain tensors
+
+Left out by ours: meshes of several axes (lesson 5), plans for any model, asynchronous tensor parallelism in
+compiled models.
+
+DTensor's collectives are operators (`_c10d_functional`), and operators can have other kernels: `by_comm`
+gives them some that call comm, pattern "torch". So they are counted, drawn, and slowed down by --link as
+ours are, and it is still gloo or nccl that does the work.
+
+https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from comm import cost
+from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, reduce_scatter
+from comm.script import start
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ledger import Traffic
+from lab.model import GPT, loss_of
+from lab.timeline import span
+from training.arguments import NotOffered, TrainArgs
+from training.run import Run
+
+TIME = 1  # the dim that sequence parallel cuts: x is (batch, time, width)
+
+
+class OwnPositions(ParallelStyle):
+    """An embedding that looks up this rank's part of what it is asked for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut(_: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            positions = DTensor.from_local(inputs[0], device_mesh, [Replicate()])
+            return positions.redistribute(placements=[Shard(0)])
+
+        module.register_forward_pre_hook(cut)
+        module.register_forward_hook(lambda _, __, found: found.to_local())
+        return distribute_module(module, device_mesh)  # every rank has the whole weight
+
+
+def plan_of(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """How each module of a GPT is cut, by name."""
+    between = Shard(TIME) if sequence_parallel else Replicate()  # what blocks, and their halves, pass on
+    attention: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    attention |= {"o_proj": RowwiseParallel(output_layouts=between)}
+    block = {
+        "attention": PrepareModuleInput(
+            input_layouts=between, desired_input_layouts=Replicate(), use_local_output=False
+        ),
+        **{f"attention.{name}": style for name, style in attention.items()},
+        "mlp.up_proj": ColwiseParallel(input_layouts=between),
+        "mlp.down_proj": RowwiseParallel(output_layouts=between),
+    }
+    plan: dict[str, ParallelStyle] = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        **{f"blocks.*.{name}": style for name, style in block.items()},
+        "head": ColwiseParallel(input_layouts=between, use_local_output=False),  # as loss_parallel wants it
+    }
+    if sequence_parallel:
+        norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "final_norm")
+        plan |= {name: SequenceParallel(use_local_output=True) for name in norms}
+        plan["position_embedding"] = OwnPositions()
+    return plan
+
+
+def shard(model: GPT, device: torch.device, sequence_parallel: bool = False) -> GPT:
+    """Make the model rank 0's on all ranks, and have PyTorch cut it among them in place.
+
+    It returns the logits as a DTensor. WorkbookError where heads do not divide.
+    """
+    config, ranks = model.config, dist.get_world_size()
+    for what, heads in (("query heads", config.num_heads), ("key and value heads", config.kv_heads)):
+        if heads % ranks:
+            raise WorkbookError(f"{heads} {what} cannot be divided among {ranks} ranks equally.")
+    for parameter in model.parameters():
+        broadcast(parameter.detach(), root=0)
+    mesh = init_device_mesh(device.type, (ranks,))
+    is_tied = model.head.weight is model.token_embedding.weight
+    # Without src_data_rank each parameter would be scattered from rank 0 once more.
+    parallelize_module(model, mesh, plan_of(sequence_parallel), src_data_rank=None)
+    if is_tied:
+        model.head.weight = model.token_embedding.weight  # each has been cut for itself
+    if sequence_parallel:
+        model.register_forward_pre_hook(refuse_unequal_parts)
+    return model
+
+
+def refuse_unequal_parts(model: nn.Module, inputs: tuple[Tensor]) -> None:
+    """A forward pre-hook: WorkbookError unless each rank can have as many tokens."""
+    time, ranks = inputs[0].shape[TIME], dist.get_world_size()
+    if time % ranks:
+        raise WorkbookError(
+            f"{time} tokens cannot be divided among {ranks} ranks equally, as DTensor's sequence parallel "
+            "needs them; run_mode sequence_parallel pads them."
+        )
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """What a plain model loads, whole on every rank; all ranks must call it."""
+    state = model.state_dict()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+@contextmanager
+def by_comm() -> Iterator[None]:
+    """In the block, the collectives of DTensors on this process go through comm, with pattern "torch"."""
+    under_way: dict[int, Work] = {}
+
+    def of(name: Any) -> Group:
+        return _resolve_process_group(GroupName(name)) if isinstance(name, str) else name
+
+    def send(result: Tensor, work: Work) -> Tensor:
+        under_way[result.untyped_storage()._cdata] = work
+        return result
+
+    def reduced(x: Tensor, op: str, group: Any) -> Tensor:
+        result = x.detach().contiguous().clone()
+        return send(result, all_reduce(result, _NAMES[op.lower()], of(group), True, "torch"))
+
+    def gathered(x: Tensor, ranks: int, group: Any) -> Tensor:
+        x = x.detach().contiguous()
+        result = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+        return send(result, all_gather(result, x, of(group), True, "torch"))
+
+    def scattered(x: Tensor, op: str, ranks: int, group: Any) -> Tensor:
+        x = x.detach().contiguous()
+        result = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+        return send(result, reduce_scatter(result, x, _NAMES[op.lower()], of(group), True, "torch"))
+
+    def waited(x: Tensor) -> Tensor:
+        work = under_way.pop(x.untyped_storage()._cdata, None)
+        if work is not None:
+            work.wait()
+        return x
+
+    kernels = {
+        "all_reduce": reduced,
+        "all_gather_into_tensor": gathered,
+        "reduce_scatter_tensor": scattered,
+        "wait_tensor": waited,
+    }
+    # torch's own kernels are for all devices; those for one come before them.
+    with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+        for name, kernel in kernels.items():
+            for device in ("CPU", "CUDA"):
+                library.impl(name, kernel, device)
+        yield
+
+
+_NAMES = {"sum": "sum", "avg": "mean", "max": "max", "min": "min", "product": "product"}
+
+
+def finish_gradient_sync(model: nn.Module) -> None:
+    """Reduce gradients that are still terms of a sum; AdamW would, each time it reads one."""
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor) and parameter.grad.placements[0].is_partial():
+            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+
+
+def traffic_per_step(cluster: Cluster, model: GPT, batch_size: int, sequence_parallel: bool) -> Traffic:
+    """Activations at both ends of all halves of blocks, the loss's three numbers, partial gradients."""
+    config = model.config
+    tokens = batch_size * config.block_size
+
+    def one(op: str, numel: int) -> Traffic:
+        return cost.per_rank(op, "torch", numel, 4, cluster.world_size, cluster.rank)
+
+    ops = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce",)
+    ends = 2 * (2 * config.num_layers + 1)  # forward and backward; embedding and head make one pair more
+    total = sum([one(op, tokens * config.width) for op in ops] * ends, Traffic())
+    total += sum([one("all_reduce", tokens)] * 3, Traffic())
+    if sequence_parallel:
+        whole = [name for name, _ in model.named_parameters() if "norm" in name or "position" in name]
+        total += sum((one("all_reduce", model.get_parameter(name).numel()) for name in whole), Traffic())
+    return total
+
+
+@dataclasses.dataclass
+class Args(TrainArgs):
+    """PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
+
+    sequence_parallel: bool = False
+    """Cut what lies between blocks by tokens."""
+    pattern: Literal["torch"] = "torch"
+    """DTensor leaves the reducing to torch."""
+    metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
+    checkpoint: NotOffered = None  # not written for DTensors here; tensor_parallel takes it
+    resume: NotOffered = None
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "tensor_parallel_native", whole_batch=True)
+    model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
+    optimizer = run.optimizer(model)
+    # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.
+    optimizer.param_groups[0]["foreach"] = False
+    formula = traffic_per_step(cluster, model, args.batch_size, args.sequence_parallel)
+    with by_comm():
+        for step in run.steps(model, optimizer):
+            x, y = run.batch(step)
+            with run.step() as this:
+                optimizer.zero_grad()
+                with loss_parallel():  # around the backward too
+                    with span("forward", "forward"):
+                        loss: Any = loss_of(model(x), y)  # a DTensor
+                    with span("backward", "backward"):
+                        loss.backward()
+                finish_gradient_sync(model)
+                with span("step", "optimizer"):
+                    optimizer.step()
+                this.loss = run.mean_loss(loss.full_tensor())
+            run.sent(formula)
+    whole = run.model()
+    whole.load_state_dict(full_state_dict(model))
+    run.finish(whole)
+
+
+if __name__ == "__main__":
+    start(main, Args)

@@ -1,0 +1,121 @@
+"""The connections of the ring on plain sockets: who is let in, and what happens when there is no way."""
+
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from comm.collectives import CommError, all_reduce
+from comm.transport import neighbours
+from comm.transport.neighbours import Listeners
+from lab.interface import own_address
+from lab.ranks import RankError, run_ranks
+
+
+def knock(port: int, data: bytes) -> socket.socket:
+    stranger = socket.create_connection(("127.0.0.1", port))
+    if data:
+        stranger.sendall(data)
+    return stranger
+
+
+def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(neighbours, "_TOKEN_SECONDS", 0.1)
+    with Listeners(unix=False) as listeners:
+        _, port, token = listeners.row()
+        silent, wrong, short = knock(port, b""), knock(port, struct.pack("!q", 1)), knock(port, b"abc")
+        gone = knock(port, b"")
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()  # with a reset
+        neighbour = knock(port, struct.pack("!q", token))
+        with listeners.accept(time.monotonic() + 20) as accepted:
+            assert accepted.getpeername() == neighbour.getsockname()
+        for end in (silent, wrong, short, neighbour):
+            end.close()
+
+
+def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(neighbours, "_TOKEN_SECONDS", 0.05)
+    with Listeners(unix=True) as listeners:
+        stop, strangers = threading.Event(), []
+
+        def keep_knocking() -> None:
+            while not stop.wait(0.05):
+                strangers.append(knock(listeners.row()[1], b""))
+
+        thread = threading.Thread(target=keep_knocking)
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError):
+                listeners.accept(time.monotonic() + 0.5)
+        finally:
+            stop.set()
+            thread.join()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_all_ranks_are_told_at_once_which_one_has_no_address():
+    def one_has_none(cluster) -> None:
+        if cluster.rank == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+        all_reduce(torch.ones(3), pattern="tcp")
+
+    for error in run_ranks(one_has_none, 3, group_timeout=40, collect_failures=True):
+        assert isinstance(error, RankError)
+        assert "all_reduce (tcp): rank 1 has no address its neighbour could connect to." in str(error)
+
+
+def test_the_address_is_that_of_the_interface_gloo_uses_or_of_the_one_that_leads_to_the_master(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert own_address() == "127.0.0.1"
+
+
+def test_two_ranks_that_do_not_fit_are_both_told_although_the_payload_was_on_its_way_already():
+    def other_sizes(cluster) -> None:
+        for numel in (10, 2_000_000):
+            with pytest.raises(CommError, match=rf"rank 0: .* of {numel} el.*; rank 1: .* of {2 * numel} el"):
+                all_reduce(torch.ones(numel * (1 + cluster.rank)), pattern="tcp")
+            x = torch.ones(3)
+            all_reduce(x, pattern="tcp")
+            assert x.tolist() == [2.0] * 3
+
+    run_ranks(other_sizes, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the open files in /proc")
+def test_mismatches_leave_no_connection_behind():
+    def open_files(cluster) -> list[int]:
+        counts = []
+        for _ in range(6):
+            for pattern in ("tcp", "cma"):
+                with pytest.raises(CommError):
+                    all_reduce(torch.ones(1 + cluster.rank), pattern=pattern)
+                all_reduce(torch.ones(3), pattern=pattern)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    for counts in run_ranks(open_files, 3):
+        assert len(set(counts[1:])) == 1
+
+
+@pytest.mark.parametrize("pattern", ["tcp", "cma"])
+def test_a_tensor_that_has_been_on_the_wire_can_still_give_its_memory_back(pattern: str):
+    def send_and_free(cluster) -> int:
+        x = torch.ones(100_000)
+        all_reduce(x, pattern=pattern)
+        x.untyped_storage().resize_(0)
+        return x.untyped_storage().nbytes()
+
+    assert run_ranks(send_and_free, 2) == [0, 0]

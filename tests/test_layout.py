@@ -1,0 +1,57 @@
+"""The folders are floors, and an import goes down; files are short; links lead somewhere."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = (
+    {"lab"},
+    {"comm"},
+    {"training"},
+    {"data_parallel", "tensor_parallel", "pipeline_parallel"},
+)
+FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
+FILES = sorted(path for folder in FLOOR for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The first name of each module that the file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+def test_an_import_goes_down_never_up_or_sideways():
+    wrong = []
+    for path in FILES:
+        own = path.relative_to(ROOT).parts[0]
+        for name in imports_of(path):
+            is_sideways = name != own and FLOOR.get(name, -1) >= FLOOR[own]
+            if is_sideways or name in ("tests", "benchmarks", "exercises", "notebooks"):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_an_algorithm_knows_messages_and_nothing_of_how_they_move():
+    for path in (ROOT / "comm" / "algorithms").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("comm.transport"):
+                assert node.module in ("comm.transport.wire", "comm.transport.stream"), path
+
+
+def test_files_are_short():
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    assert not {path: lines for path, lines in long.items() if lines > 300}
+
+
+@pytest.mark.parametrize("path", [*sorted(ROOT.glob("*/README.md")), ROOT / "README.md"], ids=str)
+def test_every_link_of_a_readme_leads_somewhere(path):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert links and not missing

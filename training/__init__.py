@@ -1,0 +1,1 @@
+"""What every train script needs around its loop and no lesson teaches."""

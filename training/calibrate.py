@@ -1,0 +1,69 @@
+"""alpha and beta as the collectives of a group meet them: from the times of a tiny one and a large one.
+
+A ping-pong (comm.point_to_point) tells what the wire can do; this tells what an all-reduce gets out of it,
+with its Python, its copies and its arithmetic, on cores that all ranks share. Predictions want that.
+"""
+
+import statistics
+
+import torch
+
+from comm import collectives, cost
+from comm.cost import Link
+from comm.transport import slow_link
+from comm.transport.wire import Group
+from lab.stream_clock import time_when_done
+
+TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
+TINY_SECONDS, LARGE_SECONDS = 0.5, 1.5  # for all runs of a size; one run may take longer
+
+
+def measure_all_reduce(
+    pattern: str, group: Group = None, repeats: int = 5, device: torch.device | None = None
+) -> Link:
+    """alpha and beta that explain the times of this group's all-reduces; the same numbers on every rank.
+
+    Medians of `repeats` all-reduces of tensors on `device`; on a slow link there are fewer, of smaller
+    tensors, so that it takes two or three seconds. Both are 0 on a single rank. All ranks must call it.
+    """
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return Link(0.0, 0.0)
+
+    def median(num_bytes: int, runs: int) -> float:
+        """Of the slowest rank's seconds, so that all ranks decide alike; the first of several warms up."""
+        times = _seconds(num_bytes, pattern, group, runs, device)
+        return statistics.median(times[1:] or times)
+
+    def affordable(seconds: float, one: float) -> int:
+        return max(1, min(1 + repeats, int(seconds / one)))
+
+    once = median(TINY_BYTES, 2)
+    tiny = median(TINY_BYTES, affordable(TINY_SECONDS, once))
+    per_byte = max(median(PROBE_BYTES, 1) - tiny, 0.0) / PROBE_BYTES
+    size = LARGE_BYTES
+    while size > PROBE_BYTES and tiny + per_byte * size > LARGE_SECONDS:
+        size //= 2
+    large = median(size, affordable(LARGE_SECONDS, tiny + per_byte * size))
+
+    model = cost.model_of("all_reduce", pattern)
+    alphas = cost.seconds("all_reduce", model, 0, ranks, Link(1.0, 0.0))
+    bytes_on_the_way = cost.seconds("all_reduce", model, size, ranks, Link(0.0, 1.0))
+    return Link(tiny / alphas, max(large - tiny, 0.0) / bytes_on_the_way)
+
+
+def _seconds(
+    num_bytes: int, pattern: str, group: Group, runs: int, device: torch.device | None
+) -> list[float]:
+    """The slowest rank's time of each of several all-reduces."""
+    tensor, times = torch.zeros(num_bytes // 4, device=device), []
+    for _ in range(runs):
+        with slow_link.slowed(None):
+            collectives.barrier(group)
+        start = time_when_done(device)
+        collectives.all_reduce(tensor, group=group, pattern=pattern)
+        times.append((time_when_done(device) - start) / 1e9)
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    with slow_link.slowed(None):
+        collectives.all_reduce(slowest, op="max", group=group, pattern=pattern)
+    return slowest.tolist()

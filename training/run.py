@@ -1,0 +1,284 @@
+"""What the train scripts of all lessons share and no lesson is about: data, report, checkpoints.
+
+run = Run(cluster, args, "data_parallel_overlap")
+model = OverlapDataParallel(run.model(), pattern=run.pattern)
+optimizer = run.optimizer(model)
+for step in run.steps(model, optimizer):       # goes on from a checkpoint; saves one at the end or at Ctrl-C
+    x, y = run.batch(step)                     # this rank's slice of the global batch
+    with run.step() as this:
+        ...                                    # the lesson
+        this.loss = run.mean_loss(loss)
+    run.sent(formula)                          # what it should have sent, beside what is counted
+run.finish(model)
+"""
+
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from comm import cost
+from comm.collectives import all_reduce, fastest_pattern
+from comm.cost import Link
+from comm.transport import slow_link
+from lab import timeline
+from lab.check import refuse_unequal, replica_digests
+from lab.checkpoint import claim, refusing_misfits
+from lab.cluster import Cluster
+from lab.digits import load_digits
+from lab.errors import Stopped, WorkbookError
+from lab.gantt import Event
+from lab.interrupt import StopRequest
+from lab.ledger import Traffic
+from lab.meter import Meter, Step
+from lab.metronome import metronome_of
+from lab.model import GPT, BabyCNN, GPTConfig
+from lab.overlap import overlap_of, per_step
+from lab.same_start import check_same_start
+from lab.text import global_batch, load_corpus, rank_slice, split
+from lab.together import on_all, on_main
+from training import checkpoint
+from training.arguments import TrainArgs, given
+from training.calibrate import measure_all_reduce
+from training.validate import tick_seconds, validate_arguments, validate_folder
+
+WARMUP = 2  # steps that are neither timed nor drawn
+WATCHED = 200  # steps whose spans are recorded; a long run must not fill the memory with them
+DRAWN = 3  # steps in a picture; more make no clearer one
+
+
+class Run:
+    """One rank's side of a training run. `model` is "gpt" (text) or "baby_cnn" (digits).
+
+    A rank gets its slice of each batch, or with `whole_batch` all of it. Where spans cannot tell what was
+    computed while something was sent, `unseen` says why, and the report leaves that out.
+    """
+
+    unseen: str | None = None
+
+    def __init__(
+        self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
+    ) -> None:
+        self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
+        self._sharing = 1 if whole_batch else cluster.world_size  # ranks that share a batch
+        if model == "gpt":
+            data = load_corpus()
+            self._corpus, _ = split(data)
+        else:
+            self._images, self._labels, *_ = load_digits()
+            data = self._images
+        # First: what is refused below is then refused by all ranks alike.
+        check_same_start(cluster, data, {"RUN_MODE": run_mode} | given(args))
+        self._check(args)
+        self._tick = None if args.metronome is None else tick_seconds(args.metronome)
+        self._config = GPTConfig.named(args.size)
+        self.pattern = getattr(args, "pattern", None) or fastest_pattern("all_reduce")
+        slow_link.use(None if args.link is None else slow_link.parse(args.link))
+        self._link = self._measured_link()
+        self._formula = Traffic()
+        self._stop: StopRequest | None = None
+        self._everybody_stops = False
+        self._until_reported = ExitStack()
+
+    def _check(self, args: TrainArgs) -> None:
+        validate_arguments(args, self._sharing, self._model)
+        if args.trace is not None:
+            validate_folder(self._cluster, "--trace", args.trace)
+        if args.checkpoint is not None:
+            self._check_folder(args.checkpoint)
+            folder = Path(args.checkpoint)
+            on_main(self._cluster, f"save in {folder}", lambda: claim(folder))
+
+    def _check_folder(self, folder: str) -> None:
+        """Refuse what no checkpoint can be saved in: otherwise that shows when all is trained, and lost."""
+        validate_folder(self._cluster, "--checkpoint", folder, self._args.resume)
+
+    def _measured_link(self) -> Link:
+        """alpha and beta of what the lesson sends."""
+        return measure_all_reduce(self.pattern, device=self._cluster.device)
+
+    def model(self) -> nn.Module:
+        """Another seed on each rank, as a careless user might have it: the wrapper must make them equal."""
+        seed = self._args.seed + self._cluster.rank
+        if self._model == "baby_cnn":
+            return BabyCNN(seed=seed).to(self._cluster.device)
+        gpt = GPT(self._config, seed=seed).to(self._cluster.device)
+        return gpt if self._tick is None else metronome_of(gpt, self._tick)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW; under the metronome one that takes no time."""
+        if self._tick is not None:
+            return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+        return torch.optim.AdamW(model.parameters(), lr=self._args.lr)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(x, y) on this rank's device: of the global batch, a pure function of seed and step."""
+        args = self._args
+        if self._model == "gpt":
+            whole = global_batch(self._corpus, args.seed, step, args.batch_size, self._config.block_size)
+        else:
+            chosen = np.random.default_rng((args.seed, step)).integers(
+                len(self._images), size=args.batch_size
+            )
+            whole = self._images[chosen], self._labels[chosen]
+        place = self._cluster.rank if self._sharing > 1 else 0, self._sharing
+        x, y = (rank_slice(part, *place).to(self._cluster.device) for part in whole)
+        return x, y
+
+    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        """The numbers of the steps to take. With --checkpoint, Ctrl-C ends them after a whole step."""
+        args, cluster = self._args, self._cluster
+        first = self._resume(model, optimizer) if args.resume else 0
+        tokens = args.batch_size * (self._config.block_size if self._model == "gpt" else 1)
+        self._meter = Meter(
+            cluster, self._run_mode, args.steps, tokens, args.json, warmup=WARMUP, first_step=first
+        )
+        timeline.start_recording(cluster.device)
+        if args.checkpoint is None:
+            yield from self._watched(range(args.steps))
+            return
+        with ExitStack() as handlers:
+            self._stop = handlers.enter_context(StopRequest())
+            for step in self._watched(range(first, args.steps)):
+                yield step
+                if self._everybody_stops and step + 1 < args.steps:
+                    self._save(step + 1, model, optimizer)
+                    raise Stopped(
+                        f"stopped after step {step + 1} of {args.steps}; the checkpoint is in "
+                        f"{args.checkpoint}, and --resume goes on from there."
+                    )
+            self._save(args.steps, model, optimizer)
+            # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
+            self._until_reported = handlers.pop_all()
+
+    def _watched(self, steps: range) -> Iterator[int]:
+        for step in steps:
+            if step == steps.start + WATCHED:
+                timeline.stop_recording()
+            yield step
+            timeline.settle()
+
+    def step(self) -> AbstractContextManager[Step]:
+        """Time one step."""
+        return self._meter.step()
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """The mean over ranks of each one's loss. A rank that is asked to stop tells the others here."""
+        asked = self._stop is not None and self._stop.requested
+        both = torch.stack([loss.detach().float(), loss.new_tensor(asked).float()])
+        all_reduce(both, op="mean", pattern=self.pattern)
+        if self._stop is not None:
+            self._everybody_stops = bool(both[1] > 0)
+        return both[0]
+
+    def sent(self, formula: Traffic) -> None:
+        """What the formula says a step's gradients have cost this rank; the loss is added here."""
+        place = (self._cluster.world_size, self._cluster.rank)
+        self._formula += formula + cost.per_rank("all_reduce", self.pattern, 2, 4, *place)
+
+    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
+        """Print the report, write the trace, check the replicas; all ranks must call it.
+
+        WorkbookError at the end, on all ranks, if their models are not bitwise equal.
+
+        What is read off the spans (compute, communication, what is hidden, the prediction) are medians over
+        `observed_steps` steps: the first ones after the warm-up. All else speaks of the whole run.
+        """
+        with self._until_reported:
+            return self._report(model, extras)
+
+    def _report(self, model: nn.Module, extras: dict[str, Any]) -> dict[str, Any]:
+        cluster, args = self._cluster, self._args
+        timeline.stop_recording()
+        windows = self._meter.windows
+        by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
+        seen = [overlap_of(events) for events in by_step] if self.unseen is None else []
+        if self.unseen is not None:
+            extras |= {"not_measured": f"compute, communication, hidden share: {self.unseen}"}
+        shares = [one.hidden_share for one in seen if one.hidden_share is not None]
+        link = self._link
+        digests = replica_digests(cluster, model)
+        summary = self._meter.finish(
+            observed_steps=len(by_step),
+            compute_seconds=_median([one.compute_seconds for one in seen]),
+            communication_seconds=_median([one.communication_seconds for one in seen]),
+            hidden_share=_median(shares),
+            predicted_step_seconds=self._predicted_seconds(by_step),
+            alpha_seconds=link.alpha,
+            beta_seconds_per_byte=link.beta,
+            bytes_formula=self._formula.bytes_sent,
+            messages_formula=self._formula.messages_sent,
+            replicas_equal=len(set(digests)) == 1,
+            replica_digest=digests[cluster.rank][:16],
+            **extras,
+        )
+        if args.trace is not None:
+            drawn = windows[WARMUP : WARMUP + DRAWN] or windows
+            self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
+        refuse_unequal(digests)
+        return summary
+
+    def _draw(self, folder: str, events: list[Event]) -> None:
+        """Write what --trace asks for, of this rank's events of some steps."""
+        timeline.save(self._cluster, folder, f"{self._run_mode}, {self._cluster.world_size} ranks", events)
+
+    def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
+        """The step's time by its lesson's model, if there is one."""
+        return None
+
+    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = {"made_with": self._made_with(), "step": done}
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
+
+    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        folder = Path(self._args.checkpoint or "")
+        state = checkpoint.load(self._cluster, str(folder))
+
+        def restore() -> None:
+            with refusing_misfits(folder):
+                self._check_resumed(state)
+                self._restore(state, model, optimizer)
+
+        on_all(f"resume from {folder}", restore)
+        return state["step"]
+
+    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put what `_save` has written in place; no rank waits for another here."""
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    def _check_resumed(self, state: dict[str, Any]) -> None:
+        made_with = state.get("made_with", "another program")
+        if made_with != self._made_with():
+            raise WorkbookError(
+                f"The checkpoint was made with {made_with}, and this run has {self._made_with()}; "
+                "give the same arguments, or another folder."
+            )
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise ValueError(f"its step is {state['step']}")
+        if state["step"] >= self._args.steps:
+            raise WorkbookError(
+                f"The checkpoint has {state['step']} steps already; ask for more with --steps."
+            )
+
+    def _made_with(self) -> dict[str, Any]:
+        args = self._args
+        return {
+            "run_mode": self._run_mode,
+            "model": self._model,
+            "size": args.size,
+            "batch_size": args.batch_size,
+            "lr": args.lr,
+            "seed": args.seed,
+            "metronome": args.metronome,
+        }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,138 @@
+"""Validation of a run's arguments: what makes no sense is refused in a sentence before the first step."""
+
+import math
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from lab import units
+from lab.checkpoint import nothing_in
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.together import on_all, on_main
+from training.arguments import TrainArgs
+
+MAX_BUCKET_MB = 1 << 20  # a TiB
+MAX_BATCH = 1 << 20  # examples; thousands of GiB of activations, even in the smallest model
+MAX_STEPS = 10**9  # years
+SEEDS = 1 << 32
+
+
+def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
+    """Refuse arguments that make no sense together; `sharing` ranks share a batch."""
+    validate_numbers(args.steps, args.batch_size, args.lr, args.seed)
+    validate_folder_name("--checkpoint", args.checkpoint)
+    validate_folder_name("--trace", args.trace)
+    if args.resume and args.checkpoint is None:
+        raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
+    validate_shares(args.batch_size, sharing)
+    mine, parts = args.batch_size // sharing, getattr(args, "grad_acc_steps", 1)
+    if parts < 1 or mine % parts or mine < parts:
+        raise WorkbookError(
+            f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step."
+        )
+    bucket_mb = getattr(args, "bucket_mb", None)
+    if bucket_mb is not None:
+        validate_bucket(bucket_mb)
+    if args.metronome is not None and model != "gpt":
+        raise WorkbookError("--metronome takes the GPT; leave --model out.")
+
+
+def validate_numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:
+    """Refuse what no run can train with."""
+    if steps < 1:
+        raise WorkbookError(f"--steps {steps}: there must be at least one.")
+    if steps > MAX_STEPS:
+        raise WorkbookError(f"--steps {steps}: there can be at most {MAX_STEPS}.")
+    if batch_size < 1:
+        raise WorkbookError(f"--batch-size {batch_size}: there must be at least one example.")
+    if batch_size > MAX_BATCH:
+        raise WorkbookError(f"--batch-size {batch_size}: there can be at most {MAX_BATCH} examples.")
+    if not 0 < lr < math.inf:
+        raise WorkbookError(f"--lr {lr:g}: a learning rate is a number above 0, such as 0.001.")
+    if not 0 <= seed < SEEDS:
+        raise WorkbookError(f"--seed {seed}: a seed is a whole number from 0 to {SEEDS - 1}.")
+
+
+def validate_shares(batch_size: int, ranks: int) -> None:
+    """Refuse a batch of which the ranks would not have equal shares."""
+    if batch_size % ranks:
+        more = (batch_size // ranks + 1) * ranks
+        raise WorkbookError(
+            f"--batch-size {batch_size}: {ranks} ranks cannot share it equally; choose a multiple of "
+            f"{ranks}, such as {more}."
+        )
+
+
+def validate_bucket(megabytes: float) -> None:
+    """Refuse a cap that is none."""
+    if not 0 < megabytes <= MAX_BUCKET_MB:
+        raise WorkbookError(
+            f"--bucket-mb {megabytes:g}: a bucket's cap is a number of MiB above 0, such as 4, "
+            f"and at most {MAX_BUCKET_MB}."
+        )
+
+
+def tick_seconds(metronome: str) -> float:
+    """The seconds of `--metronome`."""
+    try:
+        return units.seconds(metronome)
+    except WorkbookError as error:
+        raise WorkbookError(f"--metronome {metronome}: {error}.") from error
+
+
+def validate_folder_name(option: str, name: str | None) -> None:
+    """Refuse a folder without a name, which would be the current one."""
+    if name is not None and not name.strip():
+        raise WorkbookError(f"{option} has no value: name a folder.")
+
+
+def validate_folder(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
+    """Refuse, on all ranks, a folder in which rank 0 cannot write. It is made, but not to resume from it."""
+    folder = Path(name)
+
+    def make() -> None:
+        if resume and not folder.is_dir():
+            raise nothing_in(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(option, folder, 0, error) from error
+        _try_to_write(option, folder, 0)
+
+    on_main(cluster, option, make)
+
+
+def validate_shared_folder(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
+    """Refuse, on all ranks, a folder that is not the same for all, or in which one of them cannot write."""
+    validate_folder(cluster, option, name, resume)
+    folder = Path(name)
+    with ExitStack() as until_seen:
+
+        def mark() -> str:
+            return Path(until_seen.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
+
+        made = on_main(cluster, option, mark)
+
+        def look() -> None:
+            if not (folder / made).exists():
+                raise WorkbookError(
+                    f"{option} {folder}: rank {cluster.rank} does not see what rank 0 writes there; "
+                    "name a folder that all machines share."
+                )
+            _try_to_write(option, folder, cluster.rank)
+
+        on_all(option, look)
+
+
+def _try_to_write(option: str, folder: Path, rank: int) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"a full disk takes a file, but nothing in it")
+    except OSError as error:
+        raise _cannot_write(option, folder, rank, error) from error
+
+
+def _cannot_write(option: str, folder: Path, rank: int, error: OSError) -> WorkbookError:
+    why = error.strerror or error
+    return WorkbookError(f"{option} {folder}: rank {rank} cannot write there ({why}); name another folder.")
