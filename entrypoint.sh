@@ -22,15 +22,15 @@ zero1                                  data_parallel/train_zero1.py             
 zero2                                  data_parallel/train_zero2.py                    ZeRO 2: and the gradients of its shard
 zero3                                  data_parallel/train_zero3.py                    ZeRO 3: and its shard of the parameters, gathered by the block
 fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard in the same loop
-tensor_parallel                        tensor_parallel/train_tensor_parallel.py                        every layer cut among the ranks, which share each batch
+tensor_parallel                        tensor_parallel/train_tensor_parallel.py        every layer cut among the ranks, which share each batch
 sequence_parallel                      tensor_parallel/train_sequence_parallel.py      and what is whole on every rank cut by tokens
-tensor_parallel_native                 tensor_parallel/train_dtensor.py                 PyTorch's own parallelize_module in the same loop
+tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module in the same loop
 pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages, one rank works at a time
 pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: all microbatches forward, then all backward
 pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 one forward, one backward: fewer activations
 pipeline_interleaved                   pipeline_parallel/train_interleaved.py          several small stages a rank: a smaller bubble
 pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          the backward in two: the bubble filled with weight gradients
-pipeline_native                        pipeline_parallel/train_torch_pipelining.py              PyTorch's own torch.distributed.pipelining in the same loop
+pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop
 TABLE
 }
 

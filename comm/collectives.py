@@ -5,10 +5,10 @@
   scatter           root: [x0 x1 x2]            rank r: xr               flat
   gather            rank r: xr                  root: [x0 x1 x2]         flat
   reduce            rank r: x(r)                root: x(0)+x(1)+x(2)     tree  flat
-  all_gather        rank r: xr                  all: [x0 x1 x2]          ring  tcp  cma
-  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    ring  tcp  cma
-  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      ring  tcp  cma  tree  flat
-                                                          recursive_doubling  halving_doubling
+  all_gather        rank r: xr                  all: [x0 x1 x2]          pipelined_ring  ring  tcp  cma
+  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    pipelined_ring  ring  tcp  cma
+  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      pipelined_ring  ring  tcp  cma  tree
+                                                    flat  recursive_doubling  halving_doubling
   all_to_all        rank r: [xr0 xr1 xr2]       rank r: [x0r x1r x2r]    pairwise
   barrier                                       nobody leaves before all have come
 
@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm.algorithms import hypercube, pairwise, pipelined_ring, star, tree
+from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, star, tree
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
@@ -42,9 +42,12 @@ PATTERNS = {
     "scatter": ("flat",),
     "gather": ("flat",),
     "reduce": ("tree", "flat"),
-    "all_gather": ("ring", "tcp", "cma"),
-    "reduce_scatter": ("ring", "tcp", "cma"),
-    "all_reduce": ("ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling"),
+    "all_gather": ("pipelined_ring", "ring", "tcp", "cma"),
+    "reduce_scatter": ("pipelined_ring", "ring", "tcp", "cma"),
+    "all_reduce": (
+        *("pipelined_ring", "ring", "tcp", "cma", "tree", "flat"),
+        *("recursive_doubling", "halving_doubling"),
+    ),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
 }
@@ -138,7 +141,8 @@ def all_gather(
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
     patterns: Patterns = {
-        "ring": pipelined_ring.all_gather,
+        "pipelined_ring": pipelined_ring.all_gather,
+        "ring": ring.all_gather,
         "tcp": socket_ring.all_gather,
         "cma": socket_ring.all_gather,
     }
@@ -161,7 +165,8 @@ def reduce_scatter(
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
     patterns: Patterns = {
-        "ring": pipelined_ring.reduce_scatter,
+        "pipelined_ring": pipelined_ring.reduce_scatter,
+        "ring": ring.reduce_scatter,
         "tcp": socket_ring.reduce_scatter,
         "cma": socket_ring.reduce_scatter,
     }
@@ -184,7 +189,8 @@ def all_reduce(
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
     patterns: Patterns = {
-        "ring": pipelined_ring.all_reduce,
+        "pipelined_ring": pipelined_ring.all_reduce,
+        "ring": ring.all_reduce,
         "tcp": socket_ring.all_reduce,
         "cma": socket_ring.all_reduce,
         "tree": tree.all_reduce,
@@ -251,7 +257,7 @@ def fastest_pattern(op: str, group: Group = None) -> str:
     It notices a rank that calls something else only at the timeout, so it is not the default.
     """
     default = default_pattern(op, group)
-    return "cma" if default == "ring" and "cma" in PATTERNS[op] and CAN_POLL else default
+    return "cma" if default == "pipelined_ring" and "cma" in PATTERNS[op] and CAN_POLL else default
 
 
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
@@ -261,7 +267,7 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
     if pattern is None:
         return default_pattern(op, group)
     if pattern in ("tcp", "cma") and pattern in PATTERNS[op] and dist.get_world_size(group) == 1:
-        return "ring"  # nobody to connect to
+        return "pipelined_ring"  # there is no peer to connect to
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
     if pattern in ("tcp", "cma") and not CAN_POLL:

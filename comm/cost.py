@@ -11,7 +11,7 @@ With n ranks and a tensor of B bytes, the whole of it counted on every rank (L =
     scatter, gather flat  alpha + (n-1)/n B beta
     all_gather      ring  (n-1) (alpha + B/n beta)            reduce_scatter the same
     all_reduce      flat  2 (alpha + (n-1) B beta)            tree  2 L (alpha + B beta)
-                    ring  2 (n-1) (alpha + B/n beta)      tcp, cma the same as ring
+                    ring  2 (n-1) (alpha + B/n beta)      pipelined_ring, tcp, cma the same as ring
                     recursive doubling  L (alpha + B beta)
                     halving-doubling    2 L alpha + 2 (n-1)/n B beta
     all_to_all      pairwise  (n-1) alpha + (n-1)/n B beta
@@ -54,9 +54,8 @@ def traffic(
     """
     if pattern == "torch":
         pattern = model_of(op, pattern)
-        segment_bytes = max(1, numel * itemsize)
-    elif pattern in ("tcp", "cma"):
-        pattern, segment_bytes = "ring", TCP_SEGMENT_BYTES
+    if pattern in ("tcp", "cma"):
+        pattern, segment_bytes = "pipelined_ring", TCP_SEGMENT_BYTES
     else:
         segment_bytes = SEGMENT_BYTES
     sizes = shard_sizes(numel, ranks)
@@ -85,14 +84,15 @@ def traffic(
             return shards(others, False) if position == 0 else Traffic()
         case "gather", "flat":
             return shards([rank], False) if position != 0 else Traffic()
-        case "reduce_scatter", "ring":
-            return shards(others, True)
-        case "all_gather", "ring":
-            return shards(not_the_rights, True) if ranks > 1 else Traffic()
+        case "reduce_scatter", "ring" | "pipelined_ring":
+            return shards(others, pattern == "pipelined_ring")
+        case "all_gather", "ring" | "pipelined_ring":
+            return shards(not_the_rights, pattern == "pipelined_ring") if ranks > 1 else Traffic()
         case "all_to_all", "pairwise":
             return pairwise_traffic(sizes, itemsize, rank)
-        case "all_reduce", "ring":
-            return shards(others, True) + (shards(not_the_rights, True) if ranks > 1 else Traffic())
+        case "all_reduce", "ring" | "pipelined_ring":
+            chunks = others + (not_the_rights if ranks > 1 else [])
+            return shards(chunks, pattern == "pipelined_ring")
         case "all_reduce", "flat":
             return whole(ranks - 1 if rank == 0 else 1)
         case "all_reduce", "tree":
@@ -121,7 +121,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     if n == 1:
         return 0.0
     headers = n - 1 if pattern in ("tcp", "cma") else (2 if op == "all_to_all" else 1) * log
-    pattern = "ring" if pattern in ("tcp", "cma") else pattern
+    pattern = "ring" if pattern in ("pipelined_ring", "tcp", "cma") else pattern
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
     predicted = {

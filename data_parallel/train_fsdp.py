@@ -65,7 +65,7 @@ class Args(ZeroArgs):
     """PyTorch's fully_shard, on text (gpt) or handwritten digits (baby_cnn)."""
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
-    pattern: Literal["torch", "ring", "tcp", "cma"] = "torch"
+    pattern: Literal["torch", "pipelined_ring", "ring", "tcp", "cma"] = "torch"
     """Who gathers and reduces: torch as FSDP2 has it, or one of ours."""
     bf16: bool = False
     """Compute and communicate in bfloat16; the shards, and the optimizer, stay float32."""

@@ -76,5 +76,5 @@ def test_everything_is_imported_a_script_runs_as_one_process_and_run_ranks_says_
 
     ((refusal, fastest, summary),) = run_ranks(on_windows, 1, backend=None)
     assert refusal == "run_ranks forks its ranks, and Windows has no fork; run it in WSL 2."
-    assert fastest == "ring"
+    assert fastest == "pipelined_ring"
     assert summary["replicas_equal"] is True and summary["steps"] == 2

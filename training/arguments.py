@@ -34,15 +34,18 @@ class TrainArgs:
     """Print the summary as one JSON line at the end."""
 
 
+AllReducePattern = Literal[
+    "pipelined_ring", "ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
+]
+
+
 @dataclasses.dataclass
 class Args(TrainArgs):
     """Train a small GPT on the source of Python's standard library."""
 
-    pattern: (
-        Literal["ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"]
-        | None
-    ) = None
-    """Who reduces (comm.collectives); None is cma on gloo, torch on nccl."""
+    pattern: AllReducePattern | None = None
+    """Which all-reduce to use (comm/collectives.py): ring is the textbook's, cma the fastest on one machine
+    (each rank reads its neighbour's memory), torch PyTorch's own. Without it: cma on gloo, torch on nccl."""
 
 
 @dataclasses.dataclass

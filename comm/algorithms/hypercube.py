@@ -32,7 +32,6 @@ def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
             partner = wire.rank ^ distance
             arriving = Stream(wire, partner, [len(segment) for segment in mine], tensor.dtype)
             leaving = [wire.isend(segment, partner) for segment in mine]
-            wire.ready()
             for segment, sent, theirs in zip(mine, leaving, arriving, strict=True):
                 sent.wait()
                 lower, upper = (segment, theirs) if wire.rank < partner else (theirs, segment)
@@ -82,12 +81,10 @@ def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
     mine = segments_of(tensor)
     if wire.rank >= n:
         leaving = [wire.isend(segment, wire.rank - n) for segment in mine]
-        wire.ready()
         for transfer in leaving:
             transfer.wait()
     elif wire.rank + n < wire.size:
         arriving = Stream(wire, wire.rank + n, [len(segment) for segment in mine], tensor.dtype)
-        wire.ready()
         for segment, theirs in zip(mine, arriving, strict=True):
             combine(op, segment, theirs, out=segment)
     return n

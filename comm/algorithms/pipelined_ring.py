@@ -1,19 +1,14 @@
-"""Ring patterns: every rank sends to its right neighbour and receives from its left one, at the same time.
+"""The ring with chunks in segments: a segment goes on as soon as it has been added, while others arrive.
 
-            chunk 0 of [0 1 2 3] goes round, one hop a step:
+      rank 0 sends   a0 a1 a2 a3            the four segments of its first chunk, one behind the other
+      rank 1 sends      a0 a1 a2 a3         adds a0 and sends it on while a1 arrives
+      rank 2 sends         a0 a1 a2 a3      so no link waits for an addition, but for the first segment's
 
-      rank 1 ──► rank 2 ──► rank 3 ──► rank 0      reduce-scatter: each rank adds its own, n-1 steps
-      rank 0 ──► rank 1 ──► rank 2 ──► rank 3      all-gather: each rank keeps a copy, n-1 steps
-
-All links are busy all the time, so the cost is bandwidth-optimal and hardly grows with the number of
-ranks: (n-1)/n of the tensor per phase and rank, 2(n-1)/n for an all-reduce; but 2(n-1) latencies.
-Patarasu & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-
-A chunk travels in segments, and a segment goes on as soon as it has been added: while one is added the
-next ones arrive.
+Bytes are those of the textbook's ring (ring.py), messages as many as there are segments. In an all-reduce
+a segment that is complete sets out on the all-gather at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,10 +45,9 @@ def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
     chunks = shards_of(full, n)
     if chunks[r].data_ptr() != shard.data_ptr():
         chunks[r].copy_(shard)
-    arriving = _gather_receives(wire, chunks)
+    arriving = [wire.irecv(segment, (r - 1) % n) for segment in _gathered(wire, chunks)]
     leaving = [wire.isend(segment, (r + 1) % n) for segment in segments_of(chunks[r])] if n > 1 else []
-    wire.ready()
-    _pass_on(wire, arriving, leaving)
+    _pass_on(wire, chunks, arriving, leaving)
 
 
 def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
@@ -65,17 +59,13 @@ def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
     sums = [chunks[chunk_sent(r, step + 1, n)] for step in range(n - 1)]
-    arriving: list[list[Transfer]] = []
     leaving: list[Transfer] = []
-    _reduce(
-        wire,
-        chunks,
-        sums,
-        op,
-        when_posted=lambda: arriving.extend(_gather_receives(wire, chunks)),
-        when_done=lambda segment: leaving.append(wire.isend(segment, (r + 1) % n)),
-    )
-    _pass_on(wire, arriving, leaving)
+
+    def send_on(segment: torch.Tensor) -> None:
+        leaving.append(wire.isend(segment, (r + 1) % n))
+
+    arriving = _reduce(wire, chunks, sums, op, _gathered(wire, chunks), send_on)
+    _pass_on(wire, chunks, arriving, leaving)
 
 
 def _reduce(
@@ -83,20 +73,22 @@ def _reduce(
     chunks: list[torch.Tensor],
     sums: list[torch.Tensor],
     op: str,
-    when_posted: Callable[[], None] = lambda: None,
+    then: Sequence[torch.Tensor] = (),
     when_done: Callable[[torch.Tensor], None] = lambda segment: None,
-) -> None:
-    """The reduce-scatter round. `sums[step]` takes what arrived in that step and this rank's own chunk."""
+) -> list[Transfer]:
+    """The reduce-scatter round. `sums[step]` takes what arrived in that step and this rank's own chunk.
+
+    Returns the receives of what comes from the left neighbour afterwards, into the tensors of `then`.
+    """
     n, r = wire.size, wire.rank
     left, right = (r - 1) % n, (r + 1) % n
     own = [segments_of(chunks[chunk_sent(r, step + 1, n)]) for step in range(n - 1)]
     into = [segments_of(total) for total in sums]
     sizes = [len(segment) for step in own for segment in step]
-    arriving = Stream(wire, left, sizes, chunks[0].dtype, when_posted)
+    arriving = Stream(wire, left, sizes, chunks[0].dtype, then)
     first = segments_of(chunks[chunk_sent(r, 0, n)]) if n > 1 else []
     sent: list[list[Transfer]] = [[] for _ in range(n)]  # in each step
     sent[0] = [wire.isend(segment, right) for segment in first]
-    wire.ready()
     flow = [(step, i) for step in range(n - 1) for i in range(len(own[step]))]
     for (step, i), arrived in zip(flow, arriving, strict=True):
         if i == 0:  # not only the step before the last one: steps with an empty chunk do not come by here
@@ -110,24 +102,25 @@ def _reduce(
             when_done(into[step][i])
     for transfers in sent:
         _wait_all(transfers)
+    return arriving.last
 
 
-def _gather_receives(wire: Wire, chunks: list[torch.Tensor]) -> list[list[Transfer]]:
-    """Post all receives of an all-gather round: the chunks from the left, nearest owner first."""
+def _gathered(wire: Wire, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the segments that an all-gather round brings from the left, the nearest owner's first."""
     n, r = wire.size, wire.rank
-    sources = [(r - 1 - step) % n for step in range(n - 1)]
-    return [
-        [wire.irecv(segment, (r - 1) % n) for segment in segments_of(chunks[source])] for source in sources
-    ]
+    return [segment for step in range(n - 1) for segment in segments_of(chunks[(r - 1 - step) % n])]
 
 
-def _pass_on(wire: Wire, arriving: list[list[Transfer]], leaving: list[Transfer]) -> None:
+def _pass_on(
+    wire: Wire, chunks: list[torch.Tensor], arriving: list[Transfer], leaving: list[Transfer]
+) -> None:
     """The all-gather round: send on what arrives, but for the last chunk, which has been everywhere."""
-    for step, transfers in enumerate(arriving):
-        for transfer in transfers:
-            transfer.wait()
-            if step < wire.size - 2:
-                leaving.append(wire.isend(transfer.tensor, (wire.rank + 1) % wire.size))
+    right = (wire.rank + 1) % wire.size
+    last = len(arriving) - len(segments_of(chunks[right]))
+    for i, transfer in enumerate(arriving):
+        transfer.wait()
+        if i < last:
+            leaving.append(wire.isend(transfer.tensor, right))
     _wait_all(leaving)
 
 

@@ -31,7 +31,10 @@ OPS = (
     "all_reduce",
     "all_to_all",
 )
-PATTERNS = ("flat", "tree", "ring", "recursive_doubling", "halving_doubling", "pairwise", "tcp", "cma")
+PATTERNS = (
+    *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
+    *("pairwise", "tcp", "cma"),
+)
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(
     sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str),

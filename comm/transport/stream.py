@@ -1,6 +1,6 @@
 """A stream of segments from one rank: received ahead, handed out in order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -10,33 +10,28 @@ AHEAD = 8
 
 
 class Stream:
-    """The next `len(sizes)` segments that `src` sends, `sizes` in elements.
+    """The next `len(sizes)` segments that `src` sends, `sizes` in elements, and behind them those for `then`.
 
     Receives are posted ahead, for a payload moves only once its receive is posted, but only a few, so that
-    the memory they arrive in stays small and in the cache. The first ones are posted at once. When the
-    last one is, `when_posted` may post what comes from `src` after this stream.
+    the memory they arrive in stays small and in the cache. The tensors of `then` are the places where the
+    last segments shall arrive; `last` has their transfers once the others are under way.
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        src: int,
-        sizes: list[int],
-        dtype: torch.dtype,
-        when_posted: Callable[[], None] = lambda: None,
+        self, wire: Wire, src: int, sizes: list[int], dtype: torch.dtype, then: Sequence[torch.Tensor] = ()
     ) -> None:
-        self._wire, self._src, self._sizes, self._when_posted = wire, src, sizes, when_posted
+        self._wire, self._src, self._sizes, self._then = wire, src, sizes, then
         self._slots = torch.empty(min(AHEAD, len(sizes)), max(sizes, default=0), dtype=dtype)
         self._posted: list[Transfer] = []
+        self.last: list[Transfer] = []
         self._post(AHEAD)
 
     def _post(self, up_to: int) -> None:
         for size in self._sizes[len(self._posted) : up_to]:
             slot = self._slots[len(self._posted) % AHEAD]
             self._posted.append(self._wire.irecv(slot[:size], self._src))
-        if len(self._posted) == len(self._sizes):
-            then, self._when_posted = self._when_posted, lambda: None
-            then()
+        if len(self._posted) == len(self._sizes) and not self.last:
+            self.last = [self._wire.irecv(place, self._src) for place in self._then]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Each segment may be used until the next one is asked for."""

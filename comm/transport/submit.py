@@ -26,9 +26,9 @@ RINGS = ("tcp", "cma")  # of our own connections
 
 # Those whose first messages are segments, and may leave while the headers are under way.
 EARLY = {
-    ("all_gather", "ring"),
-    ("reduce_scatter", "ring"),
-    ("all_reduce", "ring"),
+    ("all_gather", "pipelined_ring"),
+    ("reduce_scatter", "pipelined_ring"),
+    ("all_reduce", "pipelined_ring"),
     ("all_reduce", "recursive_doubling"),
 }
 
@@ -98,9 +98,9 @@ def _over_gloo(
 
     wire.check_before_waiting(check)
     if not early or not _shard_fits(header, wire):
-        wire.ready()
+        wire.agree()
     run(wire)
-    wire.ready()
+    wire.agree()
 
 
 def _shard_fits(header: Header, wire: Wire) -> bool:

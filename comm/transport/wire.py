@@ -47,6 +47,7 @@ class Transfer:
         work, self._work = self._work, None  # gloo would wait for a second message at the second call
         if work is None:
             return
+        self._wire.agree()
         try:
             work.wait()
         except RuntimeError as error:
@@ -80,11 +81,11 @@ class Wire:
         self.early_transfers: list[tuple[dist.Work, torch.Tensor]] = []
 
     def check_before_waiting(self, check: Callable[[], None]) -> None:
-        """Have `ready()` call this, once: it finds out whether the ranks fit together, or raises."""
+        """Have `agree()` call this, once: it finds out whether the ranks fit together, or raises."""
         self._check = check
 
-    def ready(self) -> None:
-        """To be called before the first wait for a payload."""
+    def agree(self) -> None:
+        """Find out whether the ranks fit together, before the first message is waited for."""
         check, self._check = self._check, _nothing
         check()
         self.early_transfers.clear()

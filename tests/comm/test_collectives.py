@@ -328,7 +328,9 @@ def test_any_sequence_of_collectives_equals_the_reference(n: int, segment_bytes:
 
 
 def test_tensors_of_several_real_segments_are_right():
-    cases = [Case(op, pattern, 1_600_001) for op, pattern in OURS if pattern in ("ring", "tcp", "cma")]
+    cases = [
+        Case(op, pattern, 1_600_001) for op, pattern in OURS if pattern in ("pipelined_ring", "tcp", "cma")
+    ]
     cases.append(Case("broadcast", "tree", 1_600_001, root=2))
     run_ranks(run_cases, 3, cases)
 
@@ -357,7 +359,7 @@ def test_tensors_of_any_shape_keep_it():
 def test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk():
     def add_up(cluster) -> list[float]:
         mine = torch.arange(8.0) + 10.0 ** (2 + cluster.rank)  # each element tells whom it has met
-        collectives.all_reduce(mine, pattern="ring")
+        collectives.all_reduce(mine, pattern="pipelined_ring")
         return mine.tolist()
 
     for n in (2, 4):
@@ -486,7 +488,7 @@ def test_a_conjugated_view_is_reduced_by_its_values():
 
 def test_an_all_gather_in_place_takes_its_part_of_the_whole():
     def in_place(cluster) -> None:
-        for pattern, numel in (("ring", 10), ("ring", 2), ("torch", 12)):
+        for pattern, numel in (("pipelined_ring", 10), ("pipelined_ring", 2), ("torch", 12)):
             whole = torch.zeros(numel)
             mine = torch.tensor_split(whole, cluster.world_size)[cluster.rank]
             mine.fill_(cluster.rank + 1)

@@ -77,10 +77,10 @@ def test_tensors_of_several_real_segments_are_counted_exactly():
     def count(cluster) -> None:
         for op in ("all_reduce", "reduce_scatter", "all_gather"):
             LEDGER.clear()
-            call(op, "ring", 2_000_001, torch.float32, 3, cluster.rank, 0)
+            call(op, "pipelined_ring", 2_000_001, torch.float32, 3, cluster.rank, 0)
             # shards of 666 667 elements travel as 3 messages of at most 1 MiB
             rounds = 4 if op == "all_reduce" else 2
-            assert LEDGER.rows()[Entry(op, "ring")] == Traffic(rounds * 666_667 * 4, rounds * 3)
+            assert LEDGER.rows()[Entry(op, "pipelined_ring")] == Traffic(rounds * 666_667 * 4, rounds * 3)
 
     run_ranks(count, 3)
 
@@ -106,7 +106,7 @@ def test_the_bytes_of_every_message_are_counted_and_not_its_elements():
         for dtype, size in ((torch.uint8, 1), (torch.bfloat16, 2), (torch.float64, 8)):
             LEDGER.clear()
             collectives.all_reduce(torch.ones(6, dtype=dtype))
-            assert LEDGER.rows()[Entry("all_reduce", "ring")].bytes_sent == 6 * size
+            assert LEDGER.rows()[Entry("all_reduce", "pipelined_ring")].bytes_sent == 6 * size
 
     run_ranks(count, 2)
 
@@ -156,7 +156,9 @@ def test_the_formulas_agree_with_sums_done_by_hand():
 def test_what_all_ranks_send_in_a_ring_adds_up_to_every_byte_moved():
     for n in (1, 2, 3, 5, 8):
         for numel in (0, 1, n, 2 * n + 1, 1000):
-            total = sum(cost.traffic("all_reduce", "ring", numel, 8, n, r).bytes_sent for r in range(n))
+            total = sum(
+                cost.traffic("all_reduce", "pipelined_ring", numel, 8, n, r).bytes_sent for r in range(n)
+            )
             assert total == 2 * (n - 1) * numel * 8
 
 
@@ -185,8 +187,8 @@ def test_predicted_seconds_follow_alpha_and_beta():
 def test_an_unknown_pattern_has_no_formula():
     with pytest.raises(ValueError, match="no formula for all_reduce with pattern 'zigzag'"):
         cost.seconds("all_reduce", "zigzag", 8, 2, Link(0.0, 0.0))
-    with pytest.raises(ValueError, match="no formula for broadcast with pattern 'ring'"):
-        cost.traffic("broadcast", "ring", 8, 4, 2, 0)
+    with pytest.raises(ValueError, match="no formula for broadcast with pattern 'pipelined_ring'"):
+        cost.traffic("broadcast", "pipelined_ring", 8, 4, 2, 0)
 
 
 def test_a_tensor_is_sharded_as_tensor_split_does_and_segmented_without_a_rest():

@@ -30,7 +30,7 @@ def sentence(text: str) -> str:
     return text.rsplit("comm.errors.CommError: ", 1)[-1]
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
+@pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
 def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str):
     def one_dies(cluster) -> None:
         collectives.barrier()
@@ -47,7 +47,7 @@ def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pat
         assert any("rank 2" in texts[rank] for rank in (0, 1, 3))
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma"])
+@pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma"])
 def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(pattern: str):
     def one_dies(cluster) -> None:
         collectives.barrier()
@@ -109,7 +109,7 @@ def test_a_paused_rank_is_named_after_the_timeout_and_goes_on_when_it_is_woken()
     *awake, slept = outcomes(one_sleeps, 3, group_timeout=1.5)
     assert slept == "woken"
     for rank, text in enumerate(awake):
-        assert text.startswith(f"all_reduce (ring): rank {rank} could not ")
+        assert text.startswith(f"all_reduce (pipelined_ring): rank {rank} could not ")
         assert "waited until the timeout" in text
         assert "rank 2 has not come here, is stuck or is paused, or waits itself for a rank that is" in text
 

@@ -46,8 +46,8 @@ def test_another_size_is_told_with_the_ranks_that_bring_it():
         collectives.all_reduce(torch.ones(7 if rank == 1 else 5))
 
     assert sentence_of_all(3, call) == (
-        "The ranks do not fit together: ranks 0, 2: all_reduce(ring, sum) of 5 elements of float32; "
-        "rank 1: all_reduce(ring, sum) of 7 elements of float32. "
+        "The ranks do not fit together: ranks 0, 2: all_reduce(pipelined_ring, sum) of 5 elements of "
+        "float32; rank 1: all_reduce(pipelined_ring, sum) of 7 elements of float32. "
         "Every rank must bring the same size and ask for the same."
     )
 
@@ -57,8 +57,8 @@ def test_another_dtype_of_the_same_width_is_told():
         collectives.all_reduce(torch.ones(5, dtype=torch.int32 if rank == 2 else torch.float32))
 
     text = sentence_of_all(3, call)
-    assert "ranks 0, 1: all_reduce(ring, sum) of 5 elements of float32" in text
-    assert "rank 2: all_reduce(ring, sum) of 5 elements of int32" in text
+    assert "ranks 0, 1: all_reduce(pipelined_ring, sum) of 5 elements of float32" in text
+    assert "rank 2: all_reduce(pipelined_ring, sum) of 5 elements of int32" in text
     assert text.endswith("Every rank must bring the same dtype.")
 
 
@@ -71,7 +71,7 @@ def test_another_operation_is_told():
 
     text = sentence_of_all(4, call)
     assert "rank 0: broadcast(tree, root 0) of 5 elements" in text
-    assert "ranks 1, 2, 3: all_reduce(ring, sum) of 5 elements" in text
+    assert "ranks 1, 2, 3: all_reduce(pipelined_ring, sum) of 5 elements" in text
     assert "Every rank must call the same collectives in the same order." in text
 
 
@@ -205,7 +205,9 @@ def test_a_group_lives_on_for_long_after_a_mismatch_of_tensors_already_under_way
             case 3:
                 collectives.all_gather(torch.ones(300 + 3 * odd), torch.ones(100 + odd))
             case 4:
-                collectives.all_reduce(torch.ones(800), pattern="recursive_doubling" if odd else "ring")
+                collectives.all_reduce(
+                    torch.ones(800), pattern="recursive_doubling" if odd else "pipelined_ring"
+                )
 
     def live(cluster) -> None:
         n, r = cluster.world_size, cluster.rank
@@ -241,7 +243,7 @@ def test_a_mismatch_in_one_group_leaves_the_others_alone():
 
 def test_wrong_arguments_are_told_before_anything_is_sent():
     wrong = {
-        "all_reduce has no pattern 'zigzag'; choose one of torch, ring, tcp, cma": lambda: (
+        "all_reduce has no pattern 'zigzag'; choose one of torch, pipelined_ring, ring, tcp": lambda: (
             collectives.all_reduce(torch.ones(2), pattern="zigzag")
         ),
         "broadcast: root 2 is not a rank of this group of 2": lambda: collectives.broadcast(

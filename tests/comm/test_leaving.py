@@ -37,7 +37,7 @@ def test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_h
             collectives.all_reduce(torch.ones(5 + cluster.rank))
 
     for n in (2, 3):
-        assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, n)
+        assert "rank 1: all_reduce(pipelined_ring, sum) of 6 elements" in ends_alike(differ, n)
 
 
 def test_a_rank_that_is_late_on_a_ring_of_our_own_is_told_as_well():
@@ -71,4 +71,4 @@ def test_a_rank_that_waits_for_a_later_operation_first_is_told_of_the_mismatch_b
         for handle in (first, second) if cluster.rank == 0 else (second, first):
             handle.wait()
 
-    assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, 2)
+    assert "rank 1: all_reduce(pipelined_ring, sum) of 6 elements" in ends_alike(differ, 2)

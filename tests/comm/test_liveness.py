@@ -102,7 +102,7 @@ def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> N
 
 
 def test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour():
-    for pattern in ("ring", "tcp", "cma", "tree", "torch"):
+    for pattern in ("pipelined_ring", "tcp", "cma", "tree", "torch"):
         environments = places(list(range(5)), 5, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
         errors = run_ranks(in_a_ring, 5, environments, pattern, backend=None, collect_failures=True)
         for rank in (0, 1, 3, 4):

@@ -106,7 +106,7 @@ def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str
     sys.addaudithook(watch)
     set_variables(environments[cluster.rank])
     with joined():
-        for pattern in ("torch", "ring", "tcp", "cma"):
+        for pattern in ("torch", "pipelined_ring", "tcp", "cma"):
             collectives.all_reduce(torch.ones(100_000), pattern=pattern)
         return {address for address, _ in listening(os.getpid())}, bound
 

@@ -29,7 +29,7 @@ def test_what_is_not_a_link_is_refused_in_a_sentence(text: str):
         slow_link.parse(text)
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
+@pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
 def test_a_collective_takes_at_least_what_the_formula_says_whoever_does_the_work(pattern: str):
     def slow(cluster) -> None:
         link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
@@ -52,12 +52,13 @@ def test_one_link_carries_one_collective_at_a_time():
             start = time.perf_counter()
             handles = [
                 all_reduce(torch.ones(3), async_op=True, pattern=pattern)
-                for pattern in ("ring", "torch", "tcp", "cma")
+                for pattern in ("pipelined_ring", "torch", "tcp", "cma")
             ]
             for handle in handles:
                 handle.wait()
             one = min(
-                cost.seconds("all_reduce", pattern, 12, 2, Link(0.02, 0.0)) for pattern in ("ring", "tcp")
+                cost.seconds("all_reduce", pattern, 12, 2, Link(0.02, 0.0))
+                for pattern in ("pipelined_ring", "tcp")
             )
             assert time.perf_counter() - start >= 2 * one + 0.04
 
@@ -74,7 +75,7 @@ def test_the_calling_thread_is_free_while_the_link_is_busy():
     run_ranks(slow, 2)
 
 
-@pytest.mark.parametrize("pattern", ["ring", "torch"])
+@pytest.mark.parametrize("pattern", ["pipelined_ring", "torch"])
 def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(pattern: str):
     def slow(cluster) -> None:
         start_recording()
@@ -107,7 +108,10 @@ def test_torchs_own_operations_are_seen_without_a_link_too():
 def test_calibration_finds_the_alpha_and_beta_that_were_set():
     def slow(cluster) -> list[Link]:
         with simulated_time(), slow_link.slowed(Link(0.02, 1 / 50e6)):
-            return [measure_all_reduce(pattern, repeats=3) for pattern in ("ring", "tcp", "cma", "torch")]
+            return [
+                measure_all_reduce(pattern, repeats=3)
+                for pattern in ("pipelined_ring", "tcp", "cma", "torch")
+            ]
 
     first, *others = run_ranks(slow, 3)
     assert others == [first, first]
@@ -122,7 +126,7 @@ def test_a_single_rank_has_no_link():
 
 def test_a_callback_hears_of_the_end_and_of_the_error():
     def calls(cluster) -> None:
-        for pattern in ("ring", "torch"):
+        for pattern in ("pipelined_ring", "torch"):
             heard: list = []
             handle = all_reduce(torch.ones(3), async_op=True, pattern=pattern)
             handle.when_done(heard.append)

@@ -88,7 +88,7 @@ def test_groups_do_not_wait_for_each_other():
     run_ranks(interleaved, 4)
 
 
-@pytest.mark.parametrize("pattern", ["ring", "tcp", "cma", "tree"])
+@pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma", "tree"])
 def test_torchs_own_may_be_called_while_ours_is_in_flight(pattern: str):
     def beside(cluster) -> None:
         for _ in range(3):
@@ -121,7 +121,7 @@ def test_an_error_comes_out_of_wait_and_the_next_operation_works():
 
     texts = run_ranks(mismatch, 2)
     assert texts[0] == texts[1]
-    assert "rank 0: all_reduce(ring, sum) of 2 elements" in texts[0]
+    assert "rank 0: all_reduce(pipelined_ring, sum) of 2 elements" in texts[0]
 
 
 @pytest.mark.parametrize("pattern", [None, "torch"])

@@ -291,6 +291,6 @@ def test_a_peer_that_dies_in_the_backward_is_named_by_those_who_meet_it(name: st
     texts = [str(result).rsplit("comm.errors.CommError: ", 1)[-1] for result in results]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
     for rank in (0, 1):
-        assert re.match(rf"all_reduce \((ring|tcp|cma|torch)\): rank {rank} ", texts[rank])
+        assert re.match(rf"all_reduce \((pipelined_ring|tcp|cma|torch)\): rank {rank} ", texts[rank])
         assert "has died or left, so look for the first error in its log" in texts[rank]
     assert name in ("overlap by torch", "ddp") or any("rank 2 has died" in texts[rank] for rank in (0, 1))

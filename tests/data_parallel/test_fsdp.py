@@ -89,7 +89,7 @@ def test_every_way_to_run_it_gives_the_same_gradients():
         {},
         {"recompute": True},
         {"reshard_after_forward": False},
-        {"pattern": "ring"},
+        {"pattern": "pipelined_ring"},
         {"pattern": "cma"},
     ]
 
@@ -145,7 +145,7 @@ def test_a_step_sends_exactly_what_the_formula_says_and_all_of_it_through_comm()
             {"grad_acc_steps": 3},
             {"reshard_after_forward": False, "grad_acc_steps": 2},
             {"bf16": True, "recompute": True},
-            {"pattern": "ring"},
+            {"pattern": "pipelined_ring"},
         ):
             args = Args(**options)
             model = shard(

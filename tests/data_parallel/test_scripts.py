@@ -159,7 +159,15 @@ def test_two_ranks_end_with_the_same_bits_whichever_way_their_gradients_travel()
 
 def test_any_pattern_reduces_and_is_counted():
     def work(cluster: Cluster) -> None:
-        for pattern in ("ring", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"):
+        for pattern in (
+            "ring",
+            "pipelined_ring",
+            "tree",
+            "flat",
+            "recursive_doubling",
+            "halving_doubling",
+            "torch",
+        ):
             summary = train(cluster, "bucket", steps=2, pattern=pattern)
             assert summary["bytes_sent"] == summary["bytes_formula"], pattern
             assert summary["messages_sent"] == summary["messages_formula"], pattern

@@ -27,7 +27,9 @@ def test_traffic_is_two_two_and_three_times_the_parameters(n: int):
                 ours.accumulate(total, (torch.ones(3, 8), torch.ones(3)), microbatches)
                 ours.optimizer.step()
                 rows = {entry: traffic.bytes_sent for entry, traffic in LEDGER.rows().items()}
-                sent = {op: rows.get(Entry(op, "ring"), 0) for op in ("reduce_scatter", "all_gather")}
+                sent = {
+                    op: rows.get(Entry(op, "pipelined_ring"), 0) for op in ("reduce_scatter", "all_gather")
+                }
                 each = num_bytes * (n - 1) // n
                 reductions = 1 if stage == "zero1" else microbatches
                 gathers = 2 * microbatches if stage == "zero3" else 1
