@@ -1,23 +1,44 @@
-"""The conjugate pairs of tensor parallelism: what one does in the forward, the other does in the backward.
+"""Collectives that autograd can differentiate: one collective forward, its conjugate backward.
 
-      function           forward                            backward                      in Megatron-LM
-      copy_to_ranks      identity                           all-reduce                    f
-      sum_over_ranks     all-reduce                         identity                      g
-      gather             all-gather along a dim             its own part
-      split              its own part along a dim           all-gather
-      gather_tokens      all-gather along a dim             reduce-scatter                g-bar's conjugate
-      scatter_sums       reduce-scatter along a dim         all-gather                    g-bar
+A collective is a linear function of the tensors of all ranks together. When every rank adds to the loss, the
+backward of a collective is the transposed function: a broadcast makes n copies, so the root's gradient is the
+sum of n gradients.
 
-A rank's part along a dim is as torch.tensor_split cuts it, but `gather_tokens` and `scatter_sums` want equal
-parts. Between `copy_to_ranks` and `sum_over_ranks` each rank computes something else from the same input: its
-gradient of the input is one of n terms of a sum. After `sum_over_ranks` all compute the same, and every
-rank has the whole gradient already: to reduce it again would make it n times too large.
+    function             forward         backward        in Megatron-LM
+    broadcast_from_root  broadcast       reduce
+    sum_to_root          reduce          broadcast
+    scatter_from_root    scatter         gather
+    gather_to_root       gather          scatter
+    gather_tokens        all-gather      reduce-scatter  g: gather_from_sequence_parallel_region
+    scatter_sums         reduce-scatter  all-gather      g-bar: reduce_scatter_to_sequence_parallel_region
+    sum_to_each_rank     all-reduce      all-reduce
+    exchange_shards      all-to-all      all-to-all      all_to_all
 
-No collective writes into a tensor that autograd may still need. After Shoeybi et al., "Megatron-LM", 2019,
-https://arxiv.org/abs/1909.08053, and Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022, https://arxiv.org/abs/2205.05198.
+When all ranks compute the same loss from the output, that loss counts once. The gradient of the output is
+then complete on every rank, and a second sum would make it n times too large:
+
+    sum_over_ranks       all-reduce      identity        g: reduce_from_tensor_model_parallel_region
+    gather               all-gather      own shard       gather_from_tensor_model_parallel_region
+
+When all ranks have the same input and compute different things from it, each has one term of its gradient:
+
+    copy_to_ranks        identity        all-reduce      f: copy_to_tensor_model_parallel_region
+    split                own shard       all-gather      scatter_to_tensor_model_parallel_region
+
+The tables agree: sum_to_each_rank is sum_over_ranks and then copy_to_ranks, gather_tokens is gather and then
+copy_to_ranks, scatter_sums is sum_over_ranks and then split. A reduction is always a sum.
+
+A backward communicates too: every rank must call it, and every rank's input must require a gradient. Shards
+are cut along a dim as torch.tensor_split cuts. `gather`, `split` and, with sizes, `exchange_shards` allow
+shards that differ; the others refuse them. No function writes into a tensor that autograd may still need.
+
+Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053 (f and g); Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, https://arxiv.org/abs/2205.05198 (which
+calls them f and f-bar, and adds the g and g-bar of sequence parallelism).
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,167 +47,222 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group, Work, all_gather, all_reduce, fastest_pattern, reduce_scatter
+from comm import collectives
+from comm.collectives import Group, Work, fastest_pattern
 from comm.errors import CommError
 from comm.shards import shard_sizes
 
 
-def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
-    """Identity forward, all-reduce backward (f in Megatron-LM)."""
-    return _CopyToRanks.apply(x, group)
+class _Pair(Function):
+    """Apply `forward` to the input, and `backward` to the gradient of the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.backward_function = backward
+        return forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_function(grad), None, None
+
+
+def broadcast_from_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
+    """Broadcast forward, reduce backward. The other ranks' `x` only has the shape; its gradient is zero."""
+    return _Pair.apply(x, lambda x: _broadcast(x, root, group), lambda grad: _reduce(grad, root, group))
+
+
+def sum_to_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
+    """Reduce forward, broadcast backward. The other ranks get zeros, whose gradient is ignored."""
+    return _Pair.apply(x, lambda x: _reduce(x, root, group), lambda grad: _broadcast(grad, root, group))
+
+
+def scatter_from_root(x: Tensor, dim: int, root: int = 0, group: Group = None) -> Tensor:
+    """Scatter along `dim` forward, gather backward. The other ranks' `x` only has the shape."""
+    return _Pair.apply(
+        x, lambda x: _scatter(x, dim, root, group), lambda grad: _gather(grad, dim, root, group)
+    )
+
+
+def gather_to_root(x: Tensor, dim: int, root: int = 0, group: Group = None) -> Tensor:
+    """Gather along `dim` forward, scatter backward. The other ranks get zeros, whose gradient is ignored."""
+    return _Pair.apply(
+        x, lambda x: _gather(x, dim, root, group), lambda grad: _scatter(grad, dim, root, group)
+    )
+
+
+def gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor:
+    """All-gather along `dim` forward, reduce-scatter backward (g of sequence parallelism)."""
+    return _Pair.apply(
+        x, lambda x: Gathering(x, dim, group).wait(), lambda grad: Scattering(grad, dim, group).wait()
+    )
+
+
+def scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor:
+    """Reduce-scatter along `dim` forward, all-gather backward (g-bar of sequence parallelism)."""
+    return _Pair.apply(
+        x, lambda x: Scattering(x, dim, group).wait(), lambda grad: Gathering(grad, dim, group).wait()
+    )
+
+
+def sum_to_each_rank(x: Tensor, group: Group = None) -> Tensor:
+    """All-reduce forward, all-reduce backward: each rank computes something different from the sum."""
+    return _Pair.apply(x, lambda x: summed(x, group), lambda grad: summed(grad, group))
+
+
+def exchange_shards(
+    x: Tensor,
+    dim: int,
+    group: Group = None,
+    sent: list[int] | None = None,
+    received: list[int] | None = None,
+) -> Tensor:
+    """All-to-all along `dim` forward, all-to-all backward: shard p of `x` goes to rank p.
+
+    Returns the shards that this rank receives, in rank order along `dim`. `sent[p]` is the size along `dim`
+    of what goes to rank p, `received[p]` that of what comes from it. Without them all shards are equal.
+    """
+    sent = _equal_shards(x.shape[dim], dim, group) if sent is None else sent
+    received = sent if received is None else received
+    return _Pair.apply(
+        x,
+        lambda x: _exchange(x, dim, group, sent, received),
+        lambda grad: _exchange(grad, dim, group, received, sent),
+    )
 
 
 def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
     """All-reduce forward, identity backward (g in Megatron-LM)."""
-    return _SumOverRanks.apply(x, group)
+    return _Pair.apply(x, lambda x: summed(x, group), lambda grad: grad)
 
 
 def gather(x: Tensor, dim: int, group: Group = None, size: int | None = None) -> Tensor:
-    """All-gather along `dim` forward, this rank's part backward. `size`: of the whole, if parts differ."""
-    return _Gather.apply(x, dim, group, size)
+    """All-gather along `dim` forward, own shard backward. `size` is the full size, if shards differ."""
+    return _Pair.apply(
+        x, lambda x: Gathering(x, dim, group, size).wait(), lambda grad: own_shard(grad, dim, group)
+    )
+
+
+def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
+    """Identity forward, all-reduce backward (f in Megatron-LM)."""
+    return _Pair.apply(x, lambda x: x.view_as(x), lambda grad: summed(grad, group))
 
 
 def split(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """This rank's part along `dim` forward, all-gather backward."""
-    return _Split.apply(x, dim, group)
+    """Own shard along `dim` forward, all-gather backward."""
+    size = x.shape[dim]
+    return _Pair.apply(
+        x,
+        lambda x: own_shard(x, dim, group).clone(),
+        lambda grad: Gathering(grad, dim, group, size).wait(),
+    )
 
 
-def gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """All-gather along `dim` forward, reduce-scatter backward."""
-    return _GatherTokens.apply(x, dim, group)
-
-
-def scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """Reduce-scatter along `dim` forward, all-gather backward."""
-    return _ScatterSums.apply(x, dim, group)
+# Below: the collectives of comm.collectives as functions that return a new tensor, along any dim.
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """A new tensor: the sum over ranks."""
+    """Return the sum over ranks."""
     total = x.contiguous().clone()
-    all_reduce(total, group=group, pattern=fastest_pattern("all_reduce", group))
+    collectives.all_reduce(total, group=group, pattern=fastest_pattern("all_reduce", group))
     return total
 
 
-def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part of `x` along `dim`."""
+def own_shard(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Return this rank's shard of `x` along `dim`, a view."""
     return x.split(shard_sizes(x.shape[dim], dist.get_world_size(group)), dim)[dist.get_rank(group)]
 
 
 class Gathering:
-    """All ranks' parts along `dim`, on their way from the start."""
+    """An all-gather along `dim` that is in flight from the start."""
 
-    def __init__(self, part: Tensor, dim: int, group: Group, size: int | None = None) -> None:
+    def __init__(self, shard: Tensor, dim: int, group: Group, size: int | None = None) -> None:
         ranks = dist.get_world_size(group)
-        size = part.shape[dim] * ranks if size is None else size
+        size = shard.shape[dim] * ranks if size is None else size
         self._dim, self._sizes = dim, shard_sizes(size, ranks)
-        if self._sizes[dist.get_rank(group)] != part.shape[dim]:
-            raise CommError(f"rank {dist.get_rank()} has {part.shape[dim]} of {size} along dim {dim}.")
-        # Parts along the first dim lie one behind the other, as they travel; all as long as the longest.
-        first = part.movedim(dim, 0)
-        if part.shape[dim] < self._sizes[0]:
-            first = torch.cat([first, first.new_zeros(1, *first.shape[1:])])
-        first = first.contiguous()
-        self._full = first.new_empty(self._sizes[0] * ranks, *first.shape[1:])
-        self._work: Work = all_gather(
-            self._full, first, group=group, async_op=True, pattern=fastest_pattern("all_gather", group)
+        if self._sizes[dist.get_rank(group)] != shard.shape[dim]:
+            raise CommError(f"rank {dist.get_rank()} has {shard.shape[dim]} of {size} along dim {dim}.")
+        # Shards along the first dim lie one behind the other, as they travel; all as long as the longest.
+        rows = shard.movedim(dim, 0)
+        if shard.shape[dim] < self._sizes[0]:
+            rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        rows = rows.contiguous()
+        self._full = rows.new_empty(self._sizes[0] * ranks, *rows.shape[1:])
+        self._work: Work = collectives.all_gather(
+            self._full, rows, group=group, async_op=True, pattern=fastest_pattern("all_gather", group)
         )
 
     def wait(self) -> Tensor:
-        """The whole."""
+        """Return the full tensor."""
         self._work.wait()
         if len(set(self._sizes)) > 1:
             padded = self._full.split(self._sizes[0])
-            self._full = torch.cat([part[:size] for part, size in zip(padded, self._sizes, strict=True)])
+            self._full = torch.cat([shard[:size] for shard, size in zip(padded, self._sizes, strict=True)])
         return self._full.movedim(0, self._dim)
 
 
 class Scattering:
-    """The sum over ranks, cut along `dim`, on its way from the start."""
+    """A reduce-scatter along `dim` that is in flight from the start."""
 
     def __init__(self, full: Tensor, dim: int, group: Group) -> None:
-        ranks = dist.get_world_size(group)
-        if full.shape[dim] % ranks:
-            raise CommError(f"{full.shape[dim]} along dim {dim} cannot be divided among {ranks} ranks.")
-        first = full.movedim(dim, 0).contiguous()
-        self._dim, self._part = dim, first.new_empty(first.shape[0] // ranks, *first.shape[1:])
-        self._first = first
-        self._work: Work = reduce_scatter(
-            self._part, first, group=group, async_op=True, pattern=fastest_pattern("reduce_scatter", group)
+        size, *_ = _equal_shards(full.shape[dim], dim, group)
+        # The reduce-scatter reads it until it ends.
+        self._rows = full.movedim(dim, 0).contiguous()
+        self._dim, self._shard = dim, self._rows.new_empty(size, *self._rows.shape[1:])
+        self._work: Work = collectives.reduce_scatter(
+            self._shard,
+            self._rows,
+            group=group,
+            async_op=True,
+            pattern=fastest_pattern("reduce_scatter", group),
         )
 
     def wait(self) -> Tensor:
-        """This rank's part."""
+        """Return this rank's shard of the sum."""
         self._work.wait()
-        return self._part.movedim(0, self._dim)
+        return self._shard.movedim(0, self._dim)
 
 
-class _CopyToRanks(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
+def _broadcast(x: Tensor, root: int, group: Group) -> Tensor:
+    copy = x.contiguous().clone()
+    collectives.broadcast(copy, root, group)
+    return copy
 
 
-class _SumOverRanks(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return summed(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _reduce(x: Tensor, root: int, group: Group) -> Tensor:
+    total = x.contiguous().clone()
+    collectives.reduce(total, root=root, group=group)
+    return total if dist.get_rank(group) == root else total.zero_()
 
 
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return Gathering(x, dim, group, size).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return own_part(grad, ctx.dim, ctx.group), None, None, None
+def _scatter(full: Tensor, dim: int, root: int, group: Group) -> Tensor:
+    size, *_ = _equal_shards(full.shape[dim], dim, group)
+    rows = full.movedim(dim, 0).contiguous()
+    shard = rows.new_empty(size, *rows.shape[1:])
+    collectives.scatter(shard, rows, root, group)
+    return shard.movedim(0, dim)
 
 
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group, ctx.size = dim, group, x.shape[dim]
-        return own_part(x, dim, group).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Gathering(grad, ctx.dim, ctx.group, ctx.size).wait(), None, None
+def _gather(shard: Tensor, dim: int, root: int, group: Group) -> Tensor:
+    rows = shard.movedim(dim, 0).contiguous()
+    full = rows.new_zeros(len(rows) * dist.get_world_size(group), *rows.shape[1:])
+    collectives.gather(rows, full, root, group)
+    return full.movedim(0, dim)
 
 
-class _GatherTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return Gathering(x, dim, group).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Scattering(grad, ctx.dim, ctx.group).wait(), None, None
+def _exchange(x: Tensor, dim: int, group: Group, sent: list[int], received: list[int]) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    width = math.prod(rows.shape[1:])
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    sizes = [size * width for size in received], [size * width for size in sent]
+    collectives.all_to_all(arrived, rows, *sizes, group=group)
+    return arrived.movedim(0, dim)
 
 
-class _ScatterSums(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return Scattering(x, dim, group).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Gathering(grad, ctx.dim, ctx.group).wait(), None, None
+def _equal_shards(size: int, dim: int, group: Group) -> list[int]:
+    ranks = dist.get_world_size(group)
+    if size % ranks:
+        raise CommError(f"{size} along dim {dim} cannot be divided among {ranks} ranks.")
+    return [size // ranks] * ranks

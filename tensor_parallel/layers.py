@@ -32,7 +32,7 @@ from comm.functions import (
     Gathering,
     Scattering,
     gather,
-    own_part,
+    own_shard,
     scatter_sums,
     split,
     sum_over_ranks,
@@ -64,8 +64,8 @@ class ColumnParallelLinear(nn.Module):
         refuse_unless_divided("outputs", out_features, group)
         self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
         whole = _linear(in_features, out_features, bias, seed)
-        self.weight = nn.Parameter(own_part(whole.weight.detach(), 0, group).clone())
-        self.bias = nn.Parameter(own_part(whole.bias.detach(), 0, group).clone()) if bias else None
+        self.weight = nn.Parameter(own_shard(whole.weight.detach(), 0, group).clone())
+        self.bias = nn.Parameter(own_shard(whole.bias.detach(), 0, group).clone()) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self], self.group, self.sequence_parallel)
@@ -155,7 +155,7 @@ class RowParallelLinear(nn.Module):
         refuse_unless_divided("inputs", in_features, group)
         self.group, self.sequence_parallel, self.split_input = group, sequence_parallel, split_input
         whole = _linear(in_features, out_features, bias, seed)
-        self.weight = nn.Parameter(own_part(whole.weight.detach(), 1, group).clone())
+        self.weight = nn.Parameter(own_shard(whole.weight.detach(), 1, group).clone())
         self.bias = nn.Parameter(whole.bias.detach().clone()) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group, self.sequence_parallel, self.num_words = group, sequence_parallel, num_words
         with seeded(seed):
             whole = torch.randn(num_words, width)
-        self.weight = nn.Parameter(own_part(pad_vocabulary(whole, group), 0, group).clone())
+        self.weight = nn.Parameter(own_shard(pad_vocabulary(whole, group), 0, group).clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
         mine, is_mine = local_words(tokens, len(self.weight), self.num_words, self.group)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
-from comm.functions import Gathering, own_part
+from comm.functions import Gathering, own_shard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
@@ -69,7 +69,7 @@ class TensorParallel(nn.Module):
                 "A weight that is computed from others cannot be cut: remove parametrizations."
             )
         source, self._cut[whole] = whole.detach() if padded is None else padded, (dim, whole.shape[dim])
-        whole.grad, whole.data = None, own_part(source, dim, self.group).clone()
+        whole.grad, whole.data = None, own_shard(source, dim, self.group).clone()
         return whole
 
     def column(
@@ -205,7 +205,7 @@ class TensorParallel(nn.Module):
             return whole
         dim, _ = self.dims[name]
         is_padded = name in ("token_embedding.weight", "head.weight", "head.bias")
-        return own_part(pad_vocabulary(whole, self.group) if is_padded else whole, dim, self.group)
+        return own_shard(pad_vocabulary(whole, self.group) if is_padded else whole, dim, self.group)
 
 
 def parallelize(model: nn.Module, group: Group = None, sequence_parallel: bool = False) -> TensorParallel:
@@ -293,4 +293,4 @@ class OwnPositions(nn.Embedding):
         self.weight, self._group = plain.weight, group
 
     def forward(self, positions_t: Tensor) -> Tensor:
-        return super().forward(own_part(positions_t, 0, self._group).clamp(max=self.num_embeddings - 1))
+        return super().forward(own_shard(positions_t, 0, self._group).clamp(max=self.num_embeddings - 1))

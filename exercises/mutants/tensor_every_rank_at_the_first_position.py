@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from comm.functions import own_part
+from comm.functions import own_shard
 
 TARGET = "tensor_parallel.parallelize.OwnPositions.forward"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process_by_tokens"
 
 
 def mutant(self, positions_t: Tensor) -> Tensor:
-    mine = own_part(positions_t, 0, self._group)
+    mine = own_shard(positions_t, 0, self._group)
     return nn.functional.embedding(positions_t[: len(mine)], self.weight)

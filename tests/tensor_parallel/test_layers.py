@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comm.functions import own_part, summed
+from comm.functions import own_shard, summed
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -62,7 +62,7 @@ def test_a_column_and_a_row_layer_are_two_plain_ones(n: int):
 
             column = ColumnParallelLinear(6, 24, sequence_parallel=by_tokens, seed=1).double()
             row = RowParallelLinear(24, 5, sequence_parallel=by_tokens, seed=2).double()
-            mine = [own_part(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
+            mine = [own_shard(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
             part = mine[0].requires_grad_()
             ours = row(F.gelu(column(part)))
             (ours * mine[1]).sum().backward()
@@ -131,7 +131,7 @@ def test_an_embedding_finds_each_word_on_the_rank_that_has_it(n: int):
         for by_tokens in (False, True):
             ours = VocabParallelEmbedding(61, 6, sequence_parallel=by_tokens, seed=3).double()
             found = ours(tokens)
-            (found * (own_part(weight, 1, None) if by_tokens else weight)).sum().backward()
+            (found * (own_shard(weight, 1, None) if by_tokens else weight)).sum().backward()
             actual = {
                 "y": gathered(found, 1) if by_tokens else found.detach(),
                 "weight": gathered(ours.weight.grad, 0)[:61],
