@@ -1,63 +1,67 @@
-"""The order in which gradients become ready: rank 0's in the first step, then that of all ranks' buckets.
+"""The order of the gradients in the buckets: in the first step a guess, afterwards as rank 0 observed it.
 
-      first step    as registered, backwards      rank 0 notes which gradient came when
-      afterwards    as rank 0 has seen it         what was not used goes last
+      first step    the reverse of registration    rank 0 notes which gradient is complete when
+      afterwards    as rank 0 noted it             a gradient that it did not see comes last
 
-All ranks need one order, and a later backward usually takes the same one. As in PyTorch's
-DistributedDataParallel: Li et al., VLDB 2020, section 3.2.3.
+All ranks need the same order, or their buckets would not match. Later backwards usually complete the
+gradients in the order of the first. As in PyTorch's DistributedDataParallel: Li et al., VLDB 2020,
+section 3.2.3.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
 
 
 class BucketOrder:
-    """The numbers of the parameters in the order of the buckets: `now`, and soon what rank 0 has seen."""
+    """The order of `parameters` in the buckets. `was_sent` tells whether the last step sent it."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.now = list(range(len(parameters)))[::-1]
-        self._device = parameters[0].device if parameters else None
-        self._seen: list[int] | None = []  # in the first step, until its end
-        self._next: list[int] | None = None
+        self._parameters = parameters
+        self._numbers = list(range(len(parameters)))[::-1]  # positions in `parameters`
+        self._seen: list[Tensor] | None = []  # None after the first step
         self.was_sent = False
 
-    def see(self, i: int) -> None:
-        """Note that the gradient of parameter i is ready."""
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters in the order of the buckets."""
+        return [self._parameters[number] for number in self._numbers]
+
+    def see(self, parameter: Tensor) -> None:
+        """Note, in the first step, that the gradient of `parameter` is complete."""
         if self._seen is not None:
-            self._seen.append(i)
+            self._seen.append(parameter)
 
     def forget(self) -> None:
-        """Forget what was seen, for that backward does not count."""
+        """Forget what was seen: that backward does not count."""
         if self._seen is not None:
             self._seen = []
 
-    def agree(self, group: Group) -> None:
-        """At the end of the first step, send rank 0's order to all."""
+    def agree(self, group: Group) -> bool:
+        """Send rank 0's order to all ranks at the end of the first step. Return whether the order changed."""
         self.was_sent = self._seen is not None
-        if self._seen is not None:
-            order = self._seen + [i for i in self.now if i not in self._seen]
-            message = torch.tensor(order, dtype=torch.int64, device=self._device)
-            broadcast(message, root=0, group=group)
-            if message.tolist() != self.now:
-                self._next = message.tolist()
-            self._seen = None
-
-    def take(self) -> bool:
-        """Go over to the order agreed on; False if it is in use already."""
-        if self._next is None:
+        if self._seen is None:
             return False
-        self.now, self._next = self._next, None
-        return True
+        before, self._numbers = self._numbers, self._observed(self._seen)
+        self._seen = None
+        device = self._parameters[0].device if self._parameters else None
+        message = torch.tensor(self._numbers, dtype=torch.int64, device=device)
+        broadcast(message, root=0, group=group)
+        self._numbers = message.tolist()
+        return self._numbers != before
+
+    def _observed(self, seen: list[Tensor]) -> list[int]:
+        number = {parameter: i for i, parameter in enumerate(self._parameters)}
+        numbers = [number[parameter] for parameter in seen]
+        return numbers + [i for i in self._numbers if i not in set(numbers)]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: the order decides how sums are rounded."""
-        return {"order": self._next or self.now, "is_final": self._seen is None}
+        """Return what a checkpoint must hold: the order decides how sums are rounded."""
+        return {"order": self._numbers, "is_final": self._seen is None}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.now, self._next = list(state["order"]), None
+        """Take the order of a checkpoint."""
+        self._numbers = list(state["order"])
         self._seen = None if state["is_final"] else []

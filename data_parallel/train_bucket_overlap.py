@@ -12,31 +12,33 @@ small, so that the link has something to do early. With the buckets' bytes b and
       end of bucket k = max(ready k, end of bucket k-1) + 2 (n-1) (alpha + b/n beta)
       step            = forward + max(backward, end of the last bucket) + optimizer
 
-Gradients *live* in the buckets: `param.grad` is a view of one, so nothing is copied out (bucket_layout.py). A
-gradient that is new (after `zero_grad(set_to_none=True)`) is copied in once, by its hook, while it is in the
-cache: that is cheaper than to clear the bucket and let autograd add to it. Where views are kept, nothing
-is copied at all.
+Gradients *live* in the buckets: `param.grad` is a view of its place, so nothing is copied out. A new gradient
+(after `zero_grad(set_to_none=True)`) is copied in once, by its hook, while it is in the cache. That is
+cheaper than to clear the bucket and let autograd add to it. A gradient that was set to zero is not copied.
 
-The order of readiness is observed on rank 0 in the first step; then the buckets are made again in that
-order (bucket_order.py). As in PyTorch's DistributedDataParallel: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704,
-section 4.
+What production adds stands in files of its own: the order of readiness, observed in the first step
+(bucket_order.py), 16 bits on the wire (wire_format.py), parameters that some ranks did not use
+(used_parameters.py), and the refusal of wrong use (guard.py). As in PyTorch's DistributedDataParallel: Li et
+al., VLDB 2020, https://arxiv.org/abs/2006.15704, section 4.
 """
 
 import contextlib
 import dataclasses
+from collections import deque
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
-from comm.collectives import Group, Work, all_reduce, broadcast, default_pattern
+from comm.collectives import Group, all_reduce, broadcast, default_pattern
 from comm.script import start
-from data_parallel.bucket_layout import Bucket, Layout
 from data_parallel.bucket_order import BucketOrder
+from data_parallel.flat import fill
 from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.run import Run
+from data_parallel.used_parameters import note_used, used_on_any_rank
+from data_parallel.wire_format import WIRE_DTYPES, RoundedAllReduce, size_on_wire
 from lab.cluster import Cluster
 from lab.ledger import Traffic
 from lab.model import loss_of
@@ -45,7 +47,31 @@ from lab.timeline import span
 from training.arguments import AccumulationArgs
 
 MIB = 1 << 20
-WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Bucket:
+    """A flat tensor that holds the gradients of some parameters, so that one message carries them all.
+
+    flat      | gradient 4 | gradient 3 | gradient 2 | flags |      each view is the place of one gradient
+
+    `missing` holds the parameters whose gradient is not complete yet, `flags` has `num_flags` more numbers.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
+        sizes, first = [parameter.numel() for parameter in parameters], parameters[0]
+        self.flat = torch.zeros(sum(sizes) + num_flags, dtype=first.dtype, device=first.device)
+        *places, self.flags = self.flat.split([*sizes, num_flags])
+        self.views = {p: place.view_as(p) for p, place in zip(parameters, places, strict=True)}
+        self.missing: set[Tensor] = set(parameters)
+
+    def move_in(self, parameter: Tensor) -> None:
+        """Make the gradient a view of this bucket, or its place zero where this rank has no gradient."""
+        view = self.views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = view
 
 
 class BucketDataParallel(nn.Module):
@@ -55,9 +81,7 @@ class BucketDataParallel(nn.Module):
     several microbatches, divide each one's loss by their number and run all but the last inside
     `no_sync()`. `wire_dtype` "bf16" or "fp16" halves the bytes on the wire and rounds the gradients.
 
-    What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
-    rank 0's before every forward), reduce sparse gradients, train parameters that are unfrozen, replaced,
-    cast or added later (wrap again; guard.py), or let a rank have fewer batches (see sampler.py).
+    It has the limits of NaiveDataParallel (train_naive.py).
     """
 
     def __init__(
@@ -71,21 +95,28 @@ class BucketDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
+        self.wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._caps = int(min(first_mb, bucket_mb) * MIB), int(bucket_mb * MIB)
-        self._wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._guard = ReplicaGuard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.order = BucketOrder(self.trained)
-        self._in_flight: list[tuple[Bucket, Tensor, Work]] = []
-        self._lay_out()
-        for i, parameter in enumerate(self.trained):
-            replace_hook(parameter, lambda _, i=i: self._on_gradient(i))
+        self._make_buckets()
+        for parameter in self.trained:
+            replace_hook(parameter, self._on_gradient)
 
-    def _lay_out(self) -> None:
-        self._layout = Layout(self.trained, self.order.now, self._caps, self._wire_dtype, self._launch)
-        self.buckets = self._layout.buckets
+    def _make_buckets(self) -> None:
+        """Divide the gradients among buckets, in the order in which the backward completes them."""
+        ordered = self.order.parameters()
+        filled = [[ordered[at] for at in positions] for positions in fill(ordered, *self._caps)]
+        self.buckets = [Bucket(parameters) for parameters in filled[:-1]]
+        self.buckets += [Bucket(parameters, num_flags=len(ordered)) for parameters in filled[-1:]]
+        self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
+        for parameter in ordered:
+            if parameter.grad is not None:
+                self._bucket_of[parameter].move_in(parameter)
+        self._to_launch, self._in_flight = deque(self.buckets), []
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._guard.before_forward()
@@ -95,64 +126,63 @@ class BucketDataParallel(nn.Module):
         """For all but the last microbatch: gradients add up in the buckets and nothing is sent."""
         return self._guard.no_sync()
 
-    def _on_gradient(self, i: int) -> None:
-        """The gradient of parameter i is complete: that of this microbatch and of those before it."""
-        if not self._guard.has_gradient(self.trained[i]):
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Run as a hook in the backward: this gradient is complete, with those of earlier microbatches."""
+        if not self._guard.has_gradient(parameter):
             return
-        if i in self._layout.complete:
-            self._drop(i)
-        if self.order.take():  # late, for by now the gradients of the step before need not be moved
-            self._lay_out()
-        self._layout.move_in(i)
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:
+            self._begin_again(parameter)
+        bucket.move_in(parameter)
         if self._guard.is_synchronising:
-            self.order.see(i)
-            self._layout.completed(i)
+            self.order.see(parameter)
+            bucket.missing.remove(parameter)
+            # All ranks launch in the same order: a bucket that is complete early waits for those before it.
+            while self._to_launch and not self._to_launch[0].missing:
+                self._launch(self._to_launch.popleft())
 
-    def _launch(self, k: int) -> None:
-        bucket = self.buckets[k]
-        with span(f"bucket {k}", "launch", lane="launches", bytes=bucket.flat.nbytes):
-            if k == len(self.buckets) - 1:
-                used = [float(parameter.grad is not None) for parameter in self.trained]
-                bucket.extra.copy_(torch.tensor(used))
-            wire, op = bucket.to_wire(dist.get_world_size(self.group))
-            handle = all_reduce(wire, op=op, group=self.group, async_op=True, pattern=self.pattern)
-        self._in_flight.append((bucket, wire, handle))
-
-    def _wait(self) -> None:
-        for bucket, wire, handle in self._in_flight:
-            handle.wait()
-            bucket.from_wire(wire)
-        self._in_flight.clear()
-        self._layout.begin()
+    def _launch(self, bucket: Bucket) -> None:
+        """Start to reduce the bucket; the backward goes on meanwhile."""
+        with span(f"bucket {len(self._in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):
+            if bucket is self.buckets[-1]:
+                note_used(self.trained, bucket.flags)
+            if self.wire_dtype is None:
+                work = all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern)
+            else:
+                work = RoundedAllReduce(bucket.flat, self.wire_dtype, self.group, self.pattern)
+        self._in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:
-        """Complete and start the buckets that still miss a gradient, and wait for all of them.
+        """Launch the buckets that still miss a gradient, and wait for all of them.
 
         A parameter that only some ranks used counts as zero on the others; one that no rank used has no
         gradient afterwards.
         """
-        if self.order.take():  # a rank without a backward has not done so yet
-            self._lay_out()
-        unused = [i for i in self.order.now if i not in self._layout.complete]
-        for i in unused:
-            if self.trained[i].grad is None:
-                self._layout.view(i).zero_()
-            else:
-                self._layout.move_in(i)  # from an earlier microbatch
-        for i in unused:
-            self._layout.completed(i)
+        unused = [parameter for bucket in self._to_launch for parameter in bucket.missing]
+        for parameter in unused:
+            self._bucket_of[parameter].move_in(parameter)
+        while self._to_launch:
+            self._launch(self._to_launch.popleft())
         self._wait()
         if unused:
-            used_somewhere = self.buckets[-1].extra.tolist()
-            for i in unused:
-                self.trained[i].grad = self._layout.view(i) if used_somewhere[i] else None
-        self.order.agree(self.group)
+            used = used_on_any_rank(self.trained, self.buckets[-1].flags)
+            for parameter in unused:
+                parameter.grad = self._bucket_of[parameter].views[parameter] if parameter in used else None
+        if self.order.agree(self.group):
+            self._make_buckets()
         self._guard.synchronised()
 
-    def _drop(self, i: int) -> None:
-        """Forget the backward before, whose gradients the program has dropped."""
-        parameter, is_all = self.trained[i], len(self._layout.complete) == len(self.trained)
-        is_kept = not is_all or parameter.grad is self._layout.view(i)
+    def _wait(self) -> None:
+        """Wait for all buckets. Then the next backward may begin."""
+        for work in self._in_flight:
+            work.wait()
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.views)
+        self._to_launch, self._in_flight = deque(self.buckets), []
+
+    def _begin_again(self, parameter: Tensor) -> None:
+        """Forget the backward before this one, if the program has dropped its gradients."""
+        is_kept = bool(self._to_launch) or parameter.grad is self._bucket_of[parameter].views[parameter]
         self._guard.refuse_unless_dropped(parameter, is_kept)
         self._wait()
         self.order.forget()
@@ -162,7 +192,7 @@ class BucketDataParallel(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.order.load(state)
-        self._lay_out()
+        self._make_buckets()
 
 
 @dataclasses.dataclass
@@ -178,7 +208,7 @@ class BucketArgs(AccumulationArgs):
 def traffic_per_step(cluster: Cluster, model: BucketDataParallel, pattern: str) -> Traffic:
     """What the formula says this rank sent for the last step: the buckets, and at first their order."""
     place = (cluster.world_size, cluster.rank)
-    sizes = [bucket.on_wire for bucket in model.buckets]
+    sizes = [size_on_wire(bucket.flat, model.wire_dtype) for bucket in model.buckets]
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
     if model.order.was_sent:
         pattern = default_pattern("broadcast")

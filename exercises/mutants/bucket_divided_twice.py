@@ -1,10 +1,11 @@
 """Compressed buckets train as if the learning rate were divided by the ranks: divided, and then averaged."""
 
+import torch
 from torch import Tensor
 
-TARGET = "data_parallel.bucket_layout.Bucket.to_wire"
+TARGET = "data_parallel.wire_format.to_wire"
 KILLER = "tests.data_parallel.test_bucket_overlap.test_fp16_does_not_overflow_where_the_sum_over_ranks_would"
 
 
-def mutant(self, ranks: int) -> tuple[Tensor, str]:
-    return (self._numbers / ranks).to(self._wire_dtype), "mean"
+def mutant(numbers: Tensor, dtype: torch.dtype, ranks: int) -> tuple[Tensor, str]:
+    return (numbers / ranks).to(dtype), "mean"

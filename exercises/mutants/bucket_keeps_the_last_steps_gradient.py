@@ -8,7 +8,7 @@ KILLER = "tests.data_parallel.test_equivalence.test_who_uses_a_parameter_may_cha
 
 class mutant(BucketDataParallel):
     def finish_gradient_sync(self) -> None:
-        for i, parameter in enumerate(self.trained):
+        for parameter, bucket in self._bucket_of.items():
             if parameter.grad is None:
-                parameter.grad = self._layout.view(i)  # whatever is in it
+                parameter.grad = bucket.views[parameter]  # whatever is in it
         super().finish_gradient_sync()

@@ -6,7 +6,8 @@ TARGET = "data_parallel.bucket_order.BucketOrder.agree"
 KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"
 
 
-def mutant(self, group: Group) -> None:
-    if self._seen is not None:
-        self._next = self._seen + [i for i in self.now if i not in self._seen]
-        self._seen = None
+def mutant(self, group: Group) -> bool:
+    if self._seen is None:
+        return False
+    before, self._numbers, self._seen = self._numbers, self._observed(self._seen), None
+    return self._numbers != before

@@ -1,8 +1,10 @@
 """The optimizer never sees the mean: gradients are copied into a bucket, and param.grad is no view of it."""
 
-TARGET = "data_parallel.bucket_layout.Layout.move_in"
+from torch import Tensor
+
+TARGET = "data_parallel.train_bucket_overlap.Bucket.move_in"
 KILLER = "tests.data_parallel.test_equivalence.test_a_gradient_is_the_mean_over_ranks_and_not_their_sum"
 
 
-def mutant(self, i: int) -> None:
-    self.view(i).copy_(self._parameters[i].grad)
+def mutant(self, parameter: Tensor) -> None:
+    self.views[parameter].copy_(parameter.grad)

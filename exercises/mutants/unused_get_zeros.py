@@ -9,6 +9,6 @@ KILLER = "tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_e
 class mutant(BucketDataParallel):
     def finish_gradient_sync(self) -> None:
         super().finish_gradient_sync()
-        for i, parameter in enumerate(self.trained):
+        for parameter, bucket in self._bucket_of.items():
             if parameter.grad is None:
-                parameter.grad = self._layout.view(i)
+                parameter.grad = bucket.views[parameter]

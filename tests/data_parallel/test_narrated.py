@@ -1,0 +1,149 @@
+"""Tell, in one straight line for each technique, why data parallel training equals one process.
+
+The matrix of models, ranks and microbatches stands in test_equivalence.py.
+"""
+
+import torch
+from torch import nn
+
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_overlap import OverlapDataParallel
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+
+
+def test_naive_equals_one_process():
+    def work(cluster: Cluster) -> None:
+        # One process trains a toy model on the global batch of 6 examples.
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+        nn.functional.mse_loss(alone(x), y).backward()
+
+        # Each rank draws other weights; the wrapper replaces them by rank 0's.
+        torch.manual_seed(cluster.rank)
+        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model = NaiveDataParallel(module)
+        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours, expected)
+
+        # A rank sees two of the six examples, so its own gradient is a different one.
+        own_x, own_y = x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
+        nn.functional.mse_loss(model(own_x), own_y).backward()
+        assert not torch.allclose(module[0].weight.grad, alone[0].weight.grad)
+
+        # The slices are equal, so the mean of the ranks' mean losses is the mean over the batch, and the mean
+        # of their gradients is its gradient. The sum would be three times too large.
+        model.finish_gradient_sync()
+        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+        # All ranks hold the same gradients, so they take the same step and stay replicas.
+        for replica in (module, alone):
+            torch.optim.SGD(replica.parameters(), lr=0.1).step()
+        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+    run_ranks(work, 3)
+
+
+def test_accumulation_equals_one_process():
+    def work(cluster: Cluster) -> None:
+        # One process trains a toy model on the global batch of 12 examples, at once.
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        x, y = torch.randn(12, 4).double(), torch.randn(12, 1).double()
+        nn.functional.mse_loss(alone(x), y).backward()
+
+        # Two ranks have 6 examples each, and take them as 3 microbatches of 2.
+        torch.manual_seed(cluster.rank)
+        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model = NaiveDataParallel(module)
+        own_x, own_y = x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank]
+        for micro_x, micro_y in zip(own_x.chunk(3), own_y.chunk(3), strict=True):
+            # Autograd adds the gradients up. Each loss is divided by 3, so the sum is their mean.
+            (nn.functional.mse_loss(model(micro_x), micro_y) / 3).backward()
+
+        # One synchronisation for all microbatches: the mean over ranks of the means over microbatches.
+        model.finish_gradient_sync()
+        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+    run_ranks(work, 2)
+
+
+def test_overlap_equals_one_process():
+    def work(cluster: Cluster) -> None:
+        # One process trains a toy model on the global batch of 6 examples.
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+        nn.functional.mse_loss(alone(x), y).backward()
+
+        # Three ranks with other weights each start from rank 0's.
+        torch.manual_seed(cluster.rank)
+        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model = OverlapDataParallel(module)
+
+        # Hooks start an all-reduce for each gradient while the backward runs. The last layer's is complete
+        # before the first layer's is computed; this hook on the first layer's output lies between the two.
+        own_x, own_y = x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
+        in_flight = []
+        hidden = module[0](own_x)
+        hidden.register_hook(lambda gradient: in_flight.append(len(model._in_flight)))
+        nn.functional.mse_loss(module[2](module[1](hidden)), own_y).backward()
+        assert in_flight == [2]  # the last layer's weight and bias
+
+        # The four gradients have been launched; we wait for them, and each is the mean over ranks.
+        assert len(model._in_flight) == 4
+        model.finish_gradient_sync()
+        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+    run_ranks(work, 3)
+
+
+def test_bucket_overlap_equals_one_process():
+    def work(cluster: Cluster) -> None:
+        # One process trains a toy model on the global batch of 6 examples.
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+
+        # Three ranks with other weights each start from rank 0's. A bucket is full at 40 bytes of float64.
+        torch.manual_seed(cluster.rank)
+        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model = BucketDataParallel(module, bucket_mb=40 / (1 << 20))
+
+        # The first bucket has the last layer: 1 + 5 numbers. The second has the first layer's bias, 5 numbers,
+        # the third its weight, 20 numbers, and 4 more that tell which parameters were used.
+        assert [bucket.flat.numel() for bucket in model.buckets] == [6, 5, 24]
+
+        # Two steps: the first one observes the order in which the gradients are complete, the second uses it.
+        optimizers = [torch.optim.SGD(replica.parameters(), lr=0.1) for replica in (module, alone)]
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(alone(x), y).backward()
+
+            # Each rank computes the gradients of its two examples. A bucket leaves when its last gradient is
+            # complete: here the first, the moment before the first layer's gradients are computed.
+            own_x, own_y = x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
+            launched = []
+            hidden = module[0](own_x)
+            hidden.register_hook(lambda gradient: launched.append(len(model._in_flight)))
+            nn.functional.mse_loss(module[2](module[1](hidden)), own_y).backward()
+            assert launched == [1]
+
+            # After the wait each gradient is a view of its bucket, and the mean over ranks stands in it.
+            model.finish_gradient_sync()
+            for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+                assert any(ours.grad is view for bucket in model.buckets for view in bucket.views.values())
+            for optimizer in optimizers:
+                optimizer.step()
+        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+    run_ranks(work, 3)
