@@ -110,6 +110,7 @@ class BucketDataParallel(nn.Module):
         """Divide the gradients among buckets, in the order in which the backward completes them."""
         ordered = self.order.parameters()
         filled = [[ordered[at] for at in positions] for positions in fill(ordered, *self._caps)]
+        # The last bucket also tells which parameters were used (used_parameters.py).
         self.buckets = [Bucket(parameters) for parameters in filled[:-1]]
         self.buckets += [Bucket(parameters, num_flags=len(ordered)) for parameters in filled[-1:]]
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
@@ -129,7 +130,7 @@ class BucketDataParallel(nn.Module):
     def _on_gradient(self, parameter: Tensor) -> None:
         """Run as a hook in the backward: this gradient is complete, with those of earlier microbatches."""
         if not self._guard.has_gradient(parameter):
-            return
+            return  # it is computed after the backward, or not at all
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:
             self._begin_again(parameter)
