@@ -1,4 +1,4 @@
-"""Uses that would let replicas drift apart without a word: each is refused in a sentence.
+"""Refuse the uses of a wrapper that would let the replicas drift apart, each with one clear sentence.
 
       at wrapping         a layer has sparse gradients                 another size on each rank
       in a forward        a parameter is new since the wrapping        no hook, and perhaps other values
