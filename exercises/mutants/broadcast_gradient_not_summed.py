@@ -1,4 +1,4 @@
-"""What the root broadcasts learns from the root's use of it alone; the other ranks' gradients are lost."""
+"""The root learns from its own use of what it broadcasts; the gradients of the other ranks are lost."""
 
 from torch import Tensor
 from torch.autograd import Function

@@ -116,8 +116,8 @@ def test_bucket_overlap_equals_one_process():
         module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         model = BucketDataParallel(module, bucket_mb=40 / (1 << 20))
 
-        # The first bucket has the last layer: 1 + 5 numbers. The second has the first layer's bias, 5 numbers,
-        # the third its weight, 20 numbers, and 4 more that tell which parameters were used.
+        # Three buckets: the last layer, 1 + 5 numbers; the first layer's bias, 5 numbers; and its weight, 20
+        # numbers, with 4 flags that tell which parameters were used.
         assert [bucket.flat.numel() for bucket in model.buckets] == [6, 5, 24]
 
         # Two steps: the first one observes the order in which the gradients are complete, the second uses it.
