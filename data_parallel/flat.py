@@ -71,7 +71,7 @@ class Flat:
         return pieces
 
 
-class Bucket:
+class ParameterBucket:
     """Some parameters in one flat tensor; `shard` is this rank's part of it, `pieces` what it has of each."""
 
     def __init__(self, name: str, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:

@@ -12,20 +12,26 @@ arrived. The price is paid with several microbatches: each of them has to send i
       memory    P + G/n + O/n  (and the buckets on their way)      traffic   2 (n-1)/n P, one more (n-1)/n P
                                                                              for each further microbatch
 
+The class reads as the one in train_zero1.py, which this file does not need: what differs is where a gradient
+lives (`_view`), what is left of it (`_wait_for_oldest`), and that every microbatch sends its own (`no_sync`).
+
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from comm.collectives import Group, Work, all_gather, reduce_scatter
 from comm.script import start
-from data_parallel.flat import Bucket
-from data_parallel.gradient_shard import GradientShard, OnTheWay
+from data_parallel.flat import ParameterBucket
+from data_parallel.guard import replace_hook
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_run import BucketedZeroArgs, ZeroRun
 from lab.cluster import Cluster
@@ -33,42 +39,86 @@ from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
 
+MOST_IN_FLIGHT = 2  # buckets; on a slow link more of them would add up to the full gradient
+
 
 class ZeroGradientOptimizer(ShardedOptimizer):
-    """Stage 2. After a backward no `param.grad` is left: what remains of the gradients are the pieces'."""
+    """Trains as train_zero1.ZeroOptimizer, with the same arguments; no `param.grad` outlives a backward."""
 
-    sends_each_microbatch = True
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        group: Group = None,
+        pattern: str | None = None,
+        bucket_mb: float = 4.0,
+        first_mb: float = 0.25,
+        **defaults: Any,
+    ) -> None:
+        self._bucket: dict[Tensor, ParameterBucket] = {}  # of each parameter
+        self._filling: dict[ParameterBucket, Tensor] = {}  # buckets that miss a gradient
+        self._views: dict[Tensor, Tensor] = {}  # the places in them that are empty
+        self._in_flight: deque[tuple[ParameterBucket, Tensor, Tensor, Work]] = deque()
+        self._shards: dict[ParameterBucket, Tensor] = {}  # all that stays
+        caps = first_mb, bucket_mb
+        super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._gradients: dict[Bucket, GradientShard] = {}
-        self._on_the_way = OnTheWay(0)
-        super().__init__(*args, **options)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train these parameters, too; all ranks call it, between two steps. torch calls it for the first."""
+        for bucket in self._divide(param_group):
+            for parameter in bucket.flat.parameters:
+                self._bucket[parameter] = bucket
+                replace_hook(parameter, self._on_gradient)
 
-    def add_bucket(self, bucket: Bucket) -> None:
-        self._gradients[bucket] = GradientShard(
-            bucket.name, bucket.flat, bucket.full.dtype, self.group, self.pattern
-        )
-        self._on_the_way = OnTheWay(2 * max(gradients.num_bytes for gradients in self._gradients.values()))
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """The backward has computed a gradient, which moves out of the model; a bucket may be complete."""
+        if not self._accepts(parameter):
+            return
+        if parameter in self._launches:  # the next microbatch inside one no_sync()
+            self._complete_buckets()
+        self._view(parameter).copy_(parameter.grad)
+        parameter.grad = self._guard.taken(parameter) if self._steps.is_synchronising else None
+        self._launches.arrived(parameter)
 
-    def keep(self, bucket: Bucket, position: int) -> None:
-        parameter = bucket.flat.parameters[position]
-        self._gradients[bucket].put(position, parameter.grad)
-        parameter.grad = None
+    def _view(self, parameter: Tensor) -> Tensor:
+        """Return the parameter's place in its bucket, which gets its memory with its first gradient."""
+        bucket = self._bucket[parameter]
+        if bucket not in self._filling:
+            full = self._filling[bucket] = torch.empty_like(bucket.full)
+            full[bucket.flat.numel - bucket.flat.padding :].zero_()
+            self._views |= zip(bucket.flat.parameters, bucket.flat.views(full), strict=True)
+        return self._views.pop(parameter)
 
-    def keep_zero(self, bucket: Bucket, position: int) -> None:
-        pass  # all at once, when the bucket is launched
+    def _reduce_scatter(self, bucket: ParameterBucket) -> None:
+        """Start to send a complete bucket to its owners: this rank gets the mean of its shard."""
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
+            self._wait_for_oldest()
+        full = self._filling.pop(bucket)
+        shard = full.new_empty(bucket.flat.shard_numel)
+        with span(bucket.name, "launch", lane="launches", bytes=full.nbytes):
+            handle = reduce_scatter(
+                shard, full, op="mean", group=self.group, async_op=True, pattern=self.pattern
+            )
+        self._in_flight.append((bucket, full, shard, handle))
 
-    def launch(self, bucket: Bucket) -> None:
-        self._gradients[bucket].fill_up(bucket.full.device)
-        self._on_the_way.start(self._gradients[bucket])
+    def _wait_for_oldest(self) -> None:
+        """Keep the shard, added to that of earlier microbatches; the full bucket's memory is given back."""
+        bucket, _, shard, handle = self._in_flight.popleft()
+        handle.wait()
+        self._shards[bucket] = self._shards[bucket].add_(shard) if bucket in self._shards else shard
 
-    def wait(self) -> None:
-        self._on_the_way.finish()
-
-    def gradient_shard(self, bucket: Bucket) -> Tensor:
-        shard = self._gradients[bucket].shard
-        assert shard is not None
-        return shard
+    def _complete_buckets(self) -> None:
+        """Count gradients that this rank does not have as zero, and wait until all buckets are reduced."""
+        for parameter in self._launches.missing():
+            if self._has_unsent_gradient(parameter):
+                self._view(parameter).copy_(parameter.grad)
+                parameter.grad = None
+            else:
+                self._view(parameter).zero_()
+            self._launches.arrived(parameter)
+        while self._in_flight:
+            self._wait_for_oldest()
+        self._launches.reset()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -77,10 +127,40 @@ class ZeroGradientOptimizer(ShardedOptimizer):
             yield
             self._complete_buckets()
 
+    def finish_gradient_sync(self) -> None:
+        """After the backward: give each piece the mean gradient, or none where no rank used a parameter."""
+        self._complete_buckets()
+        used = self._agree_on_used()
+        for bucket in self.buckets:
+            self._hand_over(bucket, self._shards[bucket], used)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's shard of the parameters, with its shard of the state; gather all shards."""
+        result = None if closure is None else closure()
+        if not self._steps.is_synced:
+            self.finish_gradient_sync()
+        self._before_step()
+        self.inner.step()
+        self.gather_parameters()
+        return result
+
+    def gather_parameters(self) -> None:
+        """Make each rank's parameters the shards of all ranks."""
+        handles = [
+            all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
+            for bucket in self.buckets
+        ]
+        for handle in handles:
+            handle.wait()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        for gradients in self._gradients.values():
-            gradients.clear()
+        """Forget the gradients of the step before, on the model and on the pieces."""
+        if (
+            self._launches
+        ):  # a backward that no step follows, as the generator's through a GAN's discriminator
+            self._complete_buckets()
+        self._forget_gradients()
+        self._shards.clear()
 
 
 def main(cluster: Cluster, args: BucketedZeroArgs) -> None:

@@ -1,13 +1,13 @@
 """Stage 1's learning rate seems to grow with the number of ranks, but with AdamW: shards hold sums."""
 
 from comm.collectives import reduce_scatter
-from data_parallel.flat import Bucket
+from data_parallel.flat import ParameterBucket
 
-TARGET = "data_parallel.train_zero1.ZeroOptimizer.launch"
+TARGET = "data_parallel.train_zero1.ZeroOptimizer._reduce_scatter"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
 
 
-def mutant(self, bucket: Bucket) -> None:
+def mutant(self, bucket: ParameterBucket) -> None:
     full = self._gradients[bucket]
     shard = full[bucket.flat.mine]
     handle = reduce_scatter(shard, full, op="sum", group=self.group, async_op=True, pattern=self.pattern)

@@ -1,11 +1,16 @@
-"""Stage 2 takes as much memory as stage 1: views of the room outlive it, and with them all its bytes."""
+"""Stage 2 takes as much memory as stage 1: a shard that is a view of the full bucket keeps all its bytes."""
 
-TARGET = "data_parallel.gradient_shard.GradientShard.wait"
+from comm.collectives import reduce_scatter
+from data_parallel.flat import ParameterBucket
+
+TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer._reduce_scatter"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_stage_2_keeps_its_shard_of_the_gradient_only"
 
 
-def mutant(self) -> None:
-    (arrived, handle), self._arriving = self._arriving, None
-    handle.wait()
-    self._room = None
-    self.shard = arrived if self.shard is None else self.shard + arrived
+def mutant(self, bucket: ParameterBucket) -> None:
+    while len(self._in_flight) >= 2:
+        self._wait_for_oldest()
+    full = self._filling.pop(bucket)
+    shard = full[bucket.flat.mine]
+    handle = reduce_scatter(shard, full, op="mean", group=self.group, async_op=True, pattern=self.pattern)
+    self._in_flight.append((bucket, full, shard, handle))

@@ -1,4 +1,4 @@
-"""Stages 2 and 3 clip almost every step, and train with SGD as if at n times the learning rate."""
+"""Stage 3 clips almost every step, and trains with SGD as if at n times the learning rate."""
 
 from comm.collectives import reduce_scatter
 

@@ -2,12 +2,13 @@
 
 from torch import Tensor
 
-TARGET = "data_parallel.sharded_optimizer.ShardedOptimizer._complete"
+TARGET = "data_parallel.launch_order.LaunchOrder.arrived"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_one_ranks_backward_may_take_another_order"
 
 
 def mutant(self, parameter: Tensor) -> None:
-    self._fired.add(parameter)
-    bucket, _ = self._place[parameter]
-    if all(piece.parameter in self._fired for piece in bucket.pieces):
-        self.launch(bucket)
+    number = self._number[parameter]
+    self._missing[number].discard(parameter)
+    self._arrived.add(parameter)
+    if not self._missing[number]:
+        self._launch(self._buckets[number])

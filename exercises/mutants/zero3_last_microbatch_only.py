@@ -1,4 +1,4 @@
-"""Accumulation makes gradients smaller, not steadier: what arrives replaces what had added up."""
+"""In stage 3 accumulation makes gradients smaller, not steadier: what arrives replaces what had added up."""
 
 TARGET = "data_parallel.gradient_shard.GradientShard.wait"
 KILLER = (

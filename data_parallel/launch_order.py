@@ -1,0 +1,57 @@
+"""Start a bucket's reduction as soon as its last gradient is here, in the same order on all ranks.
+
+      gradients here    bucket 0 [■■■]   bucket 1 [■□■]   bucket 2 [■■]
+      launched          bucket 0                                         bucket 2 follows bucket 1
+
+The order is needed because a backward may finish gradients in another order on another rank (in_order.py).
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from data_parallel.flat import ParameterBucket
+from data_parallel.in_order import InOrder
+
+
+class LaunchOrder:
+    """Calls `launch(bucket)` for each bucket in turn, when it and all before it have all their gradients."""
+
+    def __init__(self, launch: Callable[[ParameterBucket], None]) -> None:
+        self._launch = launch
+        self._buckets: list[ParameterBucket] = []
+        self._number: dict[Tensor, int] = {}  # of the bucket that has the parameter
+        self._start()
+
+    def add(self, bucket: ParameterBucket) -> None:
+        """Launch this bucket, too, after those that are known."""
+        self._number |= dict.fromkeys(bucket.flat.parameters, len(self._buckets))
+        self._buckets.append(bucket)
+        self._start()
+
+    def arrived(self, parameter: Tensor) -> None:
+        """Note that a gradient is here; launch what is complete with it."""
+        missing = self._missing[self._number[parameter]]
+        missing.discard(parameter)
+        self._arrived.add(parameter)
+        if not missing:
+            self._in_order.ready(self._number[parameter])
+
+    def missing(self) -> list[Tensor]:
+        """Return the parameters whose gradients are not here, bucket by bucket."""
+        return [parameter for parameter in self._number if parameter not in self._arrived]
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._arrived
+
+    def __bool__(self) -> bool:
+        return bool(self._arrived)
+
+    def reset(self) -> None:
+        """Expect the gradients of another backward."""
+        self._start()
+
+    def _start(self) -> None:
+        self._arrived: set[Tensor] = set()
+        self._missing = [set(bucket.flat.parameters) for bucket in self._buckets]
+        self._in_order = InOrder(len(self._buckets), lambda k: self._launch(self._buckets[k]))

@@ -1,0 +1,12 @@
+"""In stage 2 accumulation makes gradients smaller, not steadier: what arrives replaces what had added up."""
+
+TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer._wait_for_oldest"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers.test_the_gradients_of_all_microbatches_add_up_in_the_shards"
+)
+
+
+def mutant(self) -> None:
+    bucket, _, shard, handle = self._in_flight.popleft()
+    handle.wait()
+    self._shards[bucket] = shard

@@ -1,0 +1,15 @@
+"""The replicas drift apart in stage 2: each rank sees the steps of its own shard, and no other rank's."""
+
+TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer.step"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers.test_after_a_step_all_ranks_compute_with_the_new_parameters"
+)
+
+
+def mutant(self, closure=None):
+    result = None if closure is None else closure()
+    if not self._steps.is_synced:
+        self.finish_gradient_sync()
+    self._before_step()
+    self.inner.step()
+    return result

@@ -1,0 +1,14 @@
+"""Stage 2 clips almost every step, and trains with SGD as if at n times the learning rate."""
+
+from comm.collectives import reduce_scatter
+from data_parallel.flat import ParameterBucket
+
+TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer._reduce_scatter"
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
+
+
+def mutant(self, bucket: ParameterBucket) -> None:
+    full = self._filling.pop(bucket)
+    shard = full.new_empty(bucket.flat.shard_numel)
+    handle = reduce_scatter(shard, full, op="sum", group=self.group, async_op=True, pattern=self.pattern)
+    self._in_flight.append((bucket, full, shard, handle))

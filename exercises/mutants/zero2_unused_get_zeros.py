@@ -1,0 +1,12 @@
+"""AdamW decays layers that nobody used, in stage 2 only: zeros in a bucket pass for a gradient."""
+
+TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer.finish_gradient_sync"
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_weight_decay_leaves_alone_what_no_rank_used"
+
+
+def mutant(self) -> None:
+    self._complete_buckets()
+    self._agree_on_used()
+    every = {piece.parameter for piece in self.pieces}
+    for bucket in self.buckets:
+        self._hand_over(bucket, self._shards[bucket], every)

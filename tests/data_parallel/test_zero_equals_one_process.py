@@ -1,0 +1,102 @@
+"""Train a small model with each stage of ZeRO on three ranks, and on one process: they must not differ."""
+
+import copy
+
+import torch
+from torch import nn
+
+from data_parallel.train_zero1 import ZeroOptimizer
+from data_parallel.train_zero2 import ZeroGradientOptimizer
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+
+
+def test_zero1_equals_one_process():
+    def train_on_a_rank(cluster: Cluster) -> int:
+        # One process trains this model on a batch of 12 examples. All ranks compute that, to compare.
+        torch.manual_seed(0)
+        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+        one = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+
+        # The ranks train a model of the same class. Only rank 0 starts from the same parameters: the others
+        # have to get them from rank 0.
+        model = copy.deepcopy(one)
+        if cluster.rank > 0:
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # of the batch, each rank has a third
+
+        for _ in range(3):
+            # The backward fills gradients; then they are reduce-scattered.
+            optimizer_of_one.zero_grad()
+            (one(x) - y).square().mean().backward()
+            optimizer.zero_grad()
+            (model(x[mine]) - y[mine]).square().mean().backward()
+            optimizer.finish_gradient_sync()
+
+            # Now this rank has the mean over all 12 examples, of the part that it owns of each parameter.
+            for piece, expected in zip(reversed(optimizer.pieces), one.parameters(), strict=True):
+                part = slice(piece.start, piece.start + piece.tensor.numel())
+                torch.testing.assert_close(
+                    piece.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
+                )
+
+            # The optimizer updates that part. After the all-gather every rank has all new parameters.
+            optimizer_of_one.step()
+            optimizer.step()
+            for parameter, expected in zip(model.parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+
+        # What was it good for? This rank holds the momentum of its own part, and of no more.
+        return sum(state["momentum_buffer"].numel() for state in optimizer.state.values())
+
+    # 5*7 + 7 + 7*3 + 3 = 66 numbers are trained, and every one of them is updated on one rank.
+    assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]
+
+
+def test_zero2_equals_one_process():
+    def train_on_a_rank(cluster: Cluster) -> None:
+        # One process trains this model on a batch of 12 examples. All ranks compute that, to compare.
+        torch.manual_seed(0)
+        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+        one = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+
+        # The ranks train a model of the same class, from rank 0's parameters.
+        model = copy.deepcopy(one)
+        if cluster.rank > 0:
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+        optimizer = ZeroGradientOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # of the batch, each rank has a third
+
+        for _ in range(3):
+            optimizer_of_one.zero_grad()
+            (one(x) - y).square().mean().backward()
+
+            # A rank computes its third in two microbatches. Each sends its gradients as soon as they are
+            # there, so that neither leaves any in the model; their means add up where they are owned.
+            optimizer.zero_grad()
+            xs, ys = x[mine].chunk(2), y[mine].chunk(2)
+            with optimizer.no_sync():
+                ((model(xs[0]) - ys[0]).square().mean() / 2).backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            ((model(xs[1]) - ys[1]).square().mean() / 2).backward()
+            optimizer.finish_gradient_sync()
+
+            # Now this rank has the mean over all 12 examples, of the part that it owns of each parameter.
+            for piece, expected in zip(reversed(optimizer.pieces), one.parameters(), strict=True):
+                part = slice(piece.start, piece.start + piece.tensor.numel())
+                torch.testing.assert_close(
+                    piece.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
+                )
+
+            # The optimizer updates that part. After the all-gather every rank has all new parameters.
+            optimizer_of_one.step()
+            optimizer.step()
+            for parameter, expected in zip(model.parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+
+    run_ranks(train_on_a_rank, 3)
