@@ -17,11 +17,11 @@ from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CAP_MB, CONFIG, Turns, text
 from comm.transport import slow_link
 from data_parallel import train_fsdp
-from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from data_parallel.zero_memory import Held, MemoryReport
 from lab import meter
 from lab.cluster import Cluster

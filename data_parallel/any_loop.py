@@ -8,6 +8,7 @@ not matter how many there are, whose forwards they follow, or whether an excepti
 """
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from comm.collectives import all_reduce
+from data_parallel.blocks import Block
 from data_parallel.freed import is_in_a_backward
-from data_parallel.gradient_shard import GradientShard
 from data_parallel.sharded_module import ShardedModule
-from data_parallel.unit import Block, Unit
+from data_parallel.unit import ShardedUnit
 from lab.errors import WorkbookError
+from lab.nested import tensors_in
+from training.clipping import clip_grad_norm_
 
 
 @dataclass(eq=False)
@@ -40,15 +43,52 @@ class AnyLoop(ShardedModule):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._turns: list[Turn] = []
-        self._late: list[tuple[GradientShard, int, Tensor]] = []
+        self._late: list[tuple[ShardedUnit, int, Tensor]] = []
         self._used: set[nn.Parameter] = set()
         self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
         self._is_in_forward = self._is_in_backward = self._awaits_backward = False
+        self._is_synced = True
+        for block in self._all:
+            for unit in block.units:
+                for piece in unit.pieces:
+                    touch = functools.partial(self._on_touch, piece.parameter, block, unit)
+                    piece.parameter.on_touch = touch
 
-    def _finish(self, block: Block) -> None:
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def _in_forward(self) -> Iterator[None]:
+        """Around the model's forward: refuse one that cannot be trained, free all parameters if it fails."""
+        if _is_trained():
+            self._wrapped.refuse_changes()
+            self._give_up_backward()
+            self._awaits_backward = True
+        self._free_stale()
+        self._is_in_forward = True
+        try:
+            yield
+        except BaseException:
+            self._free_all()
+            raise
+        finally:
+            self._is_in_forward = False
 
-    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: Unit) -> None:
+    def _begin_turn(self, block: Block) -> None:
+        """Note that a block runs, and that its backward will come."""
+        if not torch.is_grad_enabled():
+            return
+        if not self._is_in_forward:
+            raise WorkbookError("A block was called by itself: call the model, which gathers what it needs.")
+        block.turn = Turn(block)
+        self._turns.append(block.turn)
+        number = self.blocks.index(block) % 256
+        self._order_so_far = zlib.crc32(bytes([number]), self._order_so_far)
+
+    def _await_backward(self, output: Any) -> None:
+        """Notice the backward when the first gradient reaches the model's output."""
+        for tensor in tensors_in(output) if _is_trained() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+
+    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: ShardedUnit) -> None:
         """A parameter that is not here is used: by a block's method, by another module, or by a user."""
         if is_in_a_backward():
             self._begin_backward()
@@ -58,14 +98,10 @@ class AnyLoop(ShardedModule):
             self._turns.append(Turn(block, is_use=True))
         unit.gather()
 
-    def _count_run(self, block: Block) -> None:
-        number = self.blocks.index(block) % 256
-        self._order_so_far = zlib.crc32(bytes([number]), self._order_so_far)
-
-    def _free_touched(self, reshards: bool) -> None:
+    def _free_touched(self) -> None:
         """After a forward: free what no hook has freed."""
         for turn in self._turns:
-            if turn.is_use and reshards:
+            if turn.is_use and self._reshards:
                 turn.block.free()
         if not self._awaits_backward:
             self._free_all()
@@ -78,9 +114,9 @@ class AnyLoop(ShardedModule):
 
     def _end_backward(self, is_complete: bool = True) -> None:
         for turn in reversed(self._turns):
-            self._finish(turn.block)
-        self._finish(self.root)
-        self._on_the_way.finish()
+            turn.block.finish(self._reductions)
+        self.root.finish(self._reductions)
+        self._reductions.finish()
         self._send_late()
         self._turns = [turn for turn in self._turns if not (turn.has_begun or turn.is_use)]
         self._is_in_backward = self._awaits_backward = False
@@ -111,6 +147,15 @@ class AnyLoop(ShardedModule):
         self._free_all()
         self._agree_on_gradients()
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm.
+
+        torch.nn.utils.clip_grad_norm_ does the same, with a message for each gradient.
+        """
+        if not self._is_synced:
+            self.finish_gradient_sync()
+        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
+
     def _free_stale(self) -> None:
         """Free what a forward has left that no backward followed, if there was an optimizer step since."""
         for block in self._all:
@@ -120,24 +165,24 @@ class AnyLoop(ShardedModule):
     def _send_late(self) -> None:
         """Reduce what came after its unit had been: the same on all ranks, for they compute the same."""
         for block in self._all:
-            for unit, gradients in block.trained:
-                late = [(position, gradient) for of, position, gradient in self._late if of is gradients]
+            for unit in block.trained:
+                late = [(position, gradient) for of, position, gradient in self._late if of is unit]
                 for position, gradient in late:
-                    gradients.put(position, gradient)
+                    unit.gradients.put(position, gradient)
                 if late:
-                    gradients.fill_up(unit.shard.device)
-                    self._on_the_way.start(gradients)
+                    unit.gradients.fill_up(unit.shard.device)
+                    self._reductions.start(unit)
         self._late.clear()
-        self._on_the_way.finish()
+        self._reductions.finish()
 
     def _adopt_gradients(self) -> None:
         for block in self._all:
-            for unit, _ in block.trained:
+            for unit in block.trained:
                 self._used.difference_update(unit.adopt_gradients())
 
     def _give_gradients(self) -> None:
         for block in self._all:
-            for unit, _ in block.trained:
+            for unit in block.trained:
                 unit.give_gradients()
 
     def _agree_on_gradients(self) -> None:
@@ -155,8 +200,13 @@ class AnyLoop(ShardedModule):
             )
         used_somewhere = iter(used)
         for block in self._all:
-            for unit, _ in block.trained:
+            for unit in block.trained:
                 for piece in unit.pieces:
                     if not next(used_somewhere):
                         piece.tensor.grad = None
         self._is_synced = True
+
+
+def _is_trained() -> bool:
+    """Return whether what is computed now will have a backward of its own."""
+    return torch.is_grad_enabled() and not is_in_a_backward()

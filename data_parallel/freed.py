@@ -97,6 +97,12 @@ def fill_in(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:
         parameter.requires_grad_(requires_grad)
 
 
+def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
+    """Call `hook` when the gradient of a parameter, freed or not, is complete."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient that autograd has left in a parameter, freed or not, and leave none."""
     with torch._C.DisableTorchFunctionSubclass():

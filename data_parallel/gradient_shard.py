@@ -1,91 +1,65 @@
-"""A rank's shard of the gradients of some parameters; the whole lives only while it is on its way.
+"""A rank's shard of the gradients of a unit; the full gradients live only until they have been sent.
 
-      backward      gradient ─► [ room for all ] ── reduce-scatter, mean ───► [shard]; the room is given back
-
-Stages 2 and 3 of ZeRO both keep gradients so: stage 2 a bucket at a time, stage 3 a block.
+backward      gradient ─► [ full buffer ] ── reduce-scatter, mean ───► [shard]; the buffer is given back
 """
 
 from collections import deque
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from comm.collectives import Group, Work, reduce_scatter
 from data_parallel.flat import Flat
-from lab.timeline import span
 
 
 class GradientShard:
-    """Gradients of the parameters of `flat`. They add up in `shard`, of `dtype`, until `clear`.
+    """Gradients of the parameters of `flat`: first `full`, of `wire_dtype`, then their `shard`, of `dtype`.
 
-    What is sent has `wire_dtype`. The bucket is called `name` on the timeline.
+    Several backwards add up in the shard, until `clear`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        flat: Flat,
-        dtype: torch.dtype,
-        group: Group = None,
-        pattern: str | None = None,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.flat, self.name = flat, name
-        self._group, self._pattern, self._wire_dtype = group, pattern, wire_dtype or dtype
-        self._dtype = dtype
+    def __init__(self, flat: Flat, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+        self.flat = flat
+        self._dtype, self._wire_dtype = dtype, wire_dtype
         self.shard: Tensor | None = None
-        self._room: Tensor | None = None
+        self.full: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
-        self._arriving: tuple[Tensor, Work] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of the room, while there is one."""
+        """Return the bytes of the full gradients, while they are here."""
         return self.flat.numel * self._wire_dtype.itemsize
 
     @property
     def is_complete(self) -> bool:
-        """Whether the room is full, and can be reduced."""
-        return self._room is not None and not self._missing
+        """Return whether all gradients are here, and can be reduced."""
+        return self.full is not None and not self._missing
 
     def put(self, position: int, gradient: Tensor) -> None:
         """Take the gradient of the parameter at that position of the flat; the caller need not keep it."""
-        if self._room is None:
-            self._make_room(gradient.device)
+        if self.full is None:
+            self._allocate(gradient.device)
         self._missing.remove(position)
         self._views[position].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def fill_up(self, device: torch.device) -> None:
-        """What has no gradient on this rank counts as zero."""
-        if self._room is None:
-            self._make_room(device)
+        """Count gradients that this rank does not have as zero."""
+        if self.full is None:
+            self._allocate(device)
         for position in self._missing:
             self._views[position].zero_()
         self._missing = set()
 
-    def _make_room(self, device: torch.device) -> None:
-        self._room = torch.empty(self.flat.numel, dtype=self._wire_dtype, device=device)
-        self._room[self.flat.numel - self.flat.padding :].zero_()
-        self._views = self.flat.views(self._room)
+    def _allocate(self, device: torch.device) -> None:
+        self.full = torch.empty(self.flat.numel, dtype=self._wire_dtype, device=device)
+        self.full[self.flat.numel - self.flat.padding :].zero_()
+        self._views = self.flat.views(self.full)
         self._missing = set(range(len(self._views)))
 
-    def reduce(self) -> None:
-        """Start to send the room's contents to their owners."""
-        assert self._room is not None
-        with span(self.name, "launch", lane="launches", bytes=self._room.nbytes):
-            arriving = self._room.new_empty(self.flat.shard_numel)
-            handle = reduce_scatter(
-                arriving, self._room, op="mean", group=self._group, async_op=True, pattern=self._pattern
-            )
-        self._arriving = arriving, handle
-
-    def wait(self) -> None:
-        """Add what has arrived to the shard, and give the room back."""
-        assert self._arriving is not None
-        (arrived, handle), self._arriving = self._arriving, None
-        handle.wait()
-        self._room, self._views = None, []
+    def keep(self, arrived: Tensor) -> None:
+        """Add the shard that has arrived to those of earlier backwards; give the full gradients back."""
+        self.full, self._views = None, []
         if self.shard is None:
             self.shard = arrived.to(self._dtype)
         else:
@@ -96,21 +70,34 @@ class GradientShard:
         self.shard = None
 
 
-class OnTheWay:
-    """Reductions under way, few enough that the rooms never add up to the whole gradient: `most_bytes`."""
+class Reduces(Protocol):
+    """Has gradients, and can reduce them."""
+
+    gradients: GradientShard
+
+    def reduce_scatter(self) -> None: ...
+
+    def wait_for_gradients(self) -> None: ...
+
+
+class InFlightReductions:
+    """Reductions that have started, few enough that full gradients take at most `most_bytes` together."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._started: deque[GradientShard] = deque()
+        self._started: deque[Reduces] = deque()
 
-    def start(self, gradients: GradientShard) -> None:
-        """Reduce; first wait for the oldest where there are too many."""
-        while self._started and sum(g.num_bytes for g in (gradients, *self._started)) > self._most_bytes:
-            self._started.popleft().wait()
-        gradients.reduce()
-        self._started.append(gradients)
+    def start(self, unit: Reduces) -> None:
+        """Reduce the unit's gradients; first wait for the oldest where there are too many."""
+        while (
+            self._started
+            and sum(one.gradients.num_bytes for one in (unit, *self._started)) > self._most_bytes
+        ):
+            self._started.popleft().wait_for_gradients()
+        unit.reduce_scatter()
+        self._started.append(unit)
 
     def finish(self) -> None:
         """Wait for all."""
         while self._started:
-            self._started.popleft().wait()
+            self._started.popleft().wait_for_gradients()

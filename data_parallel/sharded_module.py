@@ -1,10 +1,9 @@
 """Give a module whose parameters are shards its interface: names, saving, clipping, costs, and refusals.
 
-How the shards are gathered, computed with and freed is in fully_sharded.py.
+How the shards are gathered, computed with and freed is in train_zero3.py.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -14,17 +13,26 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, broadcast, default_pattern
+from data_parallel.blocks import Block, blocks_of
 from data_parallel.flat import Piece
-from data_parallel.gradient_shard import GradientShard, OnTheWay
-from data_parallel.unit import Block, Unit, blocks_of
+from data_parallel.gradient_shard import InFlightReductions
+from data_parallel.unit import ShardedUnit
 from data_parallel.wrapped import Wrapped, refuse_penalties
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
-from training.clipping import clip_grad_norm_
+
+MIB = 1 << 20
 
 
 class ShardedModule(nn.Module):
-    """A wrapper of `module`. Its `parameters()` are this rank's pieces, for any elementwise optimizer."""
+    """A wrapper of `module`. Its `parameters()` are this rank's pieces, for any elementwise optimizer.
+
+    What it does not do, and refuses in a sentence: `state_dict`, `load_state_dict` and `deepcopy`; moving or
+    casting the wrapped model; looking at a parameter outside of a forward and of `gathered()`; training what
+    was added, replaced or unfrozen after wrapping; an optimizer over the module's own parameters; a loss that
+    uses the pieces. Sparse gradients become dense. Buffers are not sent again, as DDP does before each
+    forward; `full_state_dict` has rank 0's.
+    """
 
     def __init__(
         self,
@@ -33,11 +41,13 @@ class ShardedModule(nn.Module):
         pattern: str | None,
         compute_dtype: torch.dtype | None,
         blocks: list[nn.Module] | None,
-        unit_bytes: int,
+        unit_mb: float,
+        reshard_after_forward: bool,
+        unit_class: type[ShardedUnit],
     ) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
-        self._compute_dtype = compute_dtype
+        self._compute_dtype, self._reshards = compute_dtype, reshard_after_forward
         for buffer in module.buffers():
             broadcast(buffer, root=0, group=group)
         self._names: dict[nn.Parameter, list[str]] = {}
@@ -49,39 +59,24 @@ class ShardedModule(nn.Module):
         users = [set(block.parameters()) for block in self._block_modules]
         shared = {p for p in self._names if sum(p in used for used in users) != 1}
         own = [[p for p in block.parameters() if p not in shared] for block in self._block_modules]
-        self._full_units: dict[int, Unit] = {}
-        options = unit_bytes, group, pattern, compute_dtype, self._full_units
-        self.root = Block("root", [p for p in self._names if p in shared], *options)
-        self.blocks = [Block(f"block {i}", parameters, *options) for i, parameters in enumerate(own)]
+        self._full_units: dict[int, ShardedUnit] = {}
+        options = int(unit_mb * MIB), group, pattern, compute_dtype, self._full_units
+        self.root = Block(unit_class, "root", [p for p in self._names if p in shared], *options)
+        self.blocks = [
+            Block(unit_class, f"block {i}", parameters, *options) for i, parameters in enumerate(own)
+        ]
         self._all = [self.root, *self.blocks]
-        self._place: dict[nn.Parameter, tuple[Block, GradientShard, int]] = {}
+        self._place: dict[nn.Parameter, tuple[Block, ShardedUnit, int]] = {}  # where its gradient goes
         for block in self._all:
-            for unit in block.units:
+            for unit in block.trained:
                 for position, piece in enumerate(unit.pieces):
-                    parameter = piece.parameter
-                    parameter.on_touch = functools.partial(self._on_touch, parameter, block, unit)
-                    if unit.gradients is not None:
-                        self._place[parameter] = block, unit.gradients, position
-        for parameter in self._place:
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self._on_the_way = OnTheWay(2 * max(block.num_bytes for block in self._all))
-        self._is_synced = True
+                    self._place[piece.parameter] = block, unit, position
+        self._reductions = InFlightReductions(2 * max(block.num_bytes for block in self._all))
         refuse_penalties(self._names, self.units)
         self._wrapped = Wrapped(self, self._names, self.units)
 
-    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: Unit) -> None:
-        raise NotImplementedError
-
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        raise NotImplementedError
-
-    def finish_gradient_sync(self) -> None:
-        """The technique's: complete the pieces' gradients."""
-        raise NotImplementedError
-
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ShardedUnit]:
         """Return the units, each of which is gathered as one."""
         return [unit for block in (self.root, *self.blocks) for unit in block.units]
 
@@ -109,15 +104,6 @@ class ShardedModule(nn.Module):
     def _free_all(self) -> None:
         for block in self._all:
             block.free()
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns their norm.
-
-        torch.nn.utils.clip_grad_norm_ does the same, with a message for each gradient.
-        """
-        if not self._is_synced:
-            self.finish_gradient_sync()
-        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -194,8 +180,12 @@ class ShardedModule(nn.Module):
             "initialise, load, cast and copy the module before wrapping."
         )
 
-    def _traffic(self, gathers: dict[Block, int], microbatches: int, is_clipped: bool) -> Traffic:
-        """Return a step's traffic: gathers and a reduction in each microbatch, and flags of who used what."""
+    def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
+        """Return a step's expected traffic, in which every block is run forward and backward once.
+
+        Each microbatch gathers and reduces; the flags of who used what are exchanged once.
+        """
+        gathers = dict.fromkeys(self.blocks, 2 if self._reshards else 1) | {self.root: 1}
         traffics = [
             unit.traffic(times) for block, times in gathers.items() for unit in block.units
         ] * microbatches

@@ -4,14 +4,16 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from data_parallel.unit import Unit
+from data_parallel.unit import ShardedUnit
 from lab.errors import WorkbookError
 
 
 class Wrapped:
     """Remembers what a module was made of when it was wrapped: what is added later has no shard."""
 
-    def __init__(self, model: nn.Module, names: dict[nn.Parameter, list[str]], units: list[Unit]) -> None:
+    def __init__(
+        self, model: nn.Module, names: dict[nn.Parameter, list[str]], units: list[ShardedUnit]
+    ) -> None:
         self._names, self._pieces = names, [piece for unit in units for piece in unit.pieces]
         self._modules = [
             (name, module, [*module._parameters.items()], [*module._modules.items()])
@@ -44,7 +46,7 @@ class Wrapped:
         )
 
 
-def refuse_penalties(names: dict[nn.Parameter, list[str]], units: list[Unit]) -> None:
+def refuse_penalties(names: dict[nn.Parameter, list[str]], units: list[ShardedUnit]) -> None:
     """Raise WorkbookError where a backward reaches a piece: each rank sees its part of a penalty only."""
 
     def refuse(gradient: Tensor, name: str) -> NoReturn:

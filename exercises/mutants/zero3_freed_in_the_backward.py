@@ -1,6 +1,6 @@
 """All results are right, and each backward waits: a block is gathered unit by unit, as it is touched."""
 
-TARGET = "data_parallel.fully_sharded.FullyShardedDataParallel._before_backward"
+TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_block_is_full_in_its_forward_and_its_backward"
 
 
@@ -8,4 +8,4 @@ def mutant(self, turn) -> None:
     self._begin_backward()
     turn.has_begun, at = True, self._turns.index(turn)
     for later in self._turns[at + 1 :]:
-        self._finish(later.block)
+        later.block.finish(self._reductions)

@@ -1,6 +1,6 @@
 """All results are right, and each backward waits: what is gathered early is the block that is done."""
 
-TARGET = "data_parallel.fully_sharded.FullyShardedDataParallel._before_backward"
+TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_next_block_is_on_its_way_while_one_computes"
 
 
@@ -9,6 +9,6 @@ def mutant(self, turn) -> None:
     turn.block.gather()
     turn.has_begun, at = True, self._turns.index(turn)
     for later in self._turns[at + 1 :]:
-        self._finish(later.block)
+        later.block.finish(self._reductions)
     if at + 1 < len(self._turns):
         self._turns[at + 1].block.start_gather()

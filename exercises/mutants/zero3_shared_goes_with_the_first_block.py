@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from data_parallel.fully_sharded import FullyShardedDataParallel
-from data_parallel.unit import blocks_of
+from data_parallel.blocks import blocks_of
+from data_parallel.train_zero3 import FullyShardedDataParallel
 
-TARGET = "data_parallel.fully_sharded.FullyShardedDataParallel"
+TARGET = "data_parallel.train_zero3.FullyShardedDataParallel"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_layer_that_blocks_share_is_full_in_each_of_them"
 
 

@@ -2,13 +2,12 @@
 
 from comm.collectives import reduce_scatter
 
-TARGET = "data_parallel.gradient_shard.GradientShard.reduce"
+TARGET = "data_parallel.train_zero3.Unit.reduce_scatter"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
 
 
 def mutant(self) -> None:
-    arriving = self._room.new_empty(self.flat.shard_numel)
-    handle = reduce_scatter(
-        arriving, self._room, op="sum", group=self._group, async_op=True, pattern=self._pattern
-    )
-    self._arriving = arriving, handle
+    full = self.gradients.full
+    shard = full.new_empty(self.flat.shard_numel)
+    handle = reduce_scatter(shard, full, op="sum", group=self.group, async_op=True, pattern=self.pattern)
+    self._arriving = shard, handle

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from comm.collectives import Group, all_reduce, broadcast
 from data_parallel.flat import Piece
-from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.model import GPT, GPTConfig

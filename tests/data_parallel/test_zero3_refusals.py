@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.errors import CommError
-from data_parallel.fully_sharded import FullyShardedDataParallel
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks

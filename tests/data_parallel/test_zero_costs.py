@@ -74,7 +74,7 @@ def test_stage_2_and_3_never_hold_the_whole_gradient_and_stage_3_at_most_two_blo
         def look() -> None:
             if stage == "zero3":
                 whole_blocks.append(sum(unit.full is not None for unit in ours.model.units))
-                rooms.append(sum(unit.gradients._room is not None for unit in ours.model.units))
+                rooms.append(sum(unit.gradients.full is not None for unit in ours.model.units))
             else:
                 rooms.append(len(ours.optimizer._filling) + len(ours.optimizer._in_flight))
 

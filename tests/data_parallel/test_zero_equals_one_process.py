@@ -7,6 +7,7 @@ from torch import nn
 
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
@@ -100,3 +101,60 @@ def test_zero2_equals_one_process():
                 torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
 
     run_ranks(train_on_a_rank, 3)
+
+
+def test_zero3_equals_one_process():
+    def train_on_a_rank(cluster: Cluster) -> int:
+        # One process trains this model on a batch of 12 examples. All ranks compute that, to compare.
+        torch.manual_seed(0)
+        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+        one = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+
+        # The ranks train a model of the same class, from rank 0's parameters. Its two linear layers are
+        # blocks: each is gathered when its forward and its backward begin, and freed when they end.
+        module = copy.deepcopy(one)
+        if cluster.rank > 0:
+            for parameter in module.parameters():
+                nn.init.normal_(parameter)
+        model = FullyShardedDataParallel(module)
+        first_layer, second_layer = model.blocks
+        full_in_forward = []
+        module[2].register_forward_hook(
+            lambda *_: full_in_forward.append((first_layer.units[0].is_full, second_layer.units[0].is_full)),
+            prepend=True,
+        )
+
+        # `parameters()` are what the rank owns of each: an optimizer of torch's needs to know no more.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # of the batch, each rank has a third
+
+        for _ in range(3):
+            optimizer_of_one.zero_grad()
+            (one(x) - y).square().mean().backward()
+            optimizer.zero_grad()
+            (model(x[mine]) - y[mine]).square().mean().backward()
+            model.finish_gradient_sync()
+
+            # Nothing is full now. The rank's pieces have the mean over all 12 examples.
+            assert all(unit.full is None for unit in model.units)
+            for name, expected in one.named_parameters():
+                piece = model.pieces[name]
+                part = slice(piece.start, piece.start + piece.tensor.numel())
+                torch.testing.assert_close(
+                    piece.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
+                )
+
+            # The optimizer updates the pieces. Put together again, they are what one process has.
+            optimizer_of_one.step()
+            optimizer.step()
+            with model.gathered() as full:
+                for parameter, expected in zip(full.parameters(), one.parameters(), strict=True):
+                    torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+
+        # While the second layer computed, the first one was freed.
+        assert full_in_forward == 3 * [(False, True)]
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    # 5*7 + 7 + 7*3 + 3 = 66 numbers are trained, and every one of them is kept on one rank.
+    assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]

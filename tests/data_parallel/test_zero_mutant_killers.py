@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from comm.cost import Link
 from comm.transport import slow_link
 from data_parallel import sharded_checkpoint
-from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.sharded_optimizer import ShardedOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.memory import live_bytes

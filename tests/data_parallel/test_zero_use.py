@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel.elementwise import refuse_unless_elementwise
-from data_parallel.fully_sharded import FullyShardedDataParallel
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same, parameters
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
