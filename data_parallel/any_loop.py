@@ -133,7 +133,7 @@ class AnyLoop(ShardedModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all but the last microbatch. It changes nothing: each backward sends its own gradients."""
+        """Change nothing: each backward sends its own gradients. It is here for loops that have it."""
         yield
 
     def finish_gradient_sync(self) -> None:

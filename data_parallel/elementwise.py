@@ -1,4 +1,4 @@
-"""Which optimizers can have a shard of a parameter: those that look at each element by itself."""
+"""Refuse optimizers that cannot train a shard of a parameter, because they look at more than one element."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from lab.errors import WorkbookError
 
 
 def refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> None:
-    """Raise WorkbookError unless two halves, each on its own, take the same steps as the whole."""
+    """Raise WorkbookError unless a parameter takes the same steps in two halves as in one."""
     random = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(3, 4, 6, generator=random, dtype=torch.float64)
-    whole, halves = (
+    full, halves = (
         nn.Parameter(values.clone()),
         [nn.Parameter(half.clone()) for half in values.view(-1).split([13, 11])],
     )
     try:
-        for parameters in ([whole], halves):
+        for parameters in ([full], halves):
             optimizer = optimizer_class(parameters, **defaults)
             for gradient in gradients:
                 for parameter, part in zip(
@@ -26,7 +26,7 @@ def refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[s
                 ):
                     parameter.grad = part.view_as(parameter).clone()
                 optimizer.step()
-        is_elementwise = torch.equal(whole.view(-1), torch.cat(halves))
+        is_elementwise = torch.equal(full.view(-1), torch.cat(halves))
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, TypeError) and "unexpected keyword" in str(error):
             raise

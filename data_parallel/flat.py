@@ -1,4 +1,4 @@
-"""Some parameters as one flat tensor, of which each rank owns a shard: what every stage of ZeRO divides.
+"""Lay parameters out in one flat tensor, of which each rank owns a shard: all stages of ZeRO divide such.
 
       parameters   |     weight 0      | bias 0 |      weight 1     |.|
       shards       |     rank 0     |     rank 1     |     rank 2     |    equal; at the end a little padding
@@ -15,32 +15,32 @@ from torch import Tensor, nn
 
 
 def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """Which parameters, by position, share a bucket: neighbours of one dtype, until it has a cap's bytes.
+    """Return which parameters, by position, share a bucket: neighbours of one dtype, up to a number of bytes.
 
     The first bucket has a cap of its own. A bucket is over its cap by part of its last parameter, at most.
     """
     buckets: list[list[int]] = []
-    room = 0
+    space = 0
     for i, parameter in enumerate(parameters):
-        if not buckets or room <= 0 or parameter.dtype != parameters[i - 1].dtype:
-            room = bucket_bytes if buckets else first_bytes
+        if not buckets or space <= 0 or parameter.dtype != parameters[i - 1].dtype:
+            space = bucket_bytes if buckets else first_bytes
             buckets.append([])
         buckets[-1].append(i)
-        room -= parameter.nbytes
+        space -= parameter.nbytes
     return buckets
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank owns of one parameter: `tensor`, its elements from `start` on, flat."""
+    """This rank's part of one parameter: `tensor` is flat, and has its elements from `start` on."""
 
-    parameter: nn.Parameter  # the whole one, of the model
+    parameter: nn.Parameter  # the full one, of the model
     start: int
     tensor: nn.Parameter
 
 
 class Flat:
-    """The layout of `parameters` of one dtype, one behind the other, and which part is this rank's.
+    """The layout of `parameters` of one dtype, one after the other, and which part is this rank's.
 
     `numel` and `shard_numel` count the padding at the end too: less than one number for each rank.
     """
@@ -56,12 +56,12 @@ class Flat:
         self.mine = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def views(self, full: Tensor) -> list[Tensor]:
-        """Each parameter's place in `full`, in its shape."""
+        """Return each parameter's view of `full`, in the parameter's shape."""
         *parts, _ = full.split([*self._sizes, self.padding])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def pieces(self, shard: Tensor) -> list[tuple[int, Tensor]]:
-        """Of each parameter, where in it this rank's piece begins, and the piece's place in `shard`."""
+        """Return, for each parameter, where this rank's piece of it begins, and its view of `shard`."""
         pieces, offset = [], 0
         for size in self._sizes:
             begin, end = max(self.mine.start, offset), min(self.mine.stop, offset + size)

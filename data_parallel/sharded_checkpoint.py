@@ -165,7 +165,7 @@ def _shapes(pieces: dict[str, Piece], rest: dict[str, Tensor]) -> dict[str, tupl
 
 
 def _kind(pieces: dict[str, Piece], optimizer: Optimizer) -> dict[str, Any]:
-    """What two optimizers have in common that can take each other's state: hyperparameters and groups."""
+    """Return what optimizers that take each other's state have in common: hyperparameters and groups."""
     names = {piece.tensor: name for name, piece in pieces.items()}
     groups = [
         sorted(names[tensor] for tensor in group["params"] if tensor.requires_grad)

@@ -64,7 +64,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(reading.param_groups, reading.defaults)  # which adds each group
         if not self.buckets:
             raise WorkbookError(f"{type(self).__name__} was given no parameter that is trained.")
-        # One state and one set of options, whoever looks at them: schedulers, checkpoints, the inner one.
+        # Schedulers and checkpoints must see the state and the options that the inner optimizer has.
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _divide(self, param_group: dict[str, Any]) -> list[ParameterBucket]:
@@ -103,7 +103,7 @@ class ShardedOptimizer(Optimizer):
         return added
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all but the last microbatch: its gradients are added to those of the others."""
+        """Let gradients of microbatches add up: run all backwards but the last one inside."""
         return self._steps.no_sync()
 
     def _accepts(self, parameter: Tensor) -> bool:
@@ -160,13 +160,13 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False. GradScaler asks this before it looks for infinities: by then the gradients must be here."""
+        """Synchronise gradients and return False: GradScaler asks this before it looks for infinities."""
         if not self._steps.is_synced:
             self.finish_gradient_sync()
         return False
 
     def traffic_per_step(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
-        """Return a step's expected traffic: the gradients so many times, the parameters, who used what."""
+        """Return a step's expected traffic: gradients, parameters, and flags of which parameters are used."""
         place = (dist.get_world_size(self.group), dist.get_rank(self.group))
         pattern = self.pattern or default_pattern("all_gather", self.group)
 
@@ -185,7 +185,7 @@ class ShardedOptimizer(Optimizer):
         return super().state_dict() | {"shard": self._shard()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's own, of an equal run (of another one: data_parallel.sharded_checkpoint).
+        """Load this rank's own state, of an equal run (of another one: data_parallel.sharded_checkpoint).
 
         All ranks call it; all raise WorkbookError if one was given another rank's.
         """

@@ -80,7 +80,7 @@ class ZeroOptimizer(ShardedOptimizer):
                 replace_hook(parameter, self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """The backward has computed a gradient: with it, a bucket may be complete."""
+        """Take a gradient that the backward has computed; with it, a bucket may be complete."""
         if not self._accepts(parameter):
             return
         if parameter in self._launches:  # a second one: the first, which the program has dropped, was sent
@@ -91,7 +91,7 @@ class ZeroOptimizer(ShardedOptimizer):
             self._launches.arrived(parameter)
 
     def _move_in(self, parameter: Tensor) -> None:
-        """A new gradient is copied into its bucket once; the next microbatch's is added to it there."""
+        """Copy a new gradient into its bucket; autograd will add the next microbatch's to it there."""
         view = self._views[parameter]
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)

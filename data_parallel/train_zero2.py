@@ -71,7 +71,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
                 replace_hook(parameter, self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """The backward has computed a gradient, which moves out of the model; a bucket may be complete."""
+        """Move a gradient that the backward has computed out of the model; a bucket may be complete."""
         if not self._accepts(parameter):
             return
         if parameter in self._launches:  # the next microbatch inside one no_sync()
@@ -122,7 +122,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all but the last microbatch. Gradients add up in the shards: each microbatch sends its own."""
+        """Send the gradients of a microbatch that is not the last: they add up in the shards."""
         with super().no_sync():
             yield
             self._complete_buckets()

@@ -13,8 +13,11 @@ weights, stays from the start of the forward to the end of the backward: it woul
       memory    (P + G + O)/n and two blocks         traffic    3 (n-1)/n P: two gathers and a reduce-scatter
 
 `reshard_after_forward=False` keeps the blocks between forward and backward: memory for one of the gathers.
-All of it is in two classes here: a `Unit` knows how to gather, free and reduce-scatter, the hooks of
-`FullyShardedDataParallel` know when. What autograd keeps of a freed parameter is in freed.py.
+
+All of it is in two classes here. A `Unit`, parameters of a block in one flat tensor, knows how to gather,
+free and reduce-scatter. The hooks of `FullyShardedDataParallel` know when: a block's forward and the backward
+that follows it are a `Turn`. What autograd keeps of a freed parameter is in freed.py, how a backward begins
+and ends in any_loop.py, and state dicts and refusals are in sharded_module.py.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
@@ -246,8 +249,8 @@ def main(cluster: Cluster, args: Args) -> None:
             this.loss = run.mean_loss(total)
         run.sent(model.traffic_per_step(len(parts), args.clip is not None))
     held = memory.finish(as_json=args.json)
-    with model.gathered() as whole:
-        run.finish(whole, **held)
+    with model.gathered() as full:
+        run.finish(full, **held)
 
 
 if __name__ == "__main__":

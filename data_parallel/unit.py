@@ -109,7 +109,7 @@ class ShardedUnit:
         return cleared
 
     def give_gradients(self) -> None:
-        """Make the pieces' gradients what has added up."""
+        """Give the pieces the gradients that have added up."""
         if self.gradients is None or self.gradients.shard is None:
             return
         for piece, (_, part) in zip(self.pieces, self.flat.pieces(self.gradients.shard), strict=True):
@@ -117,7 +117,7 @@ class ShardedUnit:
                 piece.tensor.grad = GradientPart.of(part, self.group, self.pattern)
 
     def traffic(self, gathers: int) -> Traffic:
-        """What this rank sends for so many gathers and, if it is trained, a reduction."""
+        """Return this rank's expected traffic for so many gathers and, if it is trained, a reduction."""
         pattern = self.pattern or default_pattern("all_gather", self.group)
         place = dist.get_world_size(self.group), dist.get_rank(self.group)
         ops = ["all_gather"] * gathers + ["reduce_scatter"] * (self.gradients is not None)
@@ -125,7 +125,7 @@ class ShardedUnit:
         return sum((cost.per_rank(op, pattern, *sizes, *place) for op in ops), Traffic())
 
     def full_master(self) -> list[Tensor]:
-        """A copy of each parameter in the shard's precision; every rank must call it."""
+        """Return a copy of each parameter in the shard's precision; every rank must call it."""
         full = self.shard.new_empty(self.flat.numel)
         all_gather(full, self.shard, group=self.group, pattern=self.pattern)
         return self.flat.views(full)

@@ -1,4 +1,4 @@
-"""What the ZeRO scripts share beyond training.run: arguments, checkpoints in shards, the memory report.
+"""Give the ZeRO scripts what they share: arguments, checkpoints in shards, the memory report.
 
 run = ZeroRun(cluster, args, "zero1")
 optimizer = ZeroOptimizer(model.parameters(), run.optimizer_class, pattern=run.pattern, lr=args.lr)
@@ -73,7 +73,7 @@ class ZeroRun(Run):
         super()._check(args)
 
     def model(self) -> nn.Module:
-        """Buffers are rank 0's; parameters are for the lesson to make equal."""
+        """Return the model with rank 0's buffers; the lesson makes its parameters equal."""
         module = super().model()
         for buffer in module.buffers():
             broadcast(buffer)
@@ -82,7 +82,7 @@ class ZeroRun(Run):
     def memory(
         self, stage: int, model: nn.Module, optimizer: torch.optim.Optimizer, flats: list[Flat]
     ) -> MemoryReport:
-        """The report on this rank's memory; `flats` hold the parameters."""
+        """Return the report on this rank's memory; `flats` hold the parameters."""
         shares = [flat_share(flat, flat.itemsize, flat.is_trained) for flat in flats]
         inside = {parameter for flat in flats for parameter in flat.parameters}
         shares += [replicated(p) for p in model.parameters() if stage < 3 and p not in inside]
@@ -107,7 +107,7 @@ class ZeroRun(Run):
     def _pieces_and_rest(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Piece], dict[str, Tensor]]:
-        """By name: what each rank has a part of, and what all have whole."""
+        """Return, by name, the pieces that this rank has, and the tensors that all ranks have in full."""
         if isinstance(model, FSDPModule):
             return sharded_checkpoint.pieces_of_dtensors(model), dict(model.named_buffers())
         if not isinstance(optimizer, ShardedOptimizer):

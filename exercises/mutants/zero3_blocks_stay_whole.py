@@ -1,4 +1,4 @@
-"""The loss hardly falls: blocks, once gathered, compute with the weights of the first step for ever."""
+"""The loss hardly falls: blocks, once gathered, compute with the weights of the first step in every step."""
 
 TARGET = "data_parallel.blocks.Block.free"
 KILLER = (

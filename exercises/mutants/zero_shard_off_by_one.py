@@ -1,4 +1,4 @@
-"""One number at the end of each shard never changes: nobody owns it. Losses look as they should."""
+"""One number at the end of each shard never changes: no rank owns it. Losses look as they should."""
 
 from torch import Tensor
 
