@@ -199,14 +199,14 @@ class Executor:
         try:
             self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
         except CommError as error:
-            raise _named(message, error) from error
+            raise named(message, error) from error
 
     def _send(self, message: Message, peer: int) -> None:
         tensor = self._here.pop(message).contiguous()
         try:
             self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
         except CommError as error:
-            raise _named(message, error) from error
+            raise named(message, error) from error
 
     def _take(self, message: Message) -> Tensor:
         """What another stage has made: of this rank, or of another one, then it may have to come yet."""
@@ -227,7 +227,7 @@ class Executor:
             with timeline.span("wait", "wait"):
                 transfer.wait()
         except CommError as error:
-            raise _named(message, error) from error
+            raise named(message, error) from error
         if arriving is not None:
             self._failure.look_at(arriving, message.kind)
         self._waited += (timeline.now() - start) / 1e9
@@ -237,8 +237,8 @@ def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:
     return [tensor for _, tensor in sorted(by_microbatch.items())]
 
 
-def _named(message: Message, error: CommError) -> CommError:
-    """What went wrong with a message, and between which stages."""
+def named(message: Message, error: CommError) -> CommError:
+    """Return an error that says which message went wrong, and between which stages."""
     what = "activation" if message.kind == FORWARD else "gradient"
     return CommError(
         f"The {what} of microbatch {message.microbatch} did not get from stage {message.stage} "

@@ -75,10 +75,10 @@ class SharedFailure:
             try:
                 made = compute()
                 if like is not None:
-                    _validate(made, like, action)
+                    validate_result(made, like, action)
                 return made
             except Exception as error:
-                self._note(error, action)
+                self.note(error, action)
         return None if like is None else mark(like, self._device)
 
     def end_step(self) -> Exception | None:
@@ -92,7 +92,8 @@ class SharedFailure:
             return own
         return WorkbookError(self._sentence())
 
-    def _note(self, error: Exception, action: Action | None) -> None:
+    def note(self, error: Exception, action: Action | None) -> None:
+        """Take `error` for what went wrong in `action`, and tell the other ranks a sentence about it."""
         self.has_happened, self._own = True, error
         sentence = str(error)
         if not isinstance(error, WorkbookError):
@@ -133,7 +134,7 @@ def _first_bytes(message: Tensor) -> Tensor:
     return message.detach().reshape(-1).view(torch.uint8)[:LOOKED_AT]
 
 
-def _validate(made: Tensor | None, like: Tensor, action: Action | None) -> None:
+def validate_result(made: Tensor | None, like: Tensor, action: Action | None) -> None:
     """Refuse a result that would not fit into the buffer that waits for it."""
     if made is None:
         raise WorkbookError(

@@ -82,12 +82,15 @@ class Passes:
         jobs = Jobs() if self.split else None
         if jobs is not None:
             self.jobs[microbatch] = jobs
-        if self.recompute:
-            y = checkpoint(self._compute, x, target, jobs, use_reentrant=False)
-        else:
-            y = self._compute(x, target, jobs)
+        y = self.with_graph(x, target, jobs)
         self._begun[microbatch] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
+
+    def with_graph(self, x: Tensor, target: Tensor | None = None, jobs: Jobs | None = None) -> Tensor:
+        """Return what `forward` returns, with the graph that a backward needs."""
+        if self.recompute:
+            return checkpoint(self._compute, x, target, jobs, use_reentrant=False)
+        return self._compute(x, target, jobs)
 
     def _compute(self, x: Tensor, target: Tensor | None, jobs: Jobs | None) -> Tensor:
         if jobs is not None:
@@ -111,12 +114,12 @@ class Passes:
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, edge = self._begun.pop(microbatch)
         if edge is not None:  # a frozen stage at the very beginning has no gradient to compute
-            with _without_autocast(x):
+            with without_autocast(x):
                 torch.autograd.backward([edge], [dy])
         return x.grad
 
     def backward_weight(self, microbatch: int) -> None:
-        with _without_autocast(*self.jobs[microbatch].tensors[:1]):
+        with without_autocast(*self.jobs[microbatch].tensors[:1]):
             self.jobs.pop(microbatch).run()
 
     def deferred(self, microbatch: int) -> list[Tensor]:
@@ -133,7 +136,7 @@ class Passes:
         return None
 
 
-def _without_autocast(*of: Tensor) -> AbstractContextManager[object]:
+def without_autocast(*of: Tensor) -> AbstractContextManager[object]:
     """A backward computes in the dtypes that its forward recorded, though both are in one torch.autocast."""
     if any(torch.is_autocast_enabled(tensor.device.type) for tensor in of):
         return torch.autocast(of[0].device.type, enabled=False)

@@ -8,8 +8,9 @@
 Every rank makes the whole model, with the same seed, and lets go of what is not its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lab.ledger import Traffic
 from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.boundaries import agreed_parts, exchange_boundaries
+from pipeline_parallel.by_hand import ByHand, HandWritten
 from pipeline_parallel.clock import Clock, ClockPasses
 from pipeline_parallel.executor import Executor, Outcome
 from pipeline_parallel.messages import has_split_backward
@@ -40,7 +42,8 @@ class Pipeline(nn.Module):
     `example`: a microbatch of the input, for the rank of the first stage. `costs`: of each part (stage.py),
     for the cut; by default layers count alike. `recompute`: stages keep only their input for the backward,
     all of them (True) or those given. `tick`: seconds of a forward of all of a rank's stages, which the clock
-    takes instead of them. WorkbookError where table and ranks, or parts and stages, do not fit together.
+    takes instead of them. `by_hand`: a lesson's class, whose step does what `table` says in the executor's
+    place. WorkbookError where table and ranks, or parts and stages, do not fit together.
 
     What it does not do: all batches must have the size of the first one (a DataLoader needs drop_last=True),
     x, y and what stages hand on are single tensors, and a step under torch.no_grad() is refused. The loss is
@@ -58,6 +61,7 @@ class Pipeline(nn.Module):
         costs: Sequence[float] | None = None,
         recompute: bool | Sequence[int] = False,
         tick: float | None = None,
+        by_hand: Callable[..., HandWritten] | None = None,
     ) -> None:
         super().__init__()
         self.rank, self.group, self.table, self.rank_of = dist.get_rank(group), group, table, placement(table)
@@ -76,7 +80,8 @@ class Pipeline(nn.Module):
         recomputed = set(self.rank_of if recompute is True else recompute or ())
 
         def passes(stage: int) -> StagePasses:
-            is_last, microbatches = stage == len(stages) - 1, num_microbatches(table)
+            is_last = stage == len(stages) - 1
+            microbatches = 1 if by_hand else num_microbatches(table)  # by hand the loss is divided in sight
             if tick is not None:
                 inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
                 return ClockPasses(clock, outputs, inputs, tick / len(own), self.device)
@@ -86,7 +91,8 @@ class Pipeline(nn.Module):
             return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split, dtype)
 
         own_passes = {stage: passes(stage) for stage in own}
-        self.executor = Executor(table, own_passes, self.boundaries, self.rank, group, self.device, rows=rows)
+        run = Executor if by_hand is None else partial(ByHand, by_hand)
+        self.executor = run(table, own_passes, self.boundaries, self.rank, group, self.device, rows=rows)
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
         """Forward and backward of the whole batch, as Executor.step."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -25,10 +26,12 @@ from lab.together import on_all
 from pipeline_parallel import measured
 from pipeline_parallel.actions import Table
 from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.by_hand import HandWritten
 from pipeline_parallel.executor import Outcome
 from pipeline_parallel.page import write_page
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import Report, Seen
+from pipeline_parallel.schedules import table_of
 from pipeline_parallel.stage import measured_costs
 from pipeline_parallel.validate import validate
 from training import checkpoint
@@ -97,8 +100,18 @@ class Run(training.run.Run):
         model = GPT(self._config, seed=seed) if self._args.model == "gpt" else BabyCNN(seed=seed)
         return model.to(self._cluster.device)
 
-    def pipeline(self, table: Table, schedule: str) -> Pipeline:
-        """This rank's stages of the model; `schedule` is the name that the formulas know (theory.py)."""
+    def by_hand(self, lesson: Callable[..., HandWritten], schedule: str) -> Pipeline:
+        """Return this rank's stage of the model, which the lesson's own `step` runs.
+
+        `schedule` names the table of what that step does, for the simulation and the formulas of the report.
+        """
+        table = table_of(schedule, self._cluster.world_size, self._args.microbatches)
+        return self.pipeline(table, schedule, lesson)
+
+    def pipeline(
+        self, table: Table, schedule: str, by_hand: Callable[..., HandWritten] | None = None
+    ) -> Pipeline:
+        """Return this rank's stages; `schedule` is the name that the formulas know (theory.py)."""
         validate(table)
         args, model = self._args, self.model()
         x, _ = self.batch(0)
@@ -111,6 +124,7 @@ class Run(training.run.Run):
             costs=self.costs(model, example),
             recompute=args.recompute,
             tick=self._tick,
+            by_hand=by_hand,
         )
         self._schedule, self._watch = schedule, ActivationWatch()
         self._watch.ignore(self._pipeline.parameters())

@@ -1,37 +1,115 @@
 """GPipe: all microbatches forward, then all backward (AFAB), and the ranks work at the same time.
 
-      rank 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
-      rank 1   .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .
-      rank 2   .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .
+      rank 0   F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---      F: forward of a microbatch
+      rank 1   .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .       B: its backward, twice as long
+      rank 2   .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .       a dot: a forward's time of idleness
                |bubble|                                  |bubble|
 
-With n ranks and m microbatches a step takes (m + n - 1) (f + b) instead of m n (f + b):
+With p ranks and m microbatches, where a forward takes f and a backward b, a step takes (m + p-1) (f + b).
+Naive model parallelism takes m p (f + b).
 
-      bubble        (n-1) / (m + n-1)       more microbatches, less idleness ...
-      activations   m microbatches          ... and more memory, for all wait for their backward
-      traffic       as naive model parallel's
+      bubble        (p-1) / (m + p-1)       more microbatches, less idleness ...
+      activations   m microbatches          ... and more memory: all of them wait for their backward
+      traffic       that of naive model parallelism
 
-Gradients add up over the microbatches, whose losses are divided by m: the step is that of one process on the
-whole batch. After Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
+Each loss is divided by m, and gradients add up over the microbatches, so the step is that of one process on
+the full batch. Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
 
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comm import point_to_point
 from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from pipeline_parallel.run import Args, Run
-from pipeline_parallel.schedules import gpipe
+
+
+@dataclasses.dataclass
+class AllForwardAllBackward:
+    """One rank's stage of the model, and how it passes the microbatches of a batch through."""
+
+    stage: Callable[[Tensor], Tensor]
+    """This rank's layers."""
+    loss_of: Callable[[Tensor, Tensor], Tensor]
+    """The mean loss of the model's output and its targets, for the last rank."""
+    microbatches: int
+    rank: int
+    ranks: int
+    x_like: Tensor | None
+    """Of the shape and dtype that the rank before sends for a microbatch; None on the first rank."""
+    y_like: Tensor | None
+    """Of the shape and dtype that this rank sends to the rank after; None on the last rank."""
+    messages: Any = point_to_point
+    """Has `isend` and `irecv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
+    action: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Is entered around each forward ("F3") and backward ("B3"), to show them in the timeline."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
+
+        The first rank uses the batch's input `x`, and the last rank its targets `y`.
+        """
+        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        losses, leaving = [], []
+        kept = {}  # of each microbatch the stage's input and output; the output's graph holds the activations
+
+        # All forwards.
+        arriving = [] if is_first else self.post_receives(self.x_like, self.rank - 1)
+        for i in range(self.microbatches):
+            if is_first:
+                given = x.chunk(self.microbatches)[i]
+            else:
+                given, transfer = arriving.pop(0)
+                transfer.wait()
+                given.requires_grad_()  # its gradient will be sent back
+            with self.action(f"F{i}"):
+                made = self.stage(given)
+                if is_last:
+                    made = self.loss_of(made, y.chunk(self.microbatches)[i]) / self.microbatches
+                    losses.append(made.detach())
+            if not is_last:
+                leaving.append(self.messages.isend(made.detach(), self.rank + 1))
+            kept[i] = given, made
+
+        # All backwards, microbatches in the same order.
+        arriving = [] if is_last else self.post_receives(self.y_like, self.rank + 1)
+        for i in range(self.microbatches):
+            gradient = None
+            if not is_last:
+                gradient, transfer = arriving.pop(0)
+                transfer.wait()
+            given, made = kept.pop(i)
+            with self.action(f"B{i}"):
+                made.backward(gradient)
+            if not is_first:
+                leaving.append(self.messages.isend(given.grad, self.rank - 1))
+
+        for transfer in leaving:
+            transfer.wait()
+        return torch.stack(losses).sum() if is_last else None
+
+    def post_receives(self, like: Tensor, peer: int) -> list[tuple[Tensor, Any]]:
+        """Post the receives of all microbatches at once, so that they arrive while this rank computes."""
+        buffers = [torch.empty_like(like) for _ in range(self.microbatches)]
+        return [(buffer, self.messages.irecv(buffer, peer)) for buffer in buffers]
 
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "pipeline_afab")
-    table = gpipe(cluster.world_size, args.microbatches)
-    pipeline = run.pipeline(table, "gpipe")
+    pipeline = run.by_hand(AllForwardAllBackward, "gpipe")
     optimizer = run.optimizer(pipeline)
     for step in run.steps(pipeline, optimizer):
         x, y = run.batch(step)
         with run.step() as this:
             optimizer.zero_grad()
-            outcome = pipeline.step(x, y)
+            outcome = pipeline.step(x, y)  # AllForwardAllBackward.step, on this rank's stage
             pipeline.finish_gradient_sync()
             with span("step", "optimizer"):
                 optimizer.step()

@@ -1,37 +1,107 @@
-"""Naive model parallel: the layers are cut among the ranks, and one rank works at a time.
+"""Naive model parallelism: the layers are cut among the ranks, and one rank computes at a time.
 
-      rank 0   F0 .  .  .  .  .  B0 B0 F1 .  .  .  ...      F a microbatch's forward, B its backward, twice
-      rank 1   .  F0 .  .  B0 B0 .  .  .  F1 .  .  ...      as long; a dot is a forward's time of idleness
-      rank 2   .  .  F0 B0 .  .  .  .  .  .  F1 B1 ...
+      rank 0   F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---      F: forward of a microbatch
+      rank 1   .  F0 .  .  .  B0--- .  .  .  F1 .  .  .  B1--- .  .       B: its backward, twice as long
+      rank 2   .  .  F0 B0--- .  .  .  .  .  .  F1 B1--- .  .  .  .       a dot: a forward's time of idleness
 
-A model that fits on no device alone can be trained so, at the speed of one: each rank holds an n-th of the
-parameters, gradients, optimizer state and activations, and is idle for (n-1)/n of the time. What is sent is
-little: one activation forward and one gradient back over each boundary between ranks,
+A model that is too large for one device can be trained in this way, at the speed of one device. Each of the
+p ranks holds a stage: its share of the layers, with their gradients, optimizer state and activations.
 
-      traffic of a rank in a step   2 * batch * time * width * 4 bytes, half of it on the first and last rank
+      forward    receive the activation from the rank before, compute, send the result to the rank after
+      backward   receive the gradient of that result, compute, send the gradient of the activation back
 
-Microbatches alone change nothing here, for each waits until the one before is all done. That all of them go
-in at once is the next lesson, train_afab.py. The bubble: Huang et al., "GPipe", 2019, figure 2b,
+      bubble        (p-1) / p: the share of the time in which a rank is idle
+      activations   one microbatch
+      traffic       2 * batch * time * width * 4 bytes a step for a rank; half of it for the first and last
+
+To divide the batch into microbatches changes nothing here but the memory, because each microbatch waits until
+the one before has come back. `--microbatches 1` sends the full batch through the stages at once. The next
+lesson, train_afab.py, lets the ranks work at the same time. Source: Huang et al., "GPipe", 2019, figure 2b,
 https://arxiv.org/abs/1811.06965.
 """
 
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comm import point_to_point
 from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
 from pipeline_parallel.run import Args, Run
-from pipeline_parallel.schedules import naive
+
+
+@dataclasses.dataclass
+class ModelParallel:
+    """One rank's stage of the model, and how it passes a batch through."""
+
+    stage: Callable[[Tensor], Tensor]
+    """This rank's layers."""
+    loss_of: Callable[[Tensor, Tensor], Tensor]
+    """The mean loss of the model's output and its targets, for the last rank."""
+    microbatches: int
+    rank: int
+    ranks: int
+    x_like: Tensor | None
+    """Of the shape and dtype that the rank before sends for a microbatch; None on the first rank."""
+    y_like: Tensor | None
+    """Of the shape and dtype that this rank sends to the rank after; None on the last rank."""
+    messages: Any = point_to_point
+    """Has `send` and `recv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
+    action: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """Is entered around each forward ("F3") and backward ("B3"), to show them in the timeline."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
+
+        The first rank uses the batch's input `x`, and the last rank its targets `y`.
+        """
+        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        losses = []
+        for i in range(self.microbatches):
+            # Receive. The gradient of what has come will be sent back: autograd has to compute it.
+            if is_first:
+                given = x.chunk(self.microbatches)[i]
+            else:
+                given = torch.empty_like(self.x_like)
+                self.messages.recv(given, self.rank - 1)
+                given.requires_grad_()
+
+            # Forward. The mean over the batch is the mean over the microbatches' means.
+            with self.action(f"F{i}"):
+                made = self.stage(given)
+                if is_last:
+                    made = self.loss_of(made, y.chunk(self.microbatches)[i]) / self.microbatches
+                    losses.append(made.detach())
+
+            # Send, and receive the gradient of what was sent. All ranks after this one work meanwhile.
+            gradient = None
+            if not is_last:
+                self.messages.send(made.detach(), self.rank + 1)
+                gradient = torch.empty_like(self.y_like)
+                self.messages.recv(gradient, self.rank + 1)
+
+            # Backward, which frees this microbatch's activations, and send.
+            with self.action(f"B{i}"):
+                made.backward(gradient)
+            if not is_first:
+                self.messages.send(given.grad, self.rank - 1)
+        return torch.stack(losses).sum() if is_last else None
 
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "pipeline_model_parallel")
-    table = naive(cluster.world_size, args.microbatches)
-    pipeline = run.pipeline(table, "naive")
+    pipeline = run.by_hand(ModelParallel, "naive")
     optimizer = run.optimizer(pipeline)
     for step in run.steps(pipeline, optimizer):
         x, y = run.batch(step)
         with run.step() as this:
             optimizer.zero_grad()
-            outcome = pipeline.step(x, y)
+            outcome = pipeline.step(x, y)  # ModelParallel.step, on this rank's stage
             pipeline.finish_gradient_sync()
             with span("step", "optimizer"):
                 optimizer.step()

@@ -17,6 +17,7 @@ from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.by_hand import ByHand, HandWritten
 from pipeline_parallel.passes import Passes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, table_of
@@ -90,6 +91,10 @@ def only(whole: Tensors, part: Tensors) -> dict[str, Tensor | None]:
 
 def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
     executor = pipeline.executor
+    if isinstance(executor, ByHand):
+        left = [executor._arriving, executor._leaving, executor._sent, executor._received]
+        assert not any(left), f"{what}: {left}"
+        return
     assert not executor._here, f"{what}: made and not used: {list(executor._here)}"
     assert not executor._arriving, f"{what}: received and not used: {list(executor._arriving)}"
     assert not executor._leaving, f"{what}: sent and not waited for: {list(executor._leaving)}"
@@ -145,6 +150,7 @@ def compare_with_one_process(
     recompute: bool | Sequence[int] = False,
     costs: Sequence[float] | None = None,
     what: str = "",
+    by_hand: Callable[..., HandWritten] | None = None,
 ) -> Pipeline:
     """`spoil` changes what this rank makes a pipeline of, and not what it is compared with."""
     x, y = (part.to(cluster.device) for part in batch)
@@ -154,7 +160,8 @@ def compare_with_one_process(
     what += f", recompute={recompute}" if recompute else ""
     spoil(model)
     example = x[: len(x) // microbatches]
-    pipeline = Pipeline(model, table, loss_of, example, group=group, recompute=recompute, costs=costs)
+    options: dict[str, Any] = {"group": group, "recompute": recompute, "costs": costs, "by_hand": by_hand}
+    pipeline = Pipeline(model, table, loss_of, example, **options)
     del model
     is_first, is_last = (rank_of[stage] == pipeline.rank for stage in (0, len(rank_of) - 1))
     own = pipeline.named_own_parameters()

@@ -188,7 +188,8 @@ def test_ranks_with_different_arguments_are_told_who_has_what():
     run_ranks(refuse, 2, timeout=30)
 
 
-def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it():
+@pytest.mark.parametrize("name", ["1f1b", "naive", "gpipe"])
+def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it(name: str):
     def run(cluster: Cluster) -> None:
         steps = 0
         step = Run.step
@@ -201,7 +202,7 @@ def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it():
             return step(self)
 
         with mock.patch.object(Run, "step", until_killed):
-            summary(cluster, "1f1b", steps=5)
+            summary(cluster, name, steps=5)
 
     first, second, killed, last = run_ranks(run, 4, timeout=30, group_timeout=10, collect_failures=True)
     assert "killed by SIGKILL" in str(killed)

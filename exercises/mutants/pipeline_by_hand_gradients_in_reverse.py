@@ -1,0 +1,14 @@
+"""The ranks go through the backwards in different orders: the last one begins with the last microbatch."""
+
+from torch import Tensor
+
+from pipeline_parallel.train_afab import AllForwardAllBackward
+
+TARGET = "pipeline_parallel.train_afab.AllForwardAllBackward"
+KILLER = "tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process"
+
+
+class mutant(AllForwardAllBackward):
+    def post_receives(self, like: Tensor, peer: int):
+        posted = super().post_receives(like, peer)
+        return posted[::-1] if peer > self.rank else posted

@@ -1,0 +1,12 @@
+"""GPipe's gradients are as many times too large as there are microbatches: the losses are added up."""
+
+from pipeline_parallel.train_afab import AllForwardAllBackward
+
+TARGET = "pipeline_parallel.train_afab.AllForwardAllBackward"
+KILLER = "tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process"
+
+
+class mutant(AllForwardAllBackward):
+    def __post_init__(self) -> None:
+        mean, microbatches = self.loss_of, self.microbatches
+        self.loss_of = lambda y, target: mean(y, target) * microbatches

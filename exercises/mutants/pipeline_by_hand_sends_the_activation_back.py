@@ -1,0 +1,25 @@
+"""The gradient that goes back is not that of the input: shapes fit, and the ranks before learn nonsense."""
+
+from types import SimpleNamespace
+
+from comm import point_to_point
+from pipeline_parallel.train_model_parallel import ModelParallel
+
+TARGET = "pipeline_parallel.train_model_parallel.ModelParallel"
+KILLER = "tests.pipeline_parallel.test_narrated.test_model_parallel_equals_one_process"
+
+
+class mutant(ModelParallel):
+    def __post_init__(self) -> None:
+        received = []
+
+        def recv(tensor, src: int) -> None:
+            point_to_point.recv(tensor, src)
+            received.append(tensor)
+
+        def send(tensor, dst: int) -> None:
+            point_to_point.send(
+                tensor if dst > self.rank else received[-1 if self.y_like is None else -2], dst
+            )
+
+        self.messages = SimpleNamespace(send=send, recv=recv)

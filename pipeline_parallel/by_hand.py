@@ -1,0 +1,283 @@
+"""Run a step that is written by hand, and give it what the executor gives to a table.
+
+A lesson's class (ModelParallel, AllForwardAllBackward) computes and sends in plain sight. It reaches the
+outside in four places, and here is what each of them is given:
+
+      stage(x)               recomputation, torch.autocast, the clock of --metronome
+      messages.send(...)     names for what goes wrong, marks of a failure (failure.py), spans of waiting
+      action("F3")           the span of a forward or backward, and the watch over its activations
+      an exception           the messages that the step still owes to other ranks, as marks
+
+So the class also works alone, with plain layers and `comm.point_to_point`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from comm import point_to_point
+from comm.errors import CommError
+from comm.point_to_point import SlowTransfer
+from comm.transport.channels import Channels
+from comm.transport.wire import Group, Transfer
+from lab import timeline
+from pipeline_parallel.actions import (
+    BACKWARD,
+    FORWARD,
+    GANTT_KIND,
+    INPUT_GRADIENT,
+    Action,
+    Table,
+    num_microbatches,
+    parse_row,
+    placement,
+)
+from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.batches import (
+    microbatches_of_input,
+    microbatches_of_targets,
+    refuse_without_gradients,
+)
+from pipeline_parallel.executor import Outcome, named
+from pipeline_parallel.failure import SharedFailure, mark, validate_result
+from pipeline_parallel.forward_with_graph import forward_of
+from pipeline_parallel.messages import Message, needed_by, neighbours, sent_by, with_messages
+from pipeline_parallel.passes import StagePasses, without_autocast
+
+
+class HandWritten(Protocol):
+    """The class of a lesson: one rank's stage, and how it goes through a batch."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Add the batch's gradients to the parameters' and return the loss, on the last rank."""
+
+
+class _Failed(Exception):
+    """Leaves the hand-written step when this rank or another one has failed."""
+
+
+class ByHand:
+    """Runs a hand-written step in the executor's place, with the executor's arguments.
+
+    `table` says what the step does: rank r has stage r. It is not executed, but it tells which messages the
+    other ranks still wait for when a step fails in the middle.
+    """
+
+    def __init__(
+        self,
+        lesson: Callable[..., HandWritten],
+        table: Table,
+        passes: Mapping[int, StagePasses],
+        boundaries: Mapping[int, Tensor],
+        rank: int,
+        group: Group = None,
+        device: torch.device | str = "cpu",
+        rows: int | None = None,
+    ) -> None:
+        self.watch: ActivationWatch | None = None
+        self.microbatches, self.last_stage = num_microbatches(table), max(placement(table))
+        self._row, self._rank, self._rows = table[rank], rank, rows
+        self._passes, self._boundaries, self._device = passes[rank], boundaries, device
+        self._channels = Channels(group, neighbours(with_messages(table)))
+        self._failure = SharedFailure(group, device)
+        self._begin_step()
+        stage, loss_of = forward_of(self._passes, is_last=rank == self.last_stage)
+
+        def like(boundary: int) -> Tensor:
+            return torch.empty(boundaries[boundary].shape, dtype=boundaries[boundary].dtype, device=device)
+
+        self._lesson = lesson(
+            stage=stage,
+            loss_of=loss_of,
+            microbatches=self.microbatches,
+            rank=rank,
+            ranks=len(table),
+            x_like=None if rank == 0 else like(rank),
+            y_like=None if rank == self.last_stage else like(rank + 1),
+            messages=self,
+            action=self._action,
+        )
+
+    def _begin_step(self) -> None:
+        self._waited = 0.0
+        self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
+        self._numbers: Counter[tuple[str, int]] = Counter()  # of the messages from each stage so far
+        self._sent: set[Message] = set()
+        self._received: set[Message] = set()
+        self._leaving: dict[Message, Transfer | SlowTransfer] = {}
+        self._arriving: dict[Message, Transfer | SlowTransfer] = {}
+
+    def step(
+        self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None
+    ) -> Outcome:
+        """Do what Executor.step does, by the lesson's step."""
+        self._failure.begin_step()
+        self._begin_step()
+        self._passes.begin_step()
+        self._failure.unless_any(None, lambda: self._validate(x, y, check))
+        leaf = None if x is None or self._rank else x.detach().requires_grad_(x.requires_grad)
+        loss = None
+        try:
+            if not self._failure.has_happened:
+                loss = self._lesson.step(leaf, y)  # type: ignore[arg-type]
+        except _Failed:
+            pass
+        except CommError:
+            raise
+        except Exception as error:
+            self._failure.note(error, self._done[-1][0] if self._done else None)
+        if self._failure.has_happened:
+            self._pay_what_is_owed()
+        for action, when in self._done:  # not at once: another rank may be waiting for the result
+            place = {"microbatch": action.microbatch, "stage": action.stage, "chunk": 0}
+            timeline.record(
+                str(action.microbatch), GANTT_KIND[action.kind], *when, action=action.kind, **place
+            )
+        failure = self._failure.end_step()
+        self._begin_step()
+        if failure is not None:
+            raise failure
+        return Outcome(loss, None if leaf is None else leaf.grad)
+
+    def _validate(self, x: Tensor | None, y: Tensor | None, check: Callable[[], None] | None) -> None:
+        refuse_without_gradients()
+        if check is not None:
+            check()
+        if self._rank == 0:
+            microbatches_of_input(x, self.microbatches, self._boundaries[0])
+        if self._rank == self.last_stage:
+            microbatches_of_targets(y, self.microbatches, self._rows)
+        if self.watch is not None:
+            self.watch.ignore([x, y])
+
+    @contextmanager
+    def _action(self, text: str) -> Iterator[None]:
+        """Time an action of the step, such as "F3", and look at the activations that are held after it."""
+        [action] = parse_row(text, self._rank)
+        self._passes.has_waited(self._waited)
+        start = timeline.mark()
+        try:
+            with self._around(action):
+                yield
+        except Exception as error:
+            self._failure.note(error, action)
+            raise _Failed from error
+        self._waited = 0.0
+        self._done.append((action, self._passes.when() or (start, timeline.mark())))
+        if self.watch is not None:
+            self.watch.look()
+
+    def _around(self, action: Action) -> AbstractContextManager[object]:
+        if action.kind == BACKWARD:
+            return without_autocast(torch.empty(0, device=self._device))
+        return nullcontext() if self.watch is None else self.watch.saving(action.stage, action.microbatch)
+
+    # What the lesson calls for its messages, as comm.point_to_point's functions.
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self.isend(tensor, dst).wait()
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        self.irecv(tensor, src).wait()
+
+    def isend(self, tensor: Tensor, dst: int) -> "Departure":
+        message = self._next(FORWARD if dst > self._rank else INPUT_GRADIENT, self._rank)
+        action = Action(FORWARD if dst > self._rank else BACKWARD, message.microbatch, self._rank)
+        try:
+            validate_result(tensor, self._boundary_of(message), action)
+        except Exception as error:
+            self._failure.note(error, action)
+            raise _Failed from error
+        self._send(message, tensor)
+        return Departure(self, message)
+
+    def irecv(self, tensor: Tensor, src: int) -> "Arrival":
+        message = self._next(FORWARD if src < self._rank else INPUT_GRADIENT, src)
+        self._post(message, tensor)
+        return Arrival(self, message, tensor)
+
+    def _next(self, kind: str, stage: int) -> Message:
+        number = self._numbers[kind, stage]
+        self._numbers[kind, stage] += 1
+        return Message(kind, number, stage)
+
+    def _send(self, message: Message, tensor: Tensor) -> None:
+        group = self._channels.of(self._rank, message.reader)
+        try:
+            self._leaving[message] = point_to_point.isend(tensor.contiguous(), message.reader, group)
+        except CommError as error:
+            raise named(message, error) from error
+        self._sent.add(message)
+
+    def _post(self, message: Message, tensor: Tensor) -> None:
+        group = self._channels.of(message.stage, self._rank)
+        try:
+            self._arriving[message] = point_to_point.irecv(tensor, message.stage, group)
+        except CommError as error:
+            raise named(message, error) from error
+
+    def sent(self, message: Message) -> None:
+        """Wait until a message has left, and its memory is free."""
+        if message in self._leaving:
+            self._wait(message, self._leaving.pop(message))
+
+    def received(self, message: Message, tensor: Tensor) -> None:
+        """Wait until a message is in `tensor`, and leave the step if it says that its sender has failed."""
+        self._wait(message, self._arriving.pop(message))
+        self._received.add(message)
+        self._failure.look_at(tensor, message.kind)
+        if self._failure.has_happened:
+            raise _Failed
+
+    def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
+        start = timeline.now()
+        try:
+            with timeline.span("wait", "wait"):
+                transfer.wait()
+        except CommError as error:
+            raise named(message, error) from error
+        self._waited += (timeline.now() - start) / 1e9
+
+    def _pay_what_is_owed(self) -> None:
+        """Receive and send what the other ranks still expect of this step, in its order; send marks."""
+        for action in self._row:
+            needed, made = needed_by(action, self.last_stage), sent_by(action, self.last_stage)
+            if needed is not None and needed not in self._received:
+                if needed not in self._arriving:
+                    like = self._boundary_of(needed)
+                    self._post(needed, torch.empty(like.shape, dtype=like.dtype, device=self._device))
+                self._wait(needed, self._arriving.pop(needed))
+            if made is not None and made not in self._sent:
+                self._send(made, mark(self._boundary_of(made), self._device))
+        for message in list(self._leaving):
+            self.sent(message)
+
+    def _boundary_of(self, message: Message) -> Tensor:
+        return self._boundaries[max(message.stage, message.reader)]
+
+
+class Departure(NamedTuple):
+    """A message that a rank has begun to send."""
+
+    run: ByHand
+    message: Message
+
+    def wait(self) -> None:
+        """Return when the tensor may be used again."""
+        self.run.sent(self.message)
+
+
+class Arrival(NamedTuple):
+    """A message that a rank has posted the receive of."""
+
+    run: ByHand
+    message: Message
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Return when the tensor has arrived."""
+        self.run.received(self.message, self.tensor)
