@@ -119,10 +119,11 @@ class ByHand:
         self._begin_step()
         self._passes.begin_step()
         self._failure.unless_any(None, lambda: self._validate(x, y, check))
-        leaf = None if x is None or self._rank else x.detach().requires_grad_(x.requires_grad)
-        loss = None
+        leaf = loss = None
         try:
             if not self._failure.has_happened:
+                if x is not None and self._rank == 0:
+                    leaf = x.detach().requires_grad_(x.requires_grad)
                 loss = self._lesson.step(leaf, y)  # type: ignore[arg-type]
         except _Failed:
             pass

@@ -2,12 +2,14 @@
 
 import dataclasses
 import io
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from torch import Tensor, nn
 
 import training.run
@@ -45,7 +47,7 @@ MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to ma
 class Args(TrainArgs):
     """Train a small GPT on the source of Python's standard library, cut into stages."""
 
-    microbatches: int = 8
+    microbatches: Annotated[int, tyro.conf.arg(aliases=["--grad-acc-steps"])] = 8
     """Into how many parts a batch is divided; they follow each other through the stages."""
     model: Literal["gpt", "baby_cnn"] = "gpt"
     """Text, or handwritten digits."""
@@ -55,9 +57,13 @@ class Args(TrainArgs):
     """What stages get equal shares of: layers, or the time that these take on rank 0."""
     recompute: bool = False
     """Keep only each stage's input for the backward, and compute its forward again."""
-    metronome: str | None = None
-    """Replace computing by a clock: so long, such as 20ms, for each of a microbatch's forward, input gradient
-    and weight gradient on a rank."""
+    metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None
+    """Replace computing by a clock: so long, such as 20ms, or 0.5 for half a second, for each of a microbatch's
+    forward, input gradient and weight gradient on a rank."""
+
+    def __post_init__(self) -> None:
+        if self.metronome is not None and re.fullmatch(r"\d+(\.\d+)?", self.metronome.strip()):
+            self.metronome = f"{self.metronome.strip()}s"
 
 
 @dataclasses.dataclass

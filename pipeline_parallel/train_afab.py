@@ -43,9 +43,9 @@ class AllForwardAllBackward:
     rank: int
     ranks: int
     x_like: Tensor | None
-    """Of the shape and dtype that the rank before sends for a microbatch; None on the first rank."""
+    """A tensor like the one that the rank before sends for a microbatch; None on the first rank."""
     y_like: Tensor | None
-    """Of the shape and dtype that this rank sends to the rank after; None on the last rank."""
+    """A tensor like the one that this rank sends to the rank after; None on the last rank."""
     messages: Any = point_to_point
     """Has `isend` and `irecv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
     action: Callable[[str], AbstractContextManager[Any]] = nullcontext

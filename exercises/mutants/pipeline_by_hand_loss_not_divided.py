@@ -1,5 +1,7 @@
 """GPipe's gradients are as many times too large as there are microbatches: the losses are added up."""
 
+from typing import Any
+
 from pipeline_parallel.train_afab import AllForwardAllBackward
 
 TARGET = "pipeline_parallel.train_afab.AllForwardAllBackward"
@@ -7,6 +9,7 @@ KILLER = "tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_pr
 
 
 class mutant(AllForwardAllBackward):
-    def __post_init__(self) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         mean, microbatches = self.loss_of, self.microbatches
         self.loss_of = lambda y, target: mean(y, target) * microbatches

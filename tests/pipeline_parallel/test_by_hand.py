@@ -211,7 +211,7 @@ def test_a_batch_that_does_not_fit_is_refused_by_all_ranks():
         x, y = vectors(6)
         for schedule, lesson in LESSONS:
             pipeline = Pipeline(mlp(3), table_of(schedule, 3, 3), loss_of, x[:2], by_hand=lesson)
-            for batch in ((x[:5], y), (x, y[:3]), (None, y)):
+            for batch in ((x[:5], y), (x, y[:3]), (None, y), ({0: x}, y)):
                 with pytest.raises(WorkbookError) as error:
                     pipeline.step(*batch)
                 sentences.append(str(error.value))

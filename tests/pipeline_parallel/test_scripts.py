@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tyro
 
 from comm.cost import Link
 from lab import checkpoint, forked
@@ -212,6 +213,13 @@ def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it(na
     assert re.search("from stage (1 to stage 2|2 to stage 1)[.] ", str(second))
     assert re.search("from stage (2 to stage 3|3 to stage 2)[.] ", str(last))
     assert "rank 2 has died or left" in str(last)
+
+
+def test_microbatches_and_metronome_go_by_the_tutorials_names_too():
+    for arguments in (Args, ChunkedArgs, ZeroBubbleArgs):
+        args = tyro.cli(arguments, args=["--grad-acc-steps", "4", "--pseudo-computation-time", "0.5"])
+        assert (args.microbatches, args.metronome) == (4, "0.5s")
+        assert tyro.cli(arguments, args=["--microbatches", "2", "--metronome", "20ms"]).metronome == "20ms"
 
 
 def test_the_report_of_an_ended_run_is_rank_0s(tmp_path: Path):
