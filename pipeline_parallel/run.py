@@ -58,7 +58,7 @@ class Args(TrainArgs):
     recompute: bool = False
     """Keep only each stage's input for the backward, and compute its forward again."""
     metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None
-    """Replace computing by a clock: so long, such as 20ms, or 0.5 for half a second, for each of a microbatch's
+    """Replace computing by a clock: so long, such as 20ms or 0.5 (in seconds), for each of a microbatch's
     forward, input gradient and weight gradient on a rank."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,8 @@ from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
+from pipeline_parallel.train_afab import AllForwardAllBackward
+from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.data_parallel import equivalence as data_parallel
 from tests.data_parallel import sharded
 from tests.fake_gpu.ranks import on_gpus
@@ -101,3 +103,12 @@ def test_a_pipeline_is_one_process(schedule: str, chunks: int, ranks: int):
         pipelines.compare_schedule(cluster, schedule, microbatches, make, pipelines.text, chunks)
 
     on_gpus(compare, ranks=ranks, FAKE_SLOW=SLOW)
+
+
+@pytest.mark.parametrize(("schedule", "lesson"), [("naive", ModelParallel), ("gpipe", AllForwardAllBackward)])
+def test_a_pipeline_by_hand_is_one_process(schedule: str, lesson: type):
+    def compare(cluster: Cluster) -> None:
+        make = lambda: pipelines.gpt(num_layers=3)  # noqa: E731
+        pipelines.compare_schedule(cluster, schedule, 4, make, pipelines.text, by_hand=lesson)
+
+    on_gpus(compare, ranks=3, FAKE_SLOW=SLOW)
