@@ -180,12 +180,15 @@ class ByHand:
     # What the lesson calls for its messages, as comm.point_to_point's functions.
 
     def send(self, tensor: Tensor, dst: int) -> None:
+        """Send and wait."""
         self.isend(tensor, dst).wait()
 
     def recv(self, tensor: Tensor, src: int) -> None:
+        """Receive and wait. After a failure on the other side this leaves the step."""
         self.irecv(tensor, src).wait()
 
     def isend(self, tensor: Tensor, dst: int) -> "Departure":
+        """Start sending the next activation, or the next gradient if `dst` is the rank before."""
         message = self._next(FORWARD if dst > self._rank else INPUT_GRADIENT, self._rank)
         action = Action(FORWARD if dst > self._rank else BACKWARD, message.microbatch, self._rank)
         try:
@@ -197,6 +200,7 @@ class ByHand:
         return Departure(self, message)
 
     def irecv(self, tensor: Tensor, src: int) -> "Arrival":
+        """Post the receive of the next activation, or of the next gradient if `src` is the rank after."""
         message = self._next(FORWARD if src < self._rank else INPUT_GRADIENT, src)
         self._post(message, tensor)
         return Arrival(self, message, tensor)
