@@ -3,7 +3,7 @@
       gradients here    bucket 0 [■■■]   bucket 1 [■□■]   bucket 2 [■■]
       launched          bucket 0                                         bucket 2 follows bucket 1
 
-The order is needed because a backward may finish gradients in another order on another rank (in_order.py).
+A backward may finish gradients in another order on another rank, hence the order (ordered_launcher.py).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from data_parallel.flat import ParameterBucket
-from data_parallel.in_order import InOrder
+from data_parallel.ordered_launcher import OrderedLauncher
 
 
 class LaunchOrder:
@@ -35,7 +35,7 @@ class LaunchOrder:
         missing.discard(parameter)
         self._arrived.add(parameter)
         if not missing:
-            self._in_order.ready(self._number[parameter])
+            self._launcher.ready(self._number[parameter])
 
     def missing(self) -> list[Tensor]:
         """Return the parameters whose gradients are not here, bucket by bucket."""
@@ -54,4 +54,4 @@ class LaunchOrder:
     def _start(self) -> None:
         self._arrived: set[Tensor] = set()
         self._missing = [set(bucket.flat.parameters) for bucket in self._buckets]
-        self._in_order = InOrder(len(self._buckets), lambda k: self._launch(self._buckets[k]))
+        self._launcher = OrderedLauncher(len(self._buckets), lambda k: self._launch(self._buckets[k]))

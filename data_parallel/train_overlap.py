@@ -28,7 +28,7 @@ from comm import cost
 from comm.collectives import Group, Work, all_reduce, broadcast
 from comm.script import start
 from data_parallel.guard import ReplicaGuard, replace_hook
-from data_parallel.in_order import InOrder
+from data_parallel.ordered_launcher import OrderedLauncher
 from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.ledger import Traffic
@@ -58,7 +58,7 @@ class OverlapDataParallel(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
-        self._order = InOrder(len(self._trained), self._launch)
+        self._order = OrderedLauncher(len(self._trained), self._launch)
         self._in_flight: list[tuple[Tensor, Work]] = []
         for i, parameter in enumerate(self._trained):
             replace_hook(parameter, lambda _, i=i: self._on_gradient(i))

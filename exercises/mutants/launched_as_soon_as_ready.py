@@ -1,9 +1,9 @@
 """One rank's backward takes another way, and a gradient is averaged with another parameter's, or all hang."""
 
-TARGET = "data_parallel.in_order.InOrder.ready"
+TARGET = "data_parallel.ordered_launcher.OrderedLauncher.ready"
 KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"
 
 
 def mutant(self, i: int) -> None:
     self._ready.add(i)
-    self._start(i)
+    self._launch(i)
