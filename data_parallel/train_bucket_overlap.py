@@ -169,6 +169,7 @@ class BucketDataParallel(nn.Module):
             used = used_on_any_rank(self.trained, self.buckets[-1].flags)
             for parameter in unused:
                 parameter.grad = self._bucket_of[parameter].views[parameter] if parameter in used else None
+        self.sizes_on_wire = [size_on_wire(bucket.flat, self.wire_dtype) for bucket in self.buckets]
         if self.order.agree(self.group):
             self._make_buckets()
         self._guard.synchronised()
@@ -209,7 +210,7 @@ class BucketArgs(AccumulationArgs):
 def traffic_per_step(cluster: Cluster, model: BucketDataParallel, pattern: str) -> Traffic:
     """What the formula says this rank sent for the last step: the buckets, and at first their order."""
     place = (cluster.world_size, cluster.rank)
-    sizes = [size_on_wire(bucket.flat, model.wire_dtype) for bucket in model.buckets]
+    sizes = model.sizes_on_wire
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
     if model.order.was_sent:
         pattern = default_pattern("broadcast")
