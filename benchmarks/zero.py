@@ -16,7 +16,7 @@ parameters; beside it ZeRO's formula, (P+G+O)/n, and the two blocks that are who
 next is gathered. `everything at the peak` has the tensors on their way too: beside it three more blocks, as
 two blocks' gradients are reduced while a third one's come (what also counts, and is in no formula here, are
 the root, the shards that arrive, and the wire's scratch memory).
-`bytes sent` stand beside 2 or 3 times P (n-1)/n. FSDP2's are booked as the best-known algorithm would send
+`bytes sent` stand beside 2 or 3 times P (n-1)/n. FSDP2's are counted as the best-known algorithm would send
 them; gloo's own reduce-scatter sends twice as many.
 """
 

@@ -31,9 +31,9 @@ from comm.errors import CommError
 from comm.shards import shard_sizes
 from comm.transport import native, socket_ring
 from comm.transport.handshake import Header, check_parts
+from comm.transport.run_collective import run_collective
 from comm.transport.sockets import CAN_POLL
 from comm.transport.staging import In, InOut, Out
-from comm.transport.submit import submit
 from comm.transport.wire import Group, Wire
 from comm.transport.work_queue import queue_of
 
@@ -53,7 +53,7 @@ PATTERNS = {
 }
 
 Patterns = dict[str, Callable[..., None]]
-Work = native.Pending
+Work = native.Work
 
 
 def broadcast(
@@ -67,9 +67,9 @@ def broadcast(
     pattern = _choose("broadcast", pattern, group, root)
     if pattern == "torch":
         return native.broadcast(tensor, root, group, async_op)
-    work = {"tree": tree.broadcast, "flat": star.broadcast}[pattern]
+    algorithm = {"tree": tree.broadcast, "flat": star.broadcast}[pattern]
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
-    return submit(header, group, async_op, lambda wire, x: work(wire, x, root), InOut(tensor))
+    return run_collective(header, group, async_op, lambda wire, x: algorithm(wire, x, root), InOut(tensor))
 
 
 def scatter(
@@ -86,8 +86,10 @@ def scatter(
     if pattern == "torch":
         return native.scatter(shard, full, root, group, async_op)
     header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
-    work = lambda wire, s, f=None: star.scatter(wire, s, f, root)  # noqa: E731
-    return submit(header, group, async_op, work, Out(shard), *([In(full)] if full is not None else []))
+    algorithm = lambda wire, s, f=None: star.scatter(wire, s, f, root)  # noqa: E731
+    return run_collective(
+        header, group, async_op, algorithm, Out(shard), *([In(full)] if full is not None else [])
+    )
 
 
 def gather(
@@ -104,8 +106,10 @@ def gather(
     if pattern == "torch":
         return native.gather(shard, full, root, group, async_op)
     header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
-    work = lambda wire, s, f=None: star.gather(wire, f, s, root)  # noqa: E731
-    return submit(header, group, async_op, work, In(shard), *([Out(full)] if full is not None else []))
+    algorithm = lambda wire, s, f=None: star.gather(wire, f, s, root)  # noqa: E731
+    return run_collective(
+        header, group, async_op, algorithm, In(shard), *([Out(full)] if full is not None else [])
+    )
 
 
 def reduce(
@@ -121,11 +125,11 @@ def reduce(
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.reduce(tensor, op, root, group, async_op)
-    work = {"tree": tree.reduce, "flat": star.reduce}[pattern]
+    algorithm = {"tree": tree.reduce, "flat": star.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
-    operand = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
-    return submit(header, group, async_op, lambda wire, x: work(wire, x, op, root), operand)
+    buffer = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
+    return run_collective(header, group, async_op, lambda wire, x: algorithm(wire, x, op, root), buffer)
 
 
 def all_gather(
@@ -146,8 +150,8 @@ def all_gather(
         "tcp": socket_ring.all_gather,
         "cma": socket_ring.all_gather,
     }
-    work = patterns[pattern]
-    return submit(header, group, async_op, work, Out(full), In(shard))
+    algorithm = patterns[pattern]
+    return run_collective(header, group, async_op, algorithm, Out(full), In(shard))
 
 
 def reduce_scatter(
@@ -170,10 +174,10 @@ def reduce_scatter(
         "tcp": socket_ring.reduce_scatter,
         "cma": socket_ring.reduce_scatter,
     }
-    work = patterns[pattern]
+    algorithm = patterns[pattern]
     divisor = divisor_before(op, full.dtype, dist.get_world_size(group))
-    operands = Out(shard), In(full, divisor)
-    return submit(header, group, async_op, lambda wire, s, f: work(wire, s, f, op), *operands)
+    buffers = Out(shard), In(full, divisor)
+    return run_collective(header, group, async_op, lambda wire, s, f: algorithm(wire, s, f, op), *buffers)
 
 
 def all_reduce(
@@ -198,10 +202,12 @@ def all_reduce(
         "recursive_doubling": hypercube.recursive_doubling,
         "halving_doubling": hypercube.halving_doubling,
     }
-    work = patterns[pattern]
+    algorithm = patterns[pattern]
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
-    return submit(header, group, async_op, lambda wire, x: work(wire, x, op), InOut(tensor, divisor))
+    return run_collective(
+        header, group, async_op, lambda wire, x: algorithm(wire, x, op), InOut(tensor, divisor)
+    )
 
 
 def all_to_all(
@@ -231,11 +237,11 @@ def all_to_all(
         return native.all_to_all(output, full, outs, ins, group, async_op)
     header = Header("all_to_all", pattern, full.dtype)
 
-    def work(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
+    def algorithm(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
         check_parts(wire, outs, ins)
         pairwise.all_to_all(wire, out, x, outs, ins)
 
-    return submit(header, group, async_op, work, Out(output), In(full))
+    return run_collective(header, group, async_op, algorithm, Out(output), In(full))
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
@@ -243,7 +249,7 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
     pattern = _choose("barrier", pattern, group)
     if pattern == "torch":
         return native.barrier(group, async_op)
-    return submit(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
+    return run_collective(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
 
 
 def default_pattern(op: str, group: Group = None) -> str:

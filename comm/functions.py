@@ -18,19 +18,21 @@ When all ranks compute the same loss from the output, that loss counts once. The
 then complete on every rank, and a second sum would make it n times too large:
 
     sum_over_ranks       all-reduce      identity        g: reduce_from_tensor_model_parallel_region
-    gather               all-gather      own shard       gather_from_tensor_model_parallel_region
+    gather_from_ranks    all-gather      own shard       gather_from_tensor_model_parallel_region
 
 When all ranks have the same input and compute different things from it, each has one term of its gradient:
 
     copy_to_ranks        identity        all-reduce      f: copy_to_tensor_model_parallel_region
-    split                own shard       all-gather      scatter_to_tensor_model_parallel_region
+    split_to_ranks       own shard       all-gather      scatter_to_tensor_model_parallel_region
 
-The tables agree: sum_to_each_rank is sum_over_ranks and then copy_to_ranks, gather_tokens is gather and then
-copy_to_ranks, scatter_sums is sum_over_ranks and then split. A reduction is always a sum.
+The tables agree. sum_to_each_rank is sum_over_ranks and then copy_to_ranks. gather_tokens is
+gather_from_ranks and then copy_to_ranks. scatter_sums is sum_over_ranks and then split_to_ranks. A reduction
+is always a sum.
 
-A backward communicates too: every rank must call it, and every rank's input must require a gradient. Shards
-are cut along a dim as torch.tensor_split cuts. `gather`, `split` and, with sizes, `exchange_shards` allow
-shards that differ; the others refuse them. No function writes into a tensor that autograd may still need.
+A backward communicates too: every rank must call it, and every rank's input must require a gradient. A tensor
+is split along a dim as torch.tensor_split does it. `gather_from_ranks`, `split_to_ranks` and, with sizes,
+`exchange_shards` allow shards of different sizes; the other functions refuse them. No function writes into a
+tensor that autograd may still need.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053 (f and g); Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models", 2022, https://arxiv.org/abs/2205.05198 (which
@@ -96,14 +98,18 @@ def gather_to_root(x: Tensor, dim: int, root: int = 0, group: Group = None) -> T
 def gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """All-gather along `dim` forward, reduce-scatter backward (g of sequence parallelism)."""
     return _Pair.apply(
-        x, lambda x: Gathering(x, dim, group).wait(), lambda grad: Scattering(grad, dim, group).wait()
+        x,
+        lambda x: InFlightAllGather(x, dim, group).wait(),
+        lambda grad: InFlightReduceScatter(grad, dim, group).wait(),
     )
 
 
 def scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """Reduce-scatter along `dim` forward, all-gather backward (g-bar of sequence parallelism)."""
     return _Pair.apply(
-        x, lambda x: Scattering(x, dim, group).wait(), lambda grad: Gathering(grad, dim, group).wait()
+        x,
+        lambda x: InFlightReduceScatter(x, dim, group).wait(),
+        lambda grad: InFlightAllGather(grad, dim, group).wait(),
     )
 
 
@@ -138,10 +144,10 @@ def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
     return _Pair.apply(x, lambda x: summed(x, group), lambda grad: grad)
 
 
-def gather(x: Tensor, dim: int, group: Group = None, size: int | None = None) -> Tensor:
+def gather_from_ranks(x: Tensor, dim: int, group: Group = None, size: int | None = None) -> Tensor:
     """All-gather along `dim` forward, own shard backward. `size` is the full size, if shards differ."""
     return _Pair.apply(
-        x, lambda x: Gathering(x, dim, group, size).wait(), lambda grad: own_shard(grad, dim, group)
+        x, lambda x: InFlightAllGather(x, dim, group, size).wait(), lambda grad: own_shard(grad, dim, group)
     )
 
 
@@ -150,13 +156,13 @@ def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
     return _Pair.apply(x, lambda x: x.view_as(x), lambda grad: summed(grad, group))
 
 
-def split(x: Tensor, dim: int, group: Group = None) -> Tensor:
+def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """Own shard along `dim` forward, all-gather backward."""
     size = x.shape[dim]
     return _Pair.apply(
         x,
         lambda x: own_shard(x, dim, group).clone(),
-        lambda grad: Gathering(grad, dim, group, size).wait(),
+        lambda grad: InFlightAllGather(grad, dim, group, size).wait(),
     )
 
 
@@ -175,7 +181,7 @@ def own_shard(x: Tensor, dim: int, group: Group) -> Tensor:
     return x.split(shard_sizes(x.shape[dim], dist.get_world_size(group)), dim)[dist.get_rank(group)]
 
 
-class Gathering:
+class InFlightAllGather:
     """An all-gather along `dim` that is in flight from the start."""
 
     def __init__(self, shard: Tensor, dim: int, group: Group, size: int | None = None) -> None:
@@ -203,7 +209,7 @@ class Gathering:
         return self._full.movedim(0, self._dim)
 
 
-class Scattering:
+class InFlightReduceScatter:
     """A reduce-scatter along `dim` that is in flight from the start."""
 
     def __init__(self, full: Tensor, dim: int, group: Group) -> None:

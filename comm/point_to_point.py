@@ -32,7 +32,7 @@ from comm.cost import Link
 from comm.script import start
 from comm.transport import slow_link
 from comm.transport.staging import goes_by_host
-from comm.transport.wire import Group, Transfer, device_of, peer_wire
+from comm.transport.wire import Group, Transfer, message_device, peer_wire
 from comm.transport.work_queue import queue_of
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -78,7 +78,7 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
     if is_staged:
         incoming = torch.empty(tensor.shape, dtype=tensor.dtype)
     payload = peer_wire(group).irecv(incoming, src)
-    payload.goes_to = tensor.detach() if is_staged else None
+    payload.copy_to = tensor.detach() if is_staged else None
     if slow_link.current() is None:
         return payload
     at = torch.empty(1, dtype=torch.int64, device=incoming.device)
@@ -120,7 +120,7 @@ def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Gro
     two ranks that both post the receive first neither would get to its send.
     """
     left, right = _neighbours(group)
-    if device_of(group).type == "cuda":
+    if message_device(group).type == "cuda":
         transfers: Sequence[Transfer | SlowTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
     else:
         transfers = [irecv(incoming, left, group), isend(outgoing, right, group)]
@@ -138,7 +138,7 @@ def measure_link(
 
     The messages are tensors on `device`: over gloo a GPU's take longer than the host's.
     """
-    device = device or device_of(group)
+    device = device or message_device(group)
     alpha = _ping_pong(torch.zeros(1, device=device), group, repeats) / 2
     large = _ping_pong(torch.zeros(large_bytes // 4, device=device), group, max(3, repeats // 4)) / 2
     per_byte = max(large - alpha, 0.0) / large_bytes
@@ -197,7 +197,7 @@ def main(cluster: Cluster, args: Args) -> None:
     rings: list[Callable[..., None]] = [ring_even_odd, ring_non_blocking]
     figures: dict[str, float | str | int] = {"run_mode": "point_to_point", "world_size": cluster.world_size}
     for ring in rings:
-        outgoing = torch.full((int(args.mb * (1 << 18)),), float(cluster.rank), device=device_of(None))
+        outgoing = torch.full((int(args.mb * (1 << 18)),), float(cluster.rank), device=message_device(None))
         incoming = torch.empty_like(outgoing)
         collectives.barrier()
         start = time.perf_counter()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership import gpus, liveness, meeting
-from comm.membership.settings import check_interface, master, number, place, seconds
+from comm.membership.settings import check_interface, master, number, rank_and_world_size, seconds
 from comm.membership.store import meeting_store
 from comm.membership.watched_store import WatchedStore
 from lab.allocator import keep_freed_memory
@@ -50,7 +50,7 @@ def join() -> Cluster:
     sizes. What one rank refuses after it has found the store, all refuse.
     """
     liveness.forget()
-    rank, world_size = place()
+    rank, world_size = rank_and_world_size()
     master()
     keep_freed_memory()
     end_with_launcher(rank)
@@ -62,7 +62,7 @@ def join() -> Cluster:
         timeout = seconds("JOIN_TIMEOUT", 60.0)
         op_timeout = seconds("OP_TIMEOUT", 60.0)
         check_interface()
-        device, backend = gpus.choose(local_rank)
+        device, backend = gpus.choose_device(local_rank)
         gpu = gpus.name_of(device, backend)
     except CommError as error:
         refusal = str(error)
@@ -77,7 +77,7 @@ def join() -> Cluster:
     try:
         store.add(sharing, 1)
         if world_size > 1:
-            meeting.gather_everyone(store, rank, world_size, deadline, timeout, gpu, refusal)
+            meeting.meet(store, rank, world_size, deadline, timeout, gpu, refusal)
         elif refusal:
             raise CommError(refusal)
         share_cores(store.add(sharing, 0))

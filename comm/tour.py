@@ -31,7 +31,7 @@ from comm import cost
 from comm.point_to_point import measure_link, validate_message
 from comm.script import start
 from comm.shards import shard_sizes
-from comm.transport.wire import device_of
+from comm.transport.wire import message_device
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.interface import interface_bytes_sent
@@ -85,7 +85,7 @@ TOUCHED = {  # the others: full and shard
 
 def tensors(cluster: Cluster, numel: int) -> Tensors:
     """`full` counts 10 * rank + position, so that a number tells where it came from."""
-    device = device_of(None)
+    device = message_device(None)
     full = torch.arange(numel, dtype=torch.float32, device=device) + 10 * cluster.rank
     mine = shard_sizes(numel, cluster.world_size)[cluster.rank]
     shard = torch.full((mine,), -float(cluster.rank), device=device)
@@ -125,7 +125,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
     t = tensors(cluster, numel)
     call(op, pattern, t)
     times: list[float] = []
-    booked = interface = None
+    traffic = interface = None
     while len(times) < args.repeats and sum(times) < 2.0:
         c.barrier()
         sent, on_wire = LEDGER.total(), own_interface_bytes()
@@ -133,7 +133,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
         call(op, pattern, t)
         took = (time_when_done(t["full"].device) - start) / 1e9
         elapsed = torch.tensor([took], dtype=torch.float64, device=t["full"].device)
-        booked = LEDGER.total() - sent
+        traffic = LEDGER.total() - sent
         # The last rank to finish has seen all the traffic; the others wait for it before they look.
         c.barrier()
         barrier = cost.header_traffic("barrier", n).bytes_sent
@@ -142,16 +142,16 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
             interface = now_on_wire - on_wire - barrier
         c.all_reduce(elapsed, op="max", pattern="torch" if elapsed.is_cuda else "recursive_doubling")
         times.append(elapsed.item())
-    assert booked is not None
+    assert traffic is not None
     return {
         "op": op,
         "pattern": pattern,
         "bytes": numel * 4,
         "seconds": statistics.median(times),
         "predicted_seconds": None if pattern == "torch" else cost.seconds(op, pattern, numel * 4, n, link),
-        "bytes_sent": booked.bytes_sent,
-        "messages_sent": booked.messages_sent,
-        "booked": pattern == "torch",
+        "bytes_sent": traffic.bytes_sent,
+        "messages_sent": traffic.messages_sent,
+        "by_formula": pattern == "torch",
         "interface_bytes": interface,
     }
 
@@ -191,7 +191,7 @@ def main(cluster: Cluster, args: Args) -> None:
             table.add_row(
                 op,
                 pattern,
-                _mib(row["bytes_sent"]) + ("*" if row["booked"] else ""),
+                _mib(row["bytes_sent"]) + ("*" if row["by_formula"] else ""),
                 str(row["messages_sent"]),
                 _mib(row["interface_bytes"]),
                 _ms(row["predicted_seconds"]),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from comm.collectives import Group, all_gather
-from comm.transport.wire import device_of
+from comm.transport.wire import message_device
 from lab.errors import WorkbookError
 
 Uneven = Literal["pad", "drop", "keep"]
@@ -61,7 +61,7 @@ def refuse_uneven(batches: Sized, group: Group = None) -> None:
 
     Without it the ranks that have one more wait for the others' gradients until the timeout.
     """
-    mine = torch.tensor([len(batches)], device=device_of(group))
+    mine = torch.tensor([len(batches)], device=message_device(group))
     counts = torch.zeros(dist.get_world_size(group), dtype=mine.dtype, device=mine.device)
     all_gather(counts, mine, group=group)
     fewest, most = int(counts.argmin()), int(counts.argmax())

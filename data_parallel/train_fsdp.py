@@ -24,7 +24,7 @@ Left out by ours: meshes that shard in one axis and replicate in the other (HSDP
 the CPU, and tensor parallel parameters, which are DTensors already.
 
 FSDP2 lets one replace its all-gather and reduce-scatter. Here they travel by `comm`, so they are counted,
-drawn, and slowed down by --link; with pattern "torch" it is still gloo or nccl that does the work, booked
+drawn, and slowed down by --link; with pattern "torch" it is still gloo or nccl that does the work, counted
 and slowed down as the best-known algorithm. A pattern of ours shows what FSDP2 would gain from another
 reduce-scatter. (--clip's norm, a few bytes, is torch's.)
 

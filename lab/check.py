@@ -85,7 +85,7 @@ def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def digest(module: nn.Module) -> str:
+def module_digest(module: nn.Module) -> str:
     """Return SHA-256 of all parameters and buffers, bit for bit."""
     sha = hashlib.sha256()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -102,7 +102,7 @@ def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
 def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
     """Return every rank's digest of the module, in rank order. All ranks must call it."""
     call = cluster.store.add(f"lab.check/calls/{cluster.rank}", 1)
-    cluster.store.set(f"lab.check/{call}/{cluster.rank}", digest(module))
+    cluster.store.set(f"lab.check/{call}/{cluster.rank}", module_digest(module))
     return [cluster.store.get(f"lab.check/{call}/{rank}").decode() for rank in range(cluster.world_size)]
 
 

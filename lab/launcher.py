@@ -16,10 +16,10 @@ def end_with_launcher(rank: int) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = int(os.environ.get(PID) or os.getppid())
-        threading.Thread(target=_watch, args=[launcher, rank], daemon=True).start()
+        threading.Thread(target=_end_after, args=[launcher, rank], daemon=True).start()
 
 
-def _watch(launcher: int, rank: int) -> None:
+def _end_after(launcher: int, rank: int) -> None:
     _wait_for_the_end_of(launcher)
     # Not by print: the main thread may hold the lock of its buffer.
     os.write(2, f"rank {rank}: the launcher (process {launcher}) has died, so this rank ends.\n".encode())

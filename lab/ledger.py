@@ -1,7 +1,7 @@
 """The traffic ledger: what this rank has sent, counted where the bytes leave.
 
-`comm` books every message here. Nothing else may send, so the ledger is the whole truth, except for
-what torch's own collectives send out of our sight: for those the *formula* is booked, and marked so.
+`comm` counts every message here. Nothing else may send, so the ledger is the whole truth, except for
+what torch's own collectives send out of our sight: for those it holds the *formula*, and marks it so.
 """
 
 import threading
@@ -25,11 +25,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Entry:
-    """The name under which traffic is kept: the operation, who did the work, counted or booked."""
+    """The name under which traffic is kept: the operation, who did the work, counted or by formula."""
 
     op: str
     pattern: str
-    booked: bool = False
+    by_formula: bool = False
 
 
 class Ledger:
@@ -44,12 +44,12 @@ class Ledger:
         return "LEDGER"
 
     def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:
-        """Book messages as they are handed to the network."""
+        """Count messages as they are handed to the network."""
         self._add(Entry(op, pattern), Traffic(num_bytes, messages))
 
-    def book(self, op: str, pattern: str, traffic: Traffic) -> None:
-        """Book what a formula says an operation sends that cannot be watched."""
-        self._add(Entry(op, pattern, booked=True), traffic)
+    def add_formula(self, op: str, pattern: str, traffic: Traffic) -> None:
+        """Add what a formula says that an operation sends whose messages cannot be counted."""
+        self._add(Entry(op, pattern, by_formula=True), traffic)
 
     def _add(self, entry: Entry, traffic: Traffic) -> None:
         with self._lock:

@@ -72,7 +72,7 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
         if failed:
             # Like a crashed process: its connections close, and no destructor waits for peers.
             os._exit(1)
-        wait_for_the_others()
+        wait_for_the_parent()
 
 
 def _call(job: Job) -> Any:
@@ -99,7 +99,7 @@ def _call(job: Job) -> Any:
         return fn(cluster, *args)
 
 
-def wait_for_the_others() -> None:
+def wait_for_the_parent() -> None:
     """Stay until the parent ends this process: leaving now would cut off peers that still read from us."""
     while True:
         signal.pause()
@@ -130,13 +130,13 @@ def _failure(error: BaseException) -> bytes:
 def _die_with(parent: Connection, folder: str) -> None:
     """When the parent's end of the pipe closes, however it ended, clear its folder away and end."""
 
-    def watch() -> None:
+    def end_with_parent() -> None:
         with contextlib.suppress(EOFError, OSError):
             parent.poll(None)
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="end with parent", daemon=True).start()
 
 
 def stack_file(folder: str, rank: int) -> str:

@@ -70,14 +70,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         place = (list(sys.path), os.getcwd())
         jobs = [Job(r, world_size, folder, backend, device, limit, work, *place) for r in range(world_size)]
-        watch = _Watch(jobs, timeout, collect_failures)
+        supervisor = _Supervisor(jobs, timeout, collect_failures)
         try:
-            return watch.results()
+            return supervisor.results()
         finally:
-            watch.end()
+            supervisor.end()
 
 
-class _Watch:
+class _Supervisor:
     """The parent's side of one call: processes, their pipes, and what has come out of them."""
 
     def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:

@@ -34,7 +34,7 @@ def check_same_start(
     store = cluster.store
     prefix = f"lab.same_start/{store.add(f'lab.same_start/calls/{cluster.rank}', 1)}"
     values = {name: "unset" if value is None else str(value) for name, value in arguments.items()}
-    report = {"digest": digest(data), "python": platform.python_version(), "arguments": values}
+    report = {"digest": data_digest(data), "python": platform.python_version(), "arguments": values}
     store.set(f"{prefix}/{cluster.rank}", json.dumps(report))
     # torch's stubs do not know that a store has a timeout
     seconds = store.timeout.total_seconds() if timeout is None else timeout  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def check_same_start(
         raise WorkbookError(verdict)
 
 
-def digest(data: Tensor) -> str:
+def data_digest(data: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 

@@ -29,12 +29,12 @@ from torch.autograd.function import once_differentiable
 
 from comm.collectives import Group, all_reduce, fastest_pattern
 from comm.functions import (
-    Gathering,
-    Scattering,
-    gather,
+    InFlightAllGather,
+    InFlightReduceScatter,
+    gather_from_ranks,
     own_shard,
     scatter_sums,
-    split,
+    split_to_ranks,
     sum_over_ranks,
 )
 from lab.errors import WorkbookError
@@ -69,7 +69,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self], self.group, self.sequence_parallel)
-        return gather(y, -1, self.group) if self.gather_output else y
+        return gather_from_ranks(y, -1, self.group) if self.gather_output else y
 
 
 def column_parallel(
@@ -105,20 +105,20 @@ class _ColumnParallel(Function):
         ctx.has_bias = [bias is not None for bias in biases]
         # Of the tokens only this rank's are kept; the others are gathered again in the backward.
         ctx.save_for_backward(x, *weights)
-        whole = Gathering(x, TIME, group).wait() if by_tokens else x
+        whole = InFlightAllGather(x, TIME, group).wait() if by_tokens else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        gathering = Gathering(x, TIME, ctx.group) if ctx.by_tokens else None
+        gathering = InFlightAllGather(x, TIME, ctx.group) if ctx.by_tokens else None
         grad_x = sum(grad @ weight.conj() for grad, weight in zip(grads, weights, strict=True))
         whole = gathering.wait() if gathering is not None else x
         if not ctx.needs_input_grad[0]:
             reducing = None
         elif ctx.by_tokens:
-            reducing = Scattering(grad_x, TIME, ctx.group)
+            reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
         else:
             grad_x = grad_x.contiguous()
             pattern = fastest_pattern("all_reduce", ctx.group)
@@ -160,7 +160,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split_input:
-            x = split(x, -1, self.group)
+            x = split_to_ranks(x, -1, self.group)
         term = F.linear(x, self.weight)
         if self.sequence_parallel:
             y = scatter_sums(term, TIME, self.group)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, fastest_pattern
-from comm.functions import Gathering, own_shard
+from comm.functions import InFlightAllGather, own_shard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, MLP, Attention
@@ -193,7 +193,7 @@ class TensorParallel(nn.Module):
             state[name] = tensor.clone()
             if name in self.dims:
                 dim, size = self.dims[name]
-                state[name] = Gathering(tensor, dim, self.group).wait().narrow(dim, 0, size).clone()
+                state[name] = InFlightAllGather(tensor, dim, self.group).wait().narrow(dim, 0, size).clone()
         return state
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:

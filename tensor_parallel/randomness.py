@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
-from comm.transport.wire import device_of
+from comm.transport.wire import message_device
 
 
 class RankRandomness:
     """A random stream of this rank beside the one that all share, which is seeded here with rank 0's seed."""
 
     def __init__(self, group: Group = None) -> None:
-        seed = torch.tensor([torch.initial_seed() % 2**62], device=device_of(group))
+        seed = torch.tensor([torch.initial_seed() % 2**62], device=message_device(group))
         broadcast(seed, root=0, group=group)
         torch.manual_seed(int(seed))
         self._seed = int(seed) + 1 + dist.get_rank(group)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import training.run
-from comm.functions import Gathering
+from comm.functions import InFlightAllGather
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
@@ -122,7 +122,7 @@ class Run(training.run.Run):
                 dim, size = model.dims[names[i]]
                 for key, value in one.items():
                     if value.dim():
-                        full = Gathering(value, dim, model.group).wait()
+                        full = InFlightAllGather(value, dim, model.group).wait()
                         result[i][key] = full.narrow(dim, 0, size).contiguous()
         return result
 

@@ -16,9 +16,9 @@ for a maximum of 0.0 and -0.0.
 
 import torch
 
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import segments_of
-from comm.transport.stream import Stream
+from comm.transport.segment_receiver import SegmentReceiver
 from comm.transport.wire import Wire
 
 
@@ -30,14 +30,14 @@ def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
         distance = 1
         while distance < n:
             partner = wire.rank ^ distance
-            arriving = Stream(wire, partner, [len(segment) for segment in mine], tensor.dtype)
+            arriving = SegmentReceiver(wire, partner, [len(segment) for segment in mine], tensor.dtype)
             leaving = [wire.isend(segment, partner) for segment in mine]
             for segment, sent, theirs in zip(mine, leaving, arriving, strict=True):
                 sent.wait()
                 lower, upper = (segment, theirs) if wire.rank < partner else (theirs, segment)
                 combine(op, lower, upper, out=segment)
             distance *= 2
-        finish(op, tensor, wire.size)
+        divide_if_mean(op, tensor, wire.size)
     _fold_out(wire, tensor, n)
 
 
@@ -61,7 +61,7 @@ def halving_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
             way_back.append((partner, keep, give))
             start, end = keep
             distance //= 2
-        finish(op, tensor[start:end], wire.size)
+        divide_if_mean(op, tensor[start:end], wire.size)
         for partner, have, lack in reversed(way_back):
             _swap(wire, tensor[slice(*have)], tensor[slice(*lack)], partner)
     _fold_out(wire, tensor, n)
@@ -84,7 +84,7 @@ def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
         for transfer in leaving:
             transfer.wait()
     elif wire.rank + n < wire.size:
-        arriving = Stream(wire, wire.rank + n, [len(segment) for segment in mine], tensor.dtype)
+        arriving = SegmentReceiver(wire, wire.rank + n, [len(segment) for segment in mine], tensor.dtype)
         for segment, theirs in zip(mine, arriving, strict=True):
             combine(op, segment, theirs, out=segment)
     return n

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import segments_of, shards_of
-from comm.transport.stream import Stream
+from comm.transport.segment_receiver import SegmentReceiver
 from comm.transport.wire import Transfer, Wire
 
 
@@ -85,7 +85,7 @@ def _reduce(
     own = [segments_of(chunks[chunk_sent(r, step + 1, n)]) for step in range(n - 1)]
     into = [segments_of(total) for total in sums]
     sizes = [len(segment) for step in own for segment in step]
-    arriving = Stream(wire, left, sizes, chunks[0].dtype, then)
+    arriving = SegmentReceiver(wire, left, sizes, chunks[0].dtype, then)
     first = segments_of(chunks[chunk_sent(r, 0, n)]) if n > 1 else []
     sent: list[list[Transfer]] = [[] for _ in range(n)]  # in each step
     sent[0] = [wire.isend(segment, right) for segment in first]
@@ -98,7 +98,7 @@ def _reduce(
         if step < n - 2:
             sent[step + 1].append(wire.isend(into[step][i], right))
         else:
-            finish(op, into[step][i], n)
+            divide_if_mean(op, into[step][i], n)
             when_done(into[step][i])
     for transfers in sent:
         _wait_all(transfers)

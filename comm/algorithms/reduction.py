@@ -44,12 +44,12 @@ def divisor_before(op: str, dtype: torch.dtype, ranks: int) -> int:
     """Return what every rank divides its contribution by before the first is added: more than 1 for float16.
 
     The largest float16 is 65504 (bfloat16's is float32's), and a sum over ranks may be larger where the
-    mean is not. A power of two makes room for the sum without rounding; `finish` divides by the rest.
+    mean is not. A power of two makes room for the sum without rounding; `divide_if_mean` divides by the rest.
     """
     return 1 << (ranks - 1).bit_length() if op == "mean" and dtype == torch.float16 else 1
 
 
-def finish(op: str, reduced: torch.Tensor, ranks: int) -> None:
+def divide_if_mean(op: str, reduced: torch.Tensor, ranks: int) -> None:
     """What is left to do, in place, once all ranks' contributions are combined: a mean divides, once."""
     if op == "mean":
         divided = divisor_before(op, reduced.dtype, ranks)

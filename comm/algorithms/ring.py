@@ -18,7 +18,7 @@ Patarasu & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workst
 
 import torch
 
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import shards_of
 from comm.transport.wire import Wire
 
@@ -52,7 +52,7 @@ def reduce_round(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
         arrived = torch.empty_like(own)
         exchange(wire, outgoing, arrived)
         combine(op, arrived, own, out=own)
-    finish(op, chunks[r], n)
+    divide_if_mean(op, chunks[r], n)
 
 
 def gather_round(wire: Wire, chunks: list[torch.Tensor]) -> None:

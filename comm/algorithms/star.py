@@ -7,7 +7,7 @@ rank 3 ◄──┘                beat, since nobody waits for a second hop.
 
 import torch
 
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import shards_of
 from comm.transport.wire import Wire
 
@@ -61,7 +61,7 @@ def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
     for transfer in [wire.irecv(torch.empty_like(tensor), peer) for peer in _others(wire, root)]:
         transfer.wait()
         combine(op, tensor, transfer.tensor, out=tensor)
-    finish(op, tensor, wire.size)
+    divide_if_mean(op, tensor, wire.size)
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:

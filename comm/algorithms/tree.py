@@ -10,7 +10,7 @@ Positions in the tree are counted from the root, so that any rank can be the roo
 
 import torch
 
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.transport.wire import Wire
 
 
@@ -40,7 +40,7 @@ def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
     if parent is not None:
         wire.isend(tensor, parent).wait()
     else:
-        finish(op, tensor, wire.size)
+        divide_if_mean(op, tensor, wire.size)
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:

@@ -13,7 +13,7 @@ from comm.errors import CommError
 from lab.devices import device_of, num_gpus
 
 
-def choose(local_rank: int) -> tuple[torch.device, str]:
+def choose_device(local_rank: int) -> tuple[torch.device, str]:
     """Return this rank's device and backend: its GPU and nccl where there are GPUs, else the CPU and gloo."""
     gpus = num_gpus()
     backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")

@@ -46,7 +46,7 @@ class Gone:
 
 
 class Liveness:
-    """Holds what one rank knows about the others; `Host` is rank 0's side, `Guest` the others'."""
+    """Hold what one rank knows about the others: `LivenessServer` on rank 0, `LivenessClient` elsewhere."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -83,14 +83,14 @@ class Liveness:
         raise NotImplementedError
 
 
-class Host(Liveness):
+class LivenessServer(Liveness):
     """Rank 0's side. Its thread ends when all others have left."""
 
     def __init__(self, store: dist.Store, world_size: int) -> None:
         super().__init__(0)
         self._token = secrets.token_hex(16)
         self._absent = set(range(1, world_size))
-        self._guests: dict[int, socket.socket] = {}
+        self._clients: dict[int, socket.socket] = {}
         self._news = threading.Condition()
         self._listener = socket.create_server((own_address(), 0))
         address = self._listener.getsockname()
@@ -107,7 +107,7 @@ class Host(Liveness):
     def wait_until_alone(self, seconds: float) -> None:
         """Return when all others have left, or after so many seconds."""
         with self._news:
-            self._news.wait_for(lambda: not self._absent and not self._guests, seconds)
+            self._news.wait_for(lambda: not self._absent and not self._clients, seconds)
 
     def _hear(self, seconds: float) -> None:
         with self._news:
@@ -118,22 +118,22 @@ class Host(Liveness):
         with self._news:
             if gone.rank not in [earlier.rank for earlier in self.gone]:
                 self.gone.append(gone)
-                for rank, guest in self._guests.items():
+                for rank, client in self._clients.items():
                     if rank != gone.rank:
                         with suppress(OSError):
-                            guest.sendall(_line(gone))
+                            client.sendall(_line(gone))
             self._news.notify_all()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector, self._listener:
             selector.register(self._listener, selectors.EVENT_READ)
-            while self._absent or self._guests:
+            while self._absent or self._clients:
                 for key, _ in selector.select():
                     if key.fileobj is self._listener:
                         with suppress(OSError):
-                            guest, _ = self._listener.accept()
-                            guest.setblocking(False)
-                            selector.register(guest, selectors.EVENT_READ, _Lines(guest))
+                            client, _ = self._listener.accept()
+                            client.setblocking(False)
+                            selector.register(client, selectors.EVENT_READ, _Lines(client))
                     elif not self._take(key.data):
                         selector.unregister(key.fileobj)
                         key.data.end.close()
@@ -153,18 +153,18 @@ class Host(Liveness):
                 lines.rank = int(message["rank"])
                 with self._news:
                     self._absent.discard(lines.rank)
-                    self._guests[lines.rank] = lines.end
+                    self._clients[lines.rank] = lines.end
                     with suppress(OSError):  # it may be gone already
                         for gone in self.gone:
                             lines.end.sendall(_line(gone))
         if not is_open and lines.rank is not None:
             with self._news:
-                self._guests.pop(lines.rank, None)
+                self._clients.pop(lines.rank, None)
             self._add(Gone(lines.rank, "died"))
         return is_open
 
 
-class Guest(Liveness):
+class LivenessClient(Liveness):
     """The side of a rank that is not 0. OSError if rank 0 cannot be reached."""
 
     def __init__(self, rank: int, host: str, port: int, token: str) -> None:
@@ -251,15 +251,15 @@ def _line(gone: Gone) -> bytes:
 _of_this_process: Liveness | None = None
 
 
-def attend(store: dist.Store, rank: int, world_size: int) -> bool:
+def connect(store: dist.Store, rank: int, world_size: int) -> bool:
     """Connect to rank 0, once it can be found in the store; return False if it cannot yet."""
     global _of_this_process
     if rank == 0:
-        _of_this_process = Host(store, world_size)
+        _of_this_process = LivenessServer(store, world_size)
         return True
     if not store.check([_KEY]):
         return False
-    _of_this_process = Guest(rank, *json.loads(store.get(_KEY)))
+    _of_this_process = LivenessClient(rank, *json.loads(store.get(_KEY)))
     return True
 
 
@@ -286,7 +286,7 @@ def fail(why: str, patience: float = _PATIENCE) -> bool:
 
 def wait_for_the_others(seconds: float) -> bool:
     """On rank 0, return True when all others have gone or so many seconds have passed; else False at once."""
-    if not isinstance(_of_this_process, Host):
+    if not isinstance(_of_this_process, LivenessServer):
         return False
     _of_this_process.wait_until_alone(seconds)
     return True

@@ -22,7 +22,7 @@ _STUCK = "came and did not go on; look whether it is stuck or paused"
 _LINGER = 1.0  # seconds a failed host keeps its store open, so that others can read why
 
 
-def gather_everyone(
+def meet(
     store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str, refusal: str
 ) -> None:
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
@@ -36,13 +36,13 @@ def gather_everyone(
             f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
             f"{me['pid']} on {me['host']}; give each its own RANK.",
         )
-    is_watched = _attend(store, rank, world_size, 1.0, refusal)
+    is_connected = _connect_to_rank_0(store, rank, world_size, 1.0, refusal)
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
     present: dict[int, dict] = {}
-    while len(present) < world_size or not is_watched:
-        is_watched = is_watched or _attend(store, rank, world_size, 0.0, refusal)
-        stop_if_hopeless(store, rank)
+    while len(present) < world_size or not is_connected:
+        is_connected = is_connected or _connect_to_rank_0(store, rank, world_size, 0.0, refusal)
+        raise_if_given_up(store, rank)
         for peer in range(world_size):
             if peer not in present and store.check([f"rank/{peer}"]):
                 present[peer] = json.loads(store.get(f"rank/{peer}"))
@@ -76,13 +76,13 @@ def gather_everyone(
         _say(rank, world_size, f"all {world_size} ranks have met")
 
 
-def _attend(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
+def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
     """Let the others see when this rank dies; False if rank 0 has not come in so many seconds."""
     deadline = time.monotonic() + seconds
     try:
-        while not (is_watched := liveness.attend(store, rank, world_size)) and time.monotonic() < deadline:
+        while not (is_connected := liveness.connect(store, rank, world_size)) and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
-        return is_watched
+        return is_connected
     except OSError as error:
         if not refusal:  # which may be about the network itself
             trouble = f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
@@ -94,7 +94,7 @@ def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, dead
     """Return when all ranks have come to this stage."""
     store.set(f"{stage}/{rank}", "")
     while missing := _absent(store, world_size, stage):
-        stop_if_hopeless(store, rank)
+        raise_if_given_up(store, rank)
         if time.monotonic() > deadline:
             raise give_up(store, rank, f"The group cannot form: {_ranks(missing)} {_STUCK}.")
         time.sleep(_POLL / 10)
@@ -114,7 +114,7 @@ def _absent(store: dist.Store, world_size: int, stage: str) -> list[int]:
     return [] if store.check(keys) else [r for r, key in enumerate(keys) if not store.check([key])]
 
 
-def stop_if_hopeless(store: dist.Store, rank: int) -> None:
+def raise_if_given_up(store: dist.Store, rank: int) -> None:
     """Raise the reason for which a rank has given up, or name the rank that has died."""
     gone = liveness.cause(0)  # before the look: a rank writes its reason before it ends
     if store.check(["failed"]):

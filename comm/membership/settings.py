@@ -8,7 +8,7 @@ from comm.errors import CommError
 from lab.units import MAX_SECONDS
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE; without both, one process is alone."""
     rank, world_size = number("RANK"), number("WORLD_SIZE")
     if rank is None and world_size is None:

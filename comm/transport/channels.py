@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from comm.transport.wire import Group, device_of, group_of, names_of, peer_wire
+from comm.transport.wire import Group, global_ranks, group_of, message_device, peer_wire
 
 
 class Channels:
@@ -39,7 +39,7 @@ class Channels:
     ) -> None:
         self._up = self._down = group
         if dist.get_backend(group) == "nccl" if apart is None else apart:
-            for members in _everyones(names_of(group_of(group))):
+            for members in _everyones(global_ranks(group_of(group))):
                 made = dist.new_group(members)  # which every rank has to call, of the group or not
                 self._down = made if dist.get_rank() in members else self._down
             self._connect(sorted(set(pairs)))
@@ -53,14 +53,14 @@ class Channels:
         for source, destination in pairs:
             wire = peer_wire(self.of(source, destination), counted=False)
             if wire.rank == source:
-                wire.isend(torch.zeros(1, device=device_of(wire.group)), destination).wait()
+                wire.isend(torch.zeros(1, device=message_device(wire.group)), destination).wait()
             elif wire.rank == destination:
-                wire.irecv(torch.zeros(1, device=device_of(wire.group)), source).wait()
+                wire.irecv(torch.zeros(1, device=message_device(wire.group)), source).wait()
 
 
 def _everyones(members: list[int]) -> list[list[int]]:
     """The groups of all ranks, each once, in the same order everywhere."""
-    mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=device_of(None))
+    mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=message_device(None))
     mine[members] = 1
     rows = [torch.empty_like(mine) for _ in range(len(mine))]
     dist.all_gather(rows, mine)

@@ -5,7 +5,7 @@ import socket
 from collections import deque
 
 
-class StreamOut:
+class SocketOut:
     """What leaves for the right neighbour."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -40,7 +40,7 @@ class StreamOut:
         return select.POLLOUT if self._leaving else 0
 
 
-class StreamIn:
+class SocketIn:
     """What comes from the left neighbour."""
 
     def __init__(self, end: socket.socket) -> None:

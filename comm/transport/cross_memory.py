@@ -1,22 +1,23 @@
-"""An edge of the ring between ranks of one machine: the right neighbour reads the left one's memory itself.
+"""Connect two ring neighbours of one machine by memory: the right one reads the left one's memory itself.
 
-      left: "64 KiB and more lie at this address" ──► right: reads them, says "read"
+      left: "64 KiB lie at this address"   ──►   right: reads them, answers "read"
 
-Through a socket a payload is copied twice, into the kernel and out of it. Cross-memory attach (CMA, Linux's
+A socket copies a payload twice: into the kernel and out of it. Cross-memory attach (CMA, Linux's
 process_vm_readv) copies it once, from one process's memory into the other's, as the shared-memory transports
-of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). What is small
-goes through the socket as before, behind its length. Until it is read, the sender leaves its memory alone.
+of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). A small payload
+still goes through the socket, behind its length. The sender does not change a payload before it is read.
 
-The reader does not believe a process id that it is told. The edge is a Unix socket, so the kernel says which
-process is at the other end. Before the first use the reader looks for random bytes of its own there:
+The reader does not trust a process id that arrives as data. The connection is a Unix socket, so the kernel
+tells which process is at the other end. Before the first use the reader checks that it can read that memory:
 
-      left: puts them there, says where   ◄── 16 random bytes ──   right
-                                          ──  address         ──►  reads them in the process at the other end
-                                          ◄── the same, or not ──
+      left                                                         right
+                             ◄── 16 random bytes ──
+      stores them            ──     address      ──►               reads the 16 bytes at that address
+                             ◄──  equal, or not  ──
 
-The kernel also asks who may read. Ranks of one user may, unless it is told to be strict (Yama); then a rank
-names its reader. Where the kernel still says no (other containers, other machines, other systems), the
-edge is a stream (transport/connections.py).
+The kernel also decides who may read. Ranks of one user may, unless the kernel is strict (Yama): then a rank
+names the process that may read its memory. Where the kernel refuses (another container, another machine,
+another operating system), the connection is a byte stream (transport/connections.py).
 """
 
 import ctypes
@@ -183,9 +184,10 @@ _readers: set[int] = set()
 def _allow(reader: int) -> None:
     """Let that process read this one's memory where the kernel is strict (Yama).
 
-    A process can name one other, which also speaks for its children. In the rings of several groups there may
-    be several readers: then it is the launcher, if that has started all of them. It is never the shell
-    that ranks were started from by hand: there the first reader stays, and further edges are streams.
+    A process can name one other process, and the permission includes that one's children. A rank in several
+    groups may have several readers. Then it names the launcher, if the launcher has started all of them. It
+    never names the shell from which ranks were started by hand: the first reader keeps the permission, and
+    further connections are byte streams.
     """
     _readers.add(reader)
     if len(_readers) == 1:
@@ -209,7 +211,7 @@ def _parent_of(pid: int) -> int | None:
     return None
 
 
-class _Range(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
@@ -219,16 +221,16 @@ if _vm_readv is not None:
     _vm_readv.restype = ctypes.c_ssize_t
     _vm_readv.argtypes = (
         ctypes.c_int,
-        ctypes.POINTER(_Range),
+        ctypes.POINTER(_IoVec),
         ctypes.c_ulong,
-        ctypes.POINTER(_Range),
+        ctypes.POINTER(_IoVec),
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
 
 
 def _read_memory(pid: int, address: int, into: memoryview) -> int:
-    here, there = _Range(_address(into), len(into)), _Range(address, len(into))
+    here, there = _IoVec(_address(into), len(into)), _IoVec(address, len(into))
     num_bytes = _vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
     if num_bytes < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -18,7 +18,7 @@ import torch
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.transport.wire import Wire, names_of
+from comm.transport.wire import Wire, global_ranks
 
 OPS = (
     "barrier",
@@ -117,12 +117,12 @@ class RowExchange:
         return self._rows.roll(self._wire.rank, dims=0)
 
 
-class Agreement:
+class HeaderExchange:
     """The exchange of headers, under way from the start."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
         row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
-        self._rows, self._names = RowExchange(wire, row), names_of(wire.group)
+        self._rows, self._names = RowExchange(wire, row), global_ranks(wire.group)
 
     def finish(self) -> int:
         """As `check_rows`."""
@@ -218,7 +218,7 @@ def check_parts(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()
     if wrong:
-        (to, by), names = wrong[0], names_of(wire.group)
+        (to, by), names = wrong[0], global_ranks(wire.group)
         raise Mismatch(
             f"all_to_all: rank {names[by]} sends {int(sent[to, by])} elements to rank {names[to]}, "
             f"which expects {int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on "

@@ -1,7 +1,7 @@
 """The same collectives done by torch.distributed itself, for comparison and for nccl.
 
-What torch sends cannot be counted from outside, so the ledger books the formula of the best-known algorithm
-and marks it as booked. On a container's interface one can see what really moves (comm.tour).
+What torch sends cannot be counted from outside, so the ledger takes the formula of the best-known algorithm
+and marks it as `by_formula`. On a container's interface one can see what really moves (comm.tour).
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ _REDUCTIONS = {
 }
 
 
-Pending = Handle | NativeHandle
+Work = Handle | NativeHandle
 
 
-def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Pending:
+def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     _book("broadcast", flat, group, root)
     return _start(
@@ -48,9 +48,7 @@ def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> 
     )
 
 
-def scatter(
-    shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
-) -> Pending:
+def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(shard, group)
     whole, _ = _flat(full, group) if full is not None else (None, None)
     parts = _equal_parts("scatter", whole, flat, group) if whole is not None else None
@@ -65,9 +63,7 @@ def scatter(
     )
 
 
-def gather(
-    shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool
-) -> Pending:
+def gather(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
     flat, _ = _flat(shard, group)
     whole, restore = _flat(full, group) if full is not None else (None, None)
     parts = _equal_parts("gather", whole, flat, group) if whole is not None else None
@@ -82,7 +78,7 @@ def gather(
     )
 
 
-def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Pending:
+def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     if dist.get_rank(group) != root:
         flat, restore = flat.clone(), None  # torch leaves partial results in it
@@ -98,7 +94,7 @@ def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: boo
     )
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Pending:
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Work:
     flat, _ = _flat(shard, group)
     whole, restore = _flat(full, group)
     _equal_parts("all_gather", whole, flat, group)
@@ -113,7 +109,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: 
     )
 
 
-def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(shard, group)
     whole, _ = _flat(full, group)
     _equal_parts("reduce_scatter", whole, flat, group)
@@ -131,7 +127,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Grou
     )
 
 
-def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Pending:
+def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     op = _divide_first(op, flat, group)
     _book("all_reduce", flat, group)
@@ -152,10 +148,10 @@ def all_to_all(
     in_sizes: list[int],
     group: Group,
     async_op: bool,
-) -> Pending:
+) -> Work:
     flat, restore = _flat(output, group)
     whole, _ = _flat(full, group)
-    LEDGER.book(
+    LEDGER.add_formula(
         "all_to_all", "torch", cost.pairwise_traffic(in_sizes, whole.element_size(), dist.get_rank(group))
     )
     return _start(
@@ -168,7 +164,7 @@ def all_to_all(
     )
 
 
-def barrier(group: Group, async_op: bool) -> Pending:
+def barrier(group: Group, async_op: bool) -> Work:
     # nccl's barrier is an all-reduce, on the GPU that it is told: else it guesses one by the rank.
     gpu = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
     return _start(
@@ -183,7 +179,7 @@ def _start(
     async_op: bool,
     finish: Callable[[], object] | None,
     start: Callable[[], dist.Work | None],
-) -> Pending:
+) -> Work:
     if slow_link.current() is not None:
         return _start_slowly(op, group, num_bytes, async_op, finish, start)
     started = timeline.mark()
@@ -217,18 +213,18 @@ def _start_slowly(
             over_gloo = dist.get_backend(group) == "gloo"
             # gloo's reduce-scatter is an all-reduce and a slice (comm.tour shows it), so that is its price.
             charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
-            toll = slow_link.Toll(queue, ready, charged, "torch", num_bytes, dist.get_world_size(group))
+            delay = slow_link.LinkDelay(queue, ready, charged, "torch", num_bytes, dist.get_world_size(group))
             if over_gloo:
                 # Not torch's message but the link's: on a real one nothing moves before all are ready.
                 wire = Wire(group, op, "torch", sequence, counted=False)
-                toll.begin(int(RowExchange(wire, torch.tensor([toll.ready])).finish().max()))
+                delay.start(int(RowExchange(wire, torch.tensor([delay.ready])).finish().max()))
             try:
                 NativeHandle(op, start(), finish).end()
             except RuntimeError as error:
                 raise failed(op, error) from error
             if on_gpu:  # nccl's wait holds up this thread's stream, not the thread
                 torch.cuda.current_stream().synchronize()
-            toll.pay()
+            delay.wait()
 
     return queue.submit(job, async_op)
 
@@ -275,6 +271,6 @@ def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group)
 
 def _book(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    LEDGER.book(
+    LEDGER.add_formula(
         op, "torch", cost.traffic(op, "torch", flat.numel() * times, flat.element_size(), n, rank, root)
     )

@@ -60,7 +60,7 @@ def slowed(link: Link | None) -> Iterator[None]:
         use(before)
 
 
-class Toll:
+class LinkDelay:
     """The time one collective owes the link of its group, if there is one.
 
     All ranks reckon from the same start: when the last of them had posted the collective, and its link
@@ -74,12 +74,12 @@ class Toll:
             self._cost, self.ready = int(seconds * 1e9), max(posted, queue.link_free_at)
         self._start = self.ready
 
-    def begin(self, ready: int) -> None:
+    def start(self, ready: int) -> None:
         """All ranks are here, and the last one was ready then."""
         # Not in the future: machines with clocks of their own may call anything by that name.
         self._start = min(ready, time.perf_counter_ns())
 
-    def pay(self) -> None:
+    def wait(self) -> None:
         """Sleep until the link would be done."""
         if self._cost:
             self._queue.link_free_at = end = self._start + self._cost

@@ -6,7 +6,8 @@ gloo hands every message to a thread of its own: the caller posts, sleeps, and i
 come. On a few busy cores the wake-ups cost more than the copies. Here the rank itself reads from its
 left neighbour and writes to its right one whenever the kernel lets it (sockets.py).
 
-The pattern "cma" is the same ring, with other edges where two neighbours share a machine (cross_memory.py).
+The pattern "cma" is the same ring, with another connection where two neighbours share a machine
+(cross_memory.py).
 
 A rank that asks for another pattern is not here and does not see the headers: that mistake ends in a timeout.
 """
@@ -17,7 +18,7 @@ from collections import deque
 import torch
 
 from comm.algorithms.pipelined_ring import chunk_sent
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import TCP_SEGMENT_BYTES, segments_of, shards_of
 from comm.transport.sockets import RingSockets
 from lab.ledger import LEDGER
@@ -94,7 +95,7 @@ def _ring(
             own, result, is_last, goes_on = adding[position]
             combine(op, buffer[: len(own)], own, out=result)
             if is_last:
-                finish(op, result, n)
+                divide_if_mean(op, result, n)
             if goes_on is not None:
                 send(goes_on)
         else:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import liveness
 from comm.transport import cross_memory
-from comm.transport.connections import StreamIn, StreamOut
+from comm.transport.connections import SocketIn, SocketOut
 from comm.transport.cross_memory import CmaIn, CmaOut
 from comm.transport.handshake import ROW_BYTES, Header, RowExchange, check_rows
 from comm.transport.neighbours import Listeners, connect
-from comm.transport.wire import Group, Wire, group_of, names_of
+from comm.transport.wire import Group, Wire, global_ranks, group_of
 from lab.ledger import LEDGER
 
 # What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
@@ -41,7 +41,7 @@ class RingSockets:
     def __init__(self, group: dist.ProcessGroup, pattern: str, op: str, sequence: int) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         left, right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        self._names = names_of(group)
+        self._names = global_ranks(group)
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self.pattern, self._op = pattern, op
@@ -66,7 +66,7 @@ class RingSockets:
 
     def _meet(
         self, listeners: Listeners, row: tuple[int, int, int], deadline: float
-    ) -> tuple[StreamOut | CmaOut, StreamIn | CmaIn]:
+    ) -> tuple[SocketOut | CmaOut, SocketIn | CmaIn]:
         """Connect to the right neighbour, which listens at `row`, and be found by the left one."""
         with ExitStack() as opened:
             right = opened.enter_context(connect(row, self._wants_cma, deadline))
@@ -75,9 +75,9 @@ class RingSockets:
             for end in (left, right):
                 end.setblocking(False)
             opened.pop_all()
-        return CmaOut(right) if is_read else StreamOut(right), CmaIn(left, pid) if pid else StreamIn(left)
+        return CmaOut(right) if is_read else SocketOut(right), CmaIn(left, pid) if pid else SocketIn(left)
 
-    def agree(self, mine: Header, agreed: Callable[[int], None]) -> None:
+    def exchange_headers(self, mine: Header, agreed: Callable[[int], None]) -> None:
         """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
 
         Two ranks have seen all when they have seen each other's, so between them the payload follows at
@@ -185,7 +185,7 @@ class RingSockets:
 
     def _lost(self, peer: str, end: object = None, why: str = _LOST, patience: float = 1.0) -> CommError:
         """The error to raise. It tells what the connection `end` really is: a stream where CMA is refused."""
-        kind = "tcp" if isinstance(end, StreamOut | StreamIn) else self.pattern
+        kind = "tcp" if isinstance(end, SocketOut | SocketIn) else self.pattern
         who = f"{self._op} ({kind}): rank {dist.get_rank()}"
         gone = liveness.cause(patience)
         return CommError(f"{who} could not go on with {peer}: {gone or why}.")

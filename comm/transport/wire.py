@@ -4,12 +4,12 @@ A `Wire` belongs to one operation of one group. It numbers the messages between 
 that nobody types tags in: my third send to you meets your third receive from me. Ranks are ranks of
 the group.
 
-An *early* wire lets messages move before the ranks know that they fit together (handshake.py). gloo kills a
+An *eager* wire lets messages move before the ranks know that they fit together (handshake.py). gloo kills a
 receiver that is sent another number of bytes than it expects, so there the tag spells out the number:
 what does not fit never meets. A tag has 31 bits:
 
     0  turn of the operation (10)  number of the message (20)
-    1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       early
+    1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       eager
 """
 
 import weakref
@@ -24,11 +24,11 @@ from comm.membership import liveness
 from lab.ledger import LEDGER
 
 Group = dist.ProcessGroup | None
-Numbers = defaultdict[tuple[int, bool], int]  # messages so far by peer, headers apart
+MessageCounts = defaultdict[tuple[int, bool], int]  # messages so far by peer, headers apart
 
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
 _TURN_BITS, _NUMBER_BITS = 10, 20
-_EARLY, _EARLY_TURN_BITS, _EARLY_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
+_EAGER, _EAGER_TURN_BITS, _EAGER_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
 
 
 class Transfer:
@@ -37,7 +37,7 @@ class Transfer:
     def __init__(self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> None:
         self._wire, self.tensor, self._peer, self._verb = wire, tensor, peer, verb
         self._work: dist.Work | None = work
-        self.goes_to: torch.Tensor | None = None  # on a GPU: a copy of what has arrived in host memory
+        self.copy_to: torch.Tensor | None = None  # on a GPU: a copy of what has arrived in host memory
 
     def wait(self) -> None:
         """Block until the message has arrived, or has left and its memory may be used again.
@@ -47,13 +47,13 @@ class Transfer:
         work, self._work = self._work, None  # gloo would wait for a second message at the second call
         if work is None:
             return
-        self._wire.agree()
+        self._wire.finish_handshake()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._wire.failed(error, self._peer, self._verb) from error
-        if self.goes_to is not None:
-            self.goes_to.copy_(self.tensor)
+        if self.copy_to is not None:
+            self.copy_to.copy_(self.tensor)
 
 
 class Wire:
@@ -65,30 +65,30 @@ class Wire:
         op: str,
         pattern: str,
         sequence: int = 0,
-        early: bool = False,
-        numbers: tuple[Numbers, Numbers] | None = None,
+        eager: bool = False,
+        numbers: tuple[MessageCounts, MessageCounts] | None = None,
         counted: bool = True,
     ) -> None:
         self.group = group_of(group)
         # The group's own methods: torch.distributed's functions take many times as long, for each message.
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
-        self.op, self.pattern, self.early, self.counted = op, pattern, early, counted
+        self.op, self.pattern, self.eager, self.counted = op, pattern, eager, counted
         # Plain point-to-point messages are operation 0; collectives take turns in the rest.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
         self._check: Callable[[], None] = _nothing
-        self.early_transfers: list[tuple[dist.Work, torch.Tensor]] = []
+        self.eager_transfers: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def check_before_waiting(self, check: Callable[[], None]) -> None:
-        """Have `agree()` call this, once: it finds out whether the ranks fit together, or raises."""
+    def set_handshake(self, check: Callable[[], None]) -> None:
+        """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
         self._check = check
 
-    def agree(self) -> None:
+    def finish_handshake(self) -> None:
         """Find out whether the ranks fit together, before the first message is waited for."""
         check, self._check = self._check, _nothing
         check()
-        self.early_transfers.clear()
+        self.eager_transfers.clear()
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start sending a contiguous tensor; keep the transfer, and its memory as it is, until `wait()`."""
@@ -132,19 +132,19 @@ class Wire:
         return sent, Transfer(self, work, incoming, src, "receive from")
 
     def _transfer(self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> Transfer:
-        if self.early and self._check is not _nothing:
-            self.early_transfers.append((work, tensor))
+        if self.eager and self._check is not _nothing:
+            self.eager_transfers.append((work, tensor))
         return Transfer(self, work, tensor, peer, verb)
 
-    def _tag(self, tensor: torch.Tensor, counts: Numbers, which: tuple[int, bool]) -> int:
-        # Headers are counted apart: they mix with early messages, in whatever order.
+    def _tag(self, tensor: torch.Tensor, counts: MessageCounts, which: tuple[int, bool]) -> int:
+        # Headers are counted apart: they mix with eager messages, in whatever order.
         number = counts[which]
         counts[which] += 1
-        if not self.early or which[1]:
+        if not self.eager or which[1]:
             return self._turn << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
-        assert 0 < tensor.nbytes <= 1 << _LENGTH_BITS, "an early message is a segment (comm.shards)"
-        turn, number = self._turn % (1 << _EARLY_TURN_BITS), number % (1 << _EARLY_NUMBER_BITS)
-        return _EARLY | (turn << _EARLY_NUMBER_BITS | number) << _LENGTH_BITS | (tensor.nbytes - 1)
+        assert 0 < tensor.nbytes <= 1 << _LENGTH_BITS, "an eager message is a segment (comm.shards)"
+        turn, number = self._turn % (1 << _EAGER_TURN_BITS), number % (1 << _EAGER_NUMBER_BITS)
+        return _EAGER | (turn << _EAGER_NUMBER_BITS | number) << _LENGTH_BITS | (tensor.nbytes - 1)
 
     def failed(self, error: RuntimeError, peer: int, verb: str) -> CommError:
         """Translate the backend's complaint into a sentence about ranks."""
@@ -155,7 +155,7 @@ class Wire:
         )
 
 
-_peer_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Numbers, Numbers]]"
+_peer_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[MessageCounts, MessageCounts]]"
 _peer_numbers = weakref.WeakKeyDictionary()
 
 
@@ -176,14 +176,14 @@ def group_of(group: Group) -> dist.ProcessGroup:
     return group or whole
 
 
-def device_of(group: Group) -> torch.device:
+def message_device(group: Group) -> torch.device:
     """Return where small tensors must be to travel in this group: nccl takes them on its GPU only."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def names_of(group: dist.ProcessGroup) -> list[int]:
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
     """What messages call the ranks of a group: their ranks among all."""
     return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 

@@ -27,7 +27,7 @@ class Handle:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._is_told = False  # by wait()
+        self._is_raised = False  # by wait()
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
@@ -36,7 +36,7 @@ class Handle:
             with span("wait", "wait"):
                 self._done.wait()
         if self._error is not None:
-            self._is_told = True
+            self._is_raised = True
             raise self._error
 
     def is_completed(self) -> bool:
@@ -52,9 +52,9 @@ class Handle:
         callback(self._error)
 
     @property
-    def untold_mismatch(self) -> Mismatch | None:
+    def unraised_mismatch(self) -> Mismatch | None:
         """The Mismatch with which the operation has ended, until `wait()` raises it."""
-        return self._error if isinstance(self._error, Mismatch) and not self._is_told else None
+        return self._error if isinstance(self._error, Mismatch) and not self._is_raised else None
 
     def run(self) -> None:
         try:
@@ -82,8 +82,8 @@ class GroupQueue:
         self.link_free_at = 0  # comm.transport.slow_link's, nanoseconds
         # After a mismatch, what was sent early may lie about or still be moving: from then on nothing is
         # sent early, and the memory is kept, for a connection stops for ever when it loses it in mid-message.
-        self.has_leftovers = False
-        self.leftovers: list[object] = []
+        self.has_stale_messages = False
+        self.stale_messages: list[object] = []
         self._mismatched: Callable[[], Handle | None] = _nothing  # a weak reference to the last one
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
@@ -113,14 +113,14 @@ class GroupQueue:
         except CommError as error:
             # A peer may have left because of a mismatch that this rank's caller has not been told of yet.
             earlier = self._mismatched()
-            if earlier is not None and (mismatch := earlier.untold_mismatch):
+            if earlier is not None and (mismatch := earlier.unraised_mismatch):
                 raise CommError(str(mismatch)) from error
             raise
 
     def _run(self, handle: Handle) -> None:
         try:
             handle.run()
-            if handle.untold_mismatch:
+            if handle.unraised_mismatch:
                 self._mismatched = weakref.ref(handle)
         finally:
             with self._changed:

@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "comm.algorithms.reduction.finish"
+TARGET = "comm.algorithms.reduction.divide_if_mean"
 KILLER = "tests.comm.test_collectives.test_a_mean_is_divided_by_the_number_of_ranks_once"
 
 

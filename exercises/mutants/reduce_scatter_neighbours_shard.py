@@ -3,7 +3,7 @@
 import torch
 
 from comm.algorithms.pairwise import all_to_all
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import shards_of
 from comm.transport.wire import Wire
 
@@ -21,4 +21,4 @@ def mutant(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None
     shard.copy_(contributions[0])
     for contribution in contributions[1:]:
         combine(op, shard, contribution, out=shard)
-    finish(op, shard, n)
+    divide_if_mean(op, shard, n)

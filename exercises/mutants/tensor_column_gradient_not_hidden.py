@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from comm.functions import Gathering, Scattering, summed
+from comm.functions import InFlightAllGather, InFlightReduceScatter, summed
 
 TARGET = "tensor_parallel.layers._ColumnParallel.backward"
 KILLER = (
@@ -14,7 +14,10 @@ def mutant(ctx, *grads: Tensor):
     x, *weights = ctx.saved_tensors
     grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
     if ctx.by_tokens:
-        x, grad_x = Gathering(x, 1, ctx.group).wait(), Scattering(grad_x, 1, ctx.group).wait()
+        x, grad_x = (
+            InFlightAllGather(x, 1, ctx.group).wait(),
+            InFlightReduceScatter(grad_x, 1, ctx.group).wait(),
+        )
     else:
         grad_x = summed(grad_x, ctx.group)
     outputs = [grad.flatten(0, -2) for grad in grads]

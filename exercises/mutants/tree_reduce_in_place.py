@@ -2,7 +2,7 @@
 
 import torch
 
-from comm.algorithms.reduction import combine, finish
+from comm.algorithms.reduction import combine, divide_if_mean
 from comm.algorithms.tree import _family
 from comm.transport.wire import Wire
 
@@ -20,4 +20,4 @@ def mutant(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
     if parent is not None:
         wire.isend(tensor, parent).wait()
     else:
-        finish(op, tensor, wire.size)
+        divide_if_mean(op, tensor, wire.size)

@@ -111,7 +111,7 @@ def test_the_bytes_of_every_message_are_counted_and_not_its_elements():
     run_ranks(count, 2)
 
 
-def test_torchs_own_traffic_is_booked_and_never_counted():
+def test_torchs_own_traffic_is_by_formula_and_never_counted():
     def book(cluster) -> None:
         n, r = cluster.world_size, cluster.rank
         for op in PATTERNS:
@@ -119,9 +119,9 @@ def test_torchs_own_traffic_is_booked_and_never_counted():
             LEDGER.clear()
             call(op, "torch", 6, torch.float32, n, r, root)
             expected = cost.traffic(op, "torch", 6, 4, n, r, root)
-            booked = LEDGER.rows().get(Entry(op, "torch", booked=True), Traffic())
-            assert booked == expected, op
-            assert all(entry.booked for entry in LEDGER.rows()), op
+            by_formula = LEDGER.rows().get(Entry(op, "torch", by_formula=True), Traffic())
+            assert by_formula == expected, op
+            assert all(entry.by_formula for entry in LEDGER.rows()), op
 
     run_ranks(book, 3)
 

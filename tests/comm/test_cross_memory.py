@@ -1,4 +1,4 @@
-"""The edges whose reader copies straight out of its neighbour's memory."""
+"""The connections whose reader copies straight out of its neighbour's memory."""
 
 import os
 import random
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from comm.collectives import all_reduce
 from comm.transport import cross_memory, sockets
-from comm.transport.connections import StreamIn, StreamOut
+from comm.transport.connections import SocketIn, SocketOut
 from comm.transport.cross_memory import CmaIn, CmaOut
 from comm.transport.wire import group_of
 from lab.ranks import run_ranks
@@ -23,7 +23,7 @@ from lab.replace import replaced
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cross-memory attach is Linux's")
 
 
-def edge() -> tuple[CmaOut, CmaIn]:
+def cma_pair() -> tuple[CmaOut, CmaIn]:
     """Return both ends in this process."""
     out, into = socket.socketpair()
     out.setblocking(False)
@@ -37,7 +37,7 @@ def close(*ends: CmaOut | CmaIn) -> None:
 
 
 def summed(cluster, numel: int = 300_000) -> tuple[type, type]:
-    """Return the kinds of edge of this rank, once it has seen that they add up."""
+    """Return the kinds of connection of this rank, once it has seen that they add up."""
     x = torch.arange(numel, dtype=torch.float64) * (cluster.rank + 1)
     all_reduce(x, pattern="cma")
     n = cluster.world_size
@@ -55,7 +55,7 @@ def test_ranks_on_one_machine_read_each_others_memory():
 
 
 @pytest.mark.parametrize("what", ["the kernel says no", "another process has that id", "another system"])
-def test_an_edge_whose_reader_cannot_read_is_a_stream_and_the_others_stay_as_they_are(what: str):
+def test_a_connection_whose_reader_cannot_read_is_a_stream_and_the_others_stay_as_they_are(what: str):
     def one_cannot(cluster) -> tuple[type, type]:
         if cluster.rank != 1:
             return summed(cluster)
@@ -72,9 +72,9 @@ def test_an_edge_whose_reader_cannot_read_is_a_stream_and_the_others_stay_as_the
             return summed(cluster)
 
     kinds = run_ranks(one_cannot, 3)
-    right_of_1 = StreamOut if what == "another system" else CmaOut
-    left_of_2 = StreamIn if what == "another system" else CmaIn
-    assert kinds == [(CmaIn, StreamOut), (StreamIn, right_of_1), (left_of_2, CmaOut)]
+    right_of_1 = SocketOut if what == "another system" else CmaOut
+    left_of_2 = SocketIn if what == "another system" else CmaIn
+    assert kinds == [(CmaIn, SocketOut), (SocketIn, right_of_1), (left_of_2, CmaOut)]
 
 
 def test_a_neighbour_that_shows_the_memory_of_a_third_process_is_not_read():
@@ -139,7 +139,7 @@ def test_what_leaves_arrives_in_order_whether_it_is_read_or_sent():
         [1, 100, cross_memory._INLINE_BYTES, cross_memory._INLINE_BYTES + 1, 1 << 20], k=200
     )
     sent = [bytearray(random.Random(i).randbytes(size)) for i, size in enumerate(sizes)]
-    out, into = edge()
+    out, into = cma_pair()
     queue, arrived = deque(memoryview(data) for data in sent), bytearray(sum(sizes))
     filled = 0
     while filled < len(arrived) or queue or out.is_busy:
@@ -150,7 +150,7 @@ def test_what_leaves_arrives_in_order_whether_it_is_read_or_sent():
 
 
 def test_a_sender_is_not_done_before_all_of_its_memory_has_been_read():
-    out, into = edge()
+    out, into = cma_pair()
     data, arrived = bytearray(1 << 20), bytearray(1 << 20)
     out.push(deque([memoryview(data)]))
     assert into.receive(memoryview(arrived)[: (1 << 20) - 1]) == (1 << 20) - 1
@@ -163,7 +163,7 @@ def test_a_sender_is_not_done_before_all_of_its_memory_has_been_read():
 
 
 def test_memory_of_a_sender_that_gave_up_is_not_taken_for_what_it_sent():
-    out, into = edge()
+    out, into = cma_pair()
     out.push(deque([memoryview(bytearray(1 << 20))]))
     out.socket.close()
     with pytest.raises(ConnectionError):
@@ -172,7 +172,7 @@ def test_memory_of_a_sender_that_gave_up_is_not_taken_for_what_it_sent():
 
 
 def test_a_sender_that_died_is_told_apart_from_one_that_is_slow():
-    out, into = edge()
+    out, into = cma_pair()
     assert into.receive(memoryview(bytearray(10))) == 0
     out.socket.close()
     with pytest.raises(ConnectionError):

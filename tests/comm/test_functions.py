@@ -17,13 +17,13 @@ from comm.functions import (
     broadcast_from_root,
     copy_to_ranks,
     exchange_shards,
-    gather,
+    gather_from_ranks,
     gather_to_root,
     gather_tokens,
     own_shard,
     scatter_from_root,
     scatter_sums,
-    split,
+    split_to_ranks,
     sum_over_ranks,
     sum_to_each_rank,
     sum_to_root,
@@ -104,12 +104,20 @@ def compare_all(cluster: Cluster) -> None:
         # The same loss on all ranks counts once.
         check(sum_over_ranks, lambda xs: [sum(xs)] * n, alike, counts_once=True)
         parts = list(numbers(7, *uneven).tensor_split(n, dim))
-        check(gather, lambda xs: [torch.cat(xs, dim)] * n, parts, dim, None, 4 * n + 1, counts_once=True)
+        check(
+            gather_from_ranks,
+            lambda xs: [torch.cat(xs, dim)] * n,
+            parts,
+            dim,
+            None,
+            4 * n + 1,
+            counts_once=True,
+        )
 
         # The same input on all ranks has one gradient, which every rank finds.
         same = [numbers(7, *uneven)] * n
         check(copy_to_ranks, lambda xs: xs, same, is_same_input=True)
-        check(split, lambda xs: list(xs[0].tensor_split(n, dim)), same, dim, is_same_input=True)
+        check(split_to_ranks, lambda xs: list(xs[0].tensor_split(n, dim)), same, dim, is_same_input=True)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -169,8 +177,8 @@ def test_cheaper_functions_equal_those_they_are_composed_of():
     def work(cluster: Cluster) -> None:
         pairs: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
             (sum_to_each_rank, lambda x: copy_to_ranks(sum_over_ranks(x))),
-            (lambda x: gather_tokens(x, 0), lambda x: copy_to_ranks(gather(x, 0))),
-            (lambda x: scatter_sums(x, 0), lambda x: split(sum_over_ranks(x), 0)),
+            (lambda x: gather_tokens(x, 0), lambda x: copy_to_ranks(gather_from_ranks(x, 0))),
+            (lambda x: scatter_sums(x, 0), lambda x: split_to_ranks(sum_over_ranks(x), 0)),
         ]
         for pair in pairs:
             found = []
@@ -191,8 +199,8 @@ def all_functions() -> list[Callable[[Tensor], Tensor]]:
         sum_to_each_rank,
         broadcast_from_root,
         sum_to_root,
-        lambda x: gather(x, 0),
-        lambda x: split(x, 0),
+        lambda x: gather_from_ranks(x, 0),
+        lambda x: split_to_ranks(x, 0),
         lambda x: gather_tokens(x, 0),
         lambda x: scatter_sums(x, 0),
         lambda x: scatter_from_root(x, 0),
@@ -242,7 +250,7 @@ def test_shards_are_as_tensor_split_cuts_them_and_others_are_refused():
         for dim in (0, 1, -1):
             assert torch.equal(own_shard(x, dim, None), x.tensor_split(3, dim)[cluster.rank])
         with pytest.raises(CommError, match=r"has 1 of 7 along dim 0\."):
-            gather(x[:1], 0, size=7)
+            gather_from_ranks(x[:1], 0, size=7)
         for function in (scatter_sums, scatter_from_root, exchange_shards):
             with pytest.raises(CommError, match="7 along dim 0 cannot be divided among 3 ranks"):
                 function(x, 0)

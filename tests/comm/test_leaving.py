@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from comm import collectives
-from comm.transport import submit
+from comm.transport import run_collective
 from comm.transport.sockets import RingSockets
 from lab.ranks import run_ranks
 from lab.replace import replaced
@@ -22,8 +22,8 @@ def ends_alike(call, n: int, *args: object) -> str:
     return sentences.pop()
 
 
-def test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_have_read_its_header():
-    fits = submit._shard_fits
+def test_a_rank_that_is_late_with_its_eager_messages_is_told_though_the_others_have_read_its_header():
+    fits = run_collective._shard_fits
 
     def late(*args) -> bool:
         time.sleep(LATE)  # its header has left
@@ -33,7 +33,7 @@ def test_a_rank_that_is_late_with_its_early_messages_is_told_though_the_others_h
         collectives.barrier()
         with ExitStack() as slowed:
             if cluster.rank == 1:
-                slowed.enter_context(replaced("comm.transport.submit._shard_fits", late))
+                slowed.enter_context(replaced("comm.transport.run_collective._shard_fits", late))
             collectives.all_reduce(torch.ones(5 + cluster.rank))
 
     for n in (2, 3):

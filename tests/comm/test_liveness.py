@@ -26,7 +26,7 @@ POINTS = {
     "after its first word": "comm.membership.meeting.wait_for_all",
     "before the group forms": "torch.distributed.init_process_group",
     "after the group has formed": "comm.rendezvous.WatchedStore",
-    "before its data is compared": "lab.same_start.digest",
+    "before its data is compared": "lab.same_start.data_digest",
     "before it connects to its neighbour": "comm.transport.sockets.connect",
     "before a reduction of torch's own": "torch.distributed.all_reduce",
 }
@@ -153,58 +153,58 @@ def test_the_others_are_told_why_a_rank_has_failed(capfd):
 def test_a_rank_that_gives_up_because_of_another_one_does_not_keep_the_next_one_waiting():
     """A chain of ranks, each of which waits for the one before it, would otherwise take a second for each."""
     store = dist.HashStore()
-    assert liveness.attend(store, 0, 3)
+    assert liveness.connect(store, 0, 3)
     address, port, token = json.loads(store.get("liveness"))
-    first, second = (liveness.Guest(rank, address, port, token) for rank in (1, 2))
+    first, second = (liveness.LivenessClient(rank, address, port, token) for rank in (1, 2))
     start = time.monotonic()
     assert not first.fail("ValueError: no more data", patience=0.0)
     cause = second.cause(patience=5)
     assert not second.fail(f"could not receive from rank 1: {cause}.", patience=30.0)
     assert time.monotonic() - start < 5
-    for guest in (first, second):
-        guest.finish()
+    for client in (first, second):
+        client.finish()
     liveness.current().wait_until_alone(5)
     liveness.forget()
 
 
 def test_who_has_no_token_is_not_listened_to_and_stops_nothing():
     store = dist.HashStore()
-    assert liveness.attend(store, 0, 3)
-    host = liveness.current()
+    assert liveness.connect(store, 0, 3)
+    server = liveness.current()
     address, port, token = json.loads(store.get("liveness"))
     strangers = [socket.create_connection((address, port)) for _ in range(4)]
     strangers[1].sendall(b'{"rank": 1, "token": "guessed"}\n{"rank": 1, "how": "died", "why": ""}\n')
     strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
     strangers[3].close()
-    guests = {rank: liveness.Guest(rank, address, port, token) for rank in (1, 2)}
-    assert guests[2].cause(patience=0) is None
-    guests[1].fail("it has enough")
-    assert str(guests[2].cause()) == str(host.cause()) == "rank 1 has failed: it has enough"
-    for guest in guests.values():
-        guest.finish()
-    host.wait_until_alone(5)
-    assert [gone.rank for gone in host.gone] == [1, 2]
+    clients = {rank: liveness.LivenessClient(rank, address, port, token) for rank in (1, 2)}
+    assert clients[2].cause(patience=0) is None
+    clients[1].fail("it has enough")
+    assert str(clients[2].cause()) == str(server.cause()) == "rank 1 has failed: it has enough"
+    for client in clients.values():
+        client.finish()
+    server.wait_until_alone(5)
+    assert [gone.rank for gone in server.gone] == [1, 2]
     liveness.forget()
 
 
 def test_a_rank_that_dies_as_it_connects_does_not_stop_the_news_for_the_others():
     store = dist.HashStore()
-    assert liveness.attend(store, 0, 4)
-    host = liveness.current()
+    assert liveness.connect(store, 0, 4)
+    server = liveness.current()
     address, port, token = json.loads(store.get("liveness"))
-    guests = [liveness.Guest(3, address, port, token)]
-    guests[0].fail("it has enough")
-    assert host.cause(patience=10) is not None
-    with host._news:  # so that its thread answers to a connection that has been reset
+    clients = [liveness.LivenessClient(3, address, port, token)]
+    clients[0].fail("it has enough")
+    assert server.cause(patience=10) is not None
+    with server._news:  # so that its thread answers to a connection that has been reset
         dying = socket.create_connection((address, port))
         dying.sendall(json.dumps({"rank": 1, "token": token}).encode() + b"\n")
         dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dying.close()
-    guests.append(liveness.Guest(2, address, port, token))
-    assert str(guests[1].cause(patience=10)) == "rank 3 has failed: it has enough"
-    for guest in guests:
-        guest.finish()
-    host.wait_until_alone(5)
+    clients.append(liveness.LivenessClient(2, address, port, token))
+    assert str(clients[1].cause(patience=10)) == "rank 3 has failed: it has enough"
+    for client in clients:
+        client.finish()
+    server.wait_until_alone(5)
     liveness.forget()
 
 
@@ -231,7 +231,7 @@ def test_a_rank_that_has_met_all_and_left_stops_none_that_still_looks_whether_al
     monkeypatch.setattr(liveness, "_of_this_process", peers := liveness.Liveness(1))
     peers._hear = lambda seconds: None
     peers.gone = [liveness.Gone(0, "finished")]
-    meeting.stop_if_hopeless(store, 1)
+    meeting.raise_if_given_up(store, 1)
     peers.gone = [liveness.Gone(0, "finished"), liveness.Gone(2, "died")]
     with pytest.raises(CommError, match="The group cannot form: rank 2 has died"):
-        meeting.stop_if_hopeless(store, 1)
+        meeting.raise_if_given_up(store, 1)

@@ -22,7 +22,7 @@ def test_partial_sums_survive_until_they_have_left_also_where_some_chunks_are_em
 
 def test_an_all_reduce_right_after_another_does_not_meet_its_messages():
     def work(cluster) -> None:
-        for turn in range(200):  # more than an early tag has turns
+        for turn in range(200):  # more than an eager tag has turns
             x = torch.full((3,), float(turn + cluster.rank))
             collectives.all_reduce(x)
             assert (x == 2 * turn + 1).all(), (turn, x)
@@ -30,7 +30,7 @@ def test_an_all_reduce_right_after_another_does_not_meet_its_messages():
     run_ranks(work, 2)
 
 
-def test_more_segments_than_an_early_tag_has_numbers_arrive_in_order():
+def test_more_segments_than_an_eager_tag_has_numbers_arrive_in_order():
     def work(cluster) -> None:
         numel = 150 * (1 << 17)  # 150 segments of float64 for each of 2 ranks, where a tag counts to 64
         x = torch.arange(2 * numel, dtype=torch.float64)

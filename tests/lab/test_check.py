@@ -2,7 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from lab.check import assert_same, digest, gradients, reference_gradients, refuse_unequal, replicas_equal
+from lab.check import (
+    assert_same,
+    gradients,
+    module_digest,
+    reference_gradients,
+    refuse_unequal,
+    replicas_equal,
+)
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
@@ -55,10 +62,10 @@ def test_the_reference_forgets_gradients_from_before():
 
 def test_a_digest_changes_with_a_single_bit():
     module = nn.Linear(2, 1)
-    before = digest(module)
+    before = module_digest(module)
     with torch.no_grad():
         module.weight[0, 0] = torch.nextafter(module.weight[0, 0], torch.tensor(10.0))
-    assert digest(module) != before
+    assert module_digest(module) != before
 
 
 def test_replicas_are_equal_only_if_every_rank_holds_the_same_bits():

@@ -10,15 +10,15 @@ def test_traffic_adds_and_subtracts():
     assert sum([Traffic(1, 1)] * 3, Traffic()) == Traffic(3, 3)
 
 
-def test_what_is_counted_and_what_is_booked_stand_in_rows_of_their_own():
+def test_counted_traffic_and_traffic_by_formula_stand_in_rows_of_their_own():
     ledger = Ledger()
     ledger.count("all_reduce", "ring", 100)
     ledger.count("all_reduce", "ring", 50, messages=3)
-    ledger.book("all_reduce", "ring", Traffic(7, 1))
+    ledger.add_formula("all_reduce", "ring", Traffic(7, 1))
     ledger.count("all_reduce", "tree", 1)
     assert ledger.rows() == {
         Entry("all_reduce", "ring"): Traffic(150, 4),
-        Entry("all_reduce", "ring", booked=True): Traffic(7, 1),
+        Entry("all_reduce", "ring", by_formula=True): Traffic(7, 1),
         Entry("all_reduce", "tree"): Traffic(1, 1),
     }
     assert ledger.total() == Traffic(158, 6)

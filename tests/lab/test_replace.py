@@ -54,11 +54,14 @@ def test_a_class_and_a_single_method_can_be_replaced():
 
 
 def test_the_original_comes_back_after_an_error_too():
-    original = comm.algorithms.reduction.finish
-    with pytest.raises(ZeroDivisionError), replaced("comm.algorithms.reduction.finish", print):
-        assert comm.algorithms.pipelined_ring.finish is print
+    original = comm.algorithms.reduction.divide_if_mean
+    with pytest.raises(ZeroDivisionError), replaced("comm.algorithms.reduction.divide_if_mean", print):
+        assert comm.algorithms.pipelined_ring.divide_if_mean is print
         raise ZeroDivisionError
-    assert comm.algorithms.reduction.finish is original and comm.algorithms.pipelined_ring.finish is original
+    assert (
+        comm.algorithms.reduction.divide_if_mean is original
+        and comm.algorithms.pipelined_ring.divide_if_mean is original
+    )
     assert replace.active() == {}
 
 
@@ -110,7 +113,7 @@ def test_a_mistake_in_a_replacement_shows_its_own_line():
     def reduce_all(cluster) -> None:
         comm.collectives.all_reduce(comm.algorithms.pipelined_ring.torch.ones(2))
 
-    with replaced("comm.algorithms.reduction.finish", broken), pytest.raises(RankError) as error:
+    with replaced("comm.algorithms.reduction.divide_if_mean", broken), pytest.raises(RankError) as error:
         run_ranks(reduce_all, 2)
     assert 'raise ValueError("not written yet")' in str(error.value)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lab.cluster import Cluster
-from lab.same_start import check_same_start, digest
+from lab.same_start import check_same_start, data_digest
 
 TEXT = torch.arange(200, dtype=torch.uint8)
 OTHER = TEXT.flip(0)
@@ -40,8 +40,8 @@ def verdicts(
 def test_the_digest_tells_two_corpora_apart():
     changed = TEXT.clone()
     changed[100] += 1
-    assert digest(TEXT) == digest(TEXT.clone())
-    assert digest(TEXT) != digest(changed)
+    assert data_digest(TEXT) == data_digest(TEXT.clone())
+    assert data_digest(TEXT) != data_digest(changed)
 
 
 def test_ranks_with_the_same_data_pass():

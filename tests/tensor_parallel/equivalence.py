@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm.functions import Gathering
+from comm.functions import InFlightAllGather
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.model import GPT, MLP, GPTConfig, loss_of
@@ -30,7 +30,7 @@ def text(time: int = 12) -> tuple[Tensor, Tensor]:
 
 def gathered(part: Tensor, dim: int, size: int | None = None) -> Tensor:
     """Return all ranks' parts of a tensor, put together."""
-    return Gathering(part.detach(), dim, None, size).wait()
+    return InFlightAllGather(part.detach(), dim, None, size).wait()
 
 
 def whole(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -40,7 +40,7 @@ def whole(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str,
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in cut.values()])
     result = dict(tensors)
-    of_ranks = Gathering(flat, 0, model.group).wait().split(len(flat))
+    of_ranks = InFlightAllGather(flat, 0, model.group).wait().split(len(flat))
     parts = [each.split([tensor.numel() for tensor in cut.values()]) for each in of_ranks]
     for (name, tensor), of_one in zip(cut.items(), zip(*parts, strict=True), strict=True):
         dim, size = model.dims[name]

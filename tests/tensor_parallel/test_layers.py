@@ -224,6 +224,6 @@ def test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed():
             y.sum().backward()
         return events
 
-    for name, by_tokens in (("all_reduce", False), ("Scattering", True)):
+    for name, by_tokens in (("all_reduce", False), ("InFlightReduceScatter", True)):
         for events in run_ranks(look, 2, name, by_tokens):
             assert events == ["product", "launched", "product", "awaited"], name

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from comm.functions import copy_to_ranks, gather, scatter_sums, sum_over_ranks
+from comm.functions import copy_to_ranks, gather_from_ranks, scatter_sums, sum_over_ranks
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -253,7 +253,7 @@ def test_second_derivatives_are_refused():
         for function in (
             lambda x: copy_to_ranks(x) ** 2,
             lambda x: sum_over_ranks(x) ** 2,
-            lambda x: gather(x, 0) ** 2,
+            lambda x: gather_from_ranks(x, 0) ** 2,
             lambda x: scatter_sums(x, 0) ** 2,
             lambda x: ColumnParallelLinear(4, 6)(x) ** 2,
         ):

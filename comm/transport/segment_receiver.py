@@ -9,7 +9,7 @@ from comm.transport.wire import Transfer, Wire
 AHEAD = 8
 
 
-class Stream:
+class SegmentReceiver:
     """The next `len(sizes)` segments that `src` sends, `sizes` in elements, and behind them those for `then`.
 
     Receives are posted ahead, for a payload moves only once its receive is posted, but only a few, so that

@@ -1,0 +1,119 @@
+"""Run a collective: wait for its turn, exchange headers, bring its tensors to the wire, run its algorithm.
+
+An algorithm is called as `algorithm(transport, *tensors)`. The transport is a Wire (gloo's messages) or, for
+"tcp" and "cma", the group's own ring. The tensors are flat and in host memory. The headers have been
+compared before, so an algorithm may rely on all ranks having called the same operation.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from comm.errors import CommError, Mismatch
+from comm.shards import shard_sizes
+from comm.transport import sockets
+from comm.transport.gpu_handover import handover_of, taken
+from comm.transport.handshake import Header, HeaderExchange, wait_until_all_have_read
+from comm.transport.slow_link import LinkDelay
+from comm.transport.sockets import RingSockets
+from comm.transport.staging import In
+from comm.transport.wire import Group, Wire
+from comm.transport.work_queue import GroupQueue, Handle, queue_of
+from lab.timeline import span
+
+RINGS = ("tcp", "cma")  # of our own connections
+
+# Those whose first messages are segments, and may leave while the headers are under way.
+EAGER_PATTERNS = {
+    ("all_gather", "pipelined_ring"),
+    ("reduce_scatter", "pipelined_ring"),
+    ("all_reduce", "pipelined_ring"),
+    ("all_reduce", "recursive_doubling"),
+}
+
+
+def run_collective(
+    header: Header, group: Group, async_op: bool, algorithm: Callable[..., None], *buffers: In
+) -> Handle:
+    """Run `algorithm` when its turn comes, and return the handle. `header` describes this rank's call."""
+    for buffer in buffers:
+        if buffer.tensor.dtype != header.dtype:
+            raise CommError(
+                f"{header.op}: the tensors of one call must have one dtype, not {buffer.tensor.dtype} too."
+            )
+    num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
+    handover = handover_of(buffer.tensor for buffer in buffers)
+    queue, posted = queue_of(group), time.perf_counter_ns()
+
+    def run(transport: Wire | RingSockets) -> None:
+        wired = [buffer.to_wire() for buffer in buffers]
+        algorithm(transport, *wired)
+        for buffer, tensor in zip(buffers, wired, strict=True):
+            buffer.from_wire(tensor)
+
+    def job(sequence: int) -> None:
+        with taken(handover):
+            ready = posted if handover is None else time.perf_counter_ns()
+            with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+                delay = LinkDelay(
+                    queue, ready, header.op, header.pattern, num_bytes, dist.get_world_size(group)
+                )
+                mine = dataclasses.replace(header, ready=delay.ready)
+                try:
+                    if header.pattern in RINGS:
+                        _over_sockets(mine, group, sequence, delay, run)
+                    else:
+                        _over_gloo(mine, group, queue, sequence, delay, run)
+                except Mismatch:
+                    wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                    raise
+                delay.wait()
+
+    return queue.submit(job, async_op)
+
+
+def _over_sockets(
+    header: Header, group: Group, sequence: int, delay: LinkDelay, run: Callable[[RingSockets], None]
+) -> None:
+    try:
+        ring = sockets.sockets_of(group, header.pattern, header.op, sequence)
+        ring.exchange_headers(header, delay.start)
+        run(ring)
+    except CommError:
+        sockets.forget(group, header.pattern)  # the streams may be out of step: the next use connects anew
+        raise
+
+
+def _over_gloo(
+    header: Header,
+    group: Group,
+    queue: GroupQueue,
+    sequence: int,
+    delay: LinkDelay,
+    run: Callable[[Wire], None],
+) -> None:
+    eager = (header.op, header.pattern) in EAGER_PATTERNS and not queue.has_stale_messages
+    wire = Wire(group, header.op, header.pattern, sequence, eager)
+    headers = HeaderExchange(wire, header)
+
+    def check() -> None:
+        try:
+            delay.start(headers.finish())
+        except CommError:
+            queue.has_stale_messages = True
+            queue.stale_messages.append(wire.eager_transfers)
+            raise
+
+    wire.set_handshake(check)
+    if not eager or not _shard_fits(header, wire):
+        wire.finish_handshake()
+    run(wire)
+    wire.finish_handshake()
+
+
+def _shard_fits(header: Header, wire: Wire) -> bool:
+    """False if this rank's own shard has the wrong size; the headers will tell everyone."""
+    fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
+    return fits or header.op not in ("all_gather", "reduce_scatter")
