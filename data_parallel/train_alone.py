@@ -94,12 +94,12 @@ def main(cluster: Cluster, args: Args) -> None:
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         for x, y in itertools.islice(loader, steps - done):
-            with meter.step() as this:
+            with meter.step() as record:
                 loss = F.cross_entropy(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                this.loss = loss
+                record.loss = loss
             done += 1
         accuracies = everyones(cluster, accuracy(model, test_images, test_labels))
         drifts = drift(cluster, model)

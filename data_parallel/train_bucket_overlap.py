@@ -224,24 +224,26 @@ def main(cluster: Cluster, args: BucketArgs) -> None:
         run.model(), pattern=run.pattern, bucket_mb=args.bucket_mb, wire_dtype=args.wire_dtype
     )
     optimizer = run.optimizer(model)
-    for step in run.steps(model, optimizer):
-        parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        with run.step() as this:
-            optimizer.zero_grad()
-            total = torch.zeros((), device=cluster.device)
-            for i, (x, y) in enumerate(parts):
-                is_last = i == len(parts) - 1
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    with span("forward", "forward"):
-                        loss = loss_of(model(x), y) / len(parts)
-                    with span("backward", "backward"):
-                        loss.backward()
-                total += loss.detach()
-            model.finish_gradient_sync()
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(total)
-        run.sent(traffic_per_step(cluster, model, run.pattern))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    is_last = i == len(parts) - 1
+                    with contextlib.nullcontext() if is_last else model.no_sync():
+                        with span("forward", "forward"):
+                            loss = loss_of(model(x), y) / len(parts)
+                        with span("backward", "backward"):
+                            loss.backward()
+                    total += loss.detach()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.stop_if_asked(step)
     run.finish(model, buckets=len(model.buckets))
 
 

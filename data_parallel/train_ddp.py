@@ -109,25 +109,27 @@ def main(cluster: Cluster, args: Args) -> None:
     hook = HookState()
     model.register_comm_hook(hook, through_comm)
     optimizer = run.optimizer(model)
-    for step in run.steps(model, optimizer):
-        parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        hook.sizes.clear()
-        with run.step() as this:
-            optimizer.zero_grad()
-            total = torch.zeros((), device=cluster.device)
-            for i, (x, y) in enumerate(parts):
-                is_last = i == len(parts) - 1
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    with span("forward", "forward"):
-                        loss = loss_of(model(x), y) / len(parts)
-                    with span("backward", "backward"):
-                        loss.backward()  # and wait for what is under way
-                    hook.check()
-                total += loss.detach()
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(total)
-        run.sent(traffic_per_step(cluster, hook.sizes))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            hook.sizes.clear()
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    is_last = i == len(parts) - 1
+                    with contextlib.nullcontext() if is_last else model.no_sync():
+                        with span("forward", "forward"):
+                            loss = loss_of(model(x), y) / len(parts)
+                        with span("backward", "backward"):
+                            loss.backward()  # and wait for what is under way
+                        hook.check()
+                    total += loss.detach()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(traffic_per_step(cluster, hook.sizes))
+            run.stop_if_asked(step)
     run.finish(model, buckets=len(hook.sizes))
 
 

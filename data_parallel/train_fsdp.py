@@ -209,31 +209,33 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
 def main(cluster: Cluster, args: Args) -> None:
     run = ZeroRun(cluster, args, "fsdp", args.model)
     if cluster.device.type == "cuda":
-        run.unseen = "FSDP2 waits on CUDA streams of its own, where no span looks"
+        run.not_measured = "FSDP2 waits on CUDA streams of its own, where no span looks"
     model = shard(
         run.model(), cluster.device, args.pattern, args.bf16, args.recompute, args.reshard_after_forward
     )
     optimizer = run.optimizer_class(model.parameters(), **run.options)
     shares = shares_of(model, cluster.rank, cluster.world_size)
     memory = MemoryReport(cluster, 3, model, optimizer, shares, states_of(run.optimizer_class, **run.options))
-    for step in run.steps(model, optimizer):
-        parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        with run.step() as this:
-            optimizer.zero_grad()
-            total = torch.zeros((), device=cluster.device)
-            for i, (x, y) in enumerate(parts):
-                model.set_requires_gradient_sync(i == len(parts) - 1)
-                with span("forward", "forward"), memory.forward():
-                    loss = loss_of(model(x), y) / len(parts)
-                with span("backward", "backward"):
-                    loss.backward()
-                total += loss.detach()
-            if args.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(total)
-        run.sent(traffic_per_step(cluster, args, model))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    model.set_requires_gradient_sync(i == len(parts) - 1)
+                    with span("forward", "forward"), memory.forward():
+                        loss = loss_of(model(x), y) / len(parts)
+                    with span("backward", "backward"):
+                        loss.backward()
+                    total += loss.detach()
+                if args.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(traffic_per_step(cluster, args, model))
+            run.stop_if_asked(step)
     held = memory.finish(as_json=args.json)
     whole = run.model()
     whole.load_state_dict(dict(full_state_dict(model)))

@@ -91,19 +91,21 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "data_parallel_naive")
     model = NaiveDataParallel(run.model(), pattern=run.pattern)
     optimizer = run.optimizer(model)
-    for step in run.steps(model, optimizer):
-        x, y = run.batch(step)
-        with run.step() as this:
-            with span("forward", "forward"):
-                loss = loss_of(model(x), y)
-            optimizer.zero_grad()
-            with span("backward", "backward"):
-                loss.backward()
-            model.finish_gradient_sync()
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(loss)
-        run.sent(traffic_per_step(cluster, model, run.pattern))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                with span("forward", "forward"):
+                    loss = loss_of(model(x), y)
+                optimizer.zero_grad()
+                with span("backward", "backward"):
+                    loss.backward()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(loss)
+            run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.stop_if_asked(step)
     run.finish(model)
 
 

@@ -131,24 +131,26 @@ def main(cluster: Cluster, args: AccumulationArgs) -> None:
     run = Run(cluster, args, "data_parallel_overlap")
     model = OverlapDataParallel(run.model(), pattern=run.pattern)
     optimizer = run.optimizer(model)
-    for step in run.steps(model, optimizer):
-        parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        with run.step() as this:
-            optimizer.zero_grad()
-            total = torch.zeros((), device=cluster.device)
-            for i, (x, y) in enumerate(parts):
-                is_last = i == len(parts) - 1
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    with span("forward", "forward"):
-                        loss = loss_of(model(x), y) / len(parts)
-                    with span("backward", "backward"):
-                        loss.backward()
-                total += loss.detach()
-            model.finish_gradient_sync()
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(total)
-        run.sent(traffic_per_step(cluster, model, run.pattern))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    is_last = i == len(parts) - 1
+                    with contextlib.nullcontext() if is_last else model.no_sync():
+                        with span("forward", "forward"):
+                            loss = loss_of(model(x), y) / len(parts)
+                        with span("backward", "backward"):
+                            loss.backward()
+                    total += loss.detach()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.stop_if_asked(step)
     run.finish(model)
 
 

@@ -170,26 +170,28 @@ def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
         model.parameters(), run.optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **run.options
     )
     memory = run.memory(2, model, optimizer, [bucket.flat for bucket in optimizer.buckets])
-    for step in run.steps(model, optimizer):
-        parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        with run.step() as this:
-            optimizer.zero_grad()
-            total = torch.zeros((), device=cluster.device)
-            for i, (x, y) in enumerate(parts):
-                is_last = i == len(parts) - 1
-                with contextlib.nullcontext() if is_last else optimizer.no_sync():
-                    with span("forward", "forward"), memory.forward():
-                        loss = loss_of(model(x), y) / len(parts)
-                    with span("backward", "backward"):
-                        loss.backward()
-                total += loss.detach()
-            optimizer.finish_gradient_sync()
-            if args.clip is not None:
-                optimizer.clip_grad_norm_(args.clip)
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(total)
-        run.sent(optimizer.traffic_per_step(args.grad_acc_steps, args.clip is not None))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    is_last = i == len(parts) - 1
+                    with contextlib.nullcontext() if is_last else optimizer.no_sync():
+                        with span("forward", "forward"), memory.forward():
+                            loss = loss_of(model(x), y) / len(parts)
+                        with span("backward", "backward"):
+                            loss.backward()
+                    total += loss.detach()
+                optimizer.finish_gradient_sync()
+                if args.clip is not None:
+                    optimizer.clip_grad_norm_(args.clip)
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(optimizer.traffic_per_step(args.grad_acc_steps, args.clip is not None))
+            run.stop_if_asked(step)
     run.finish(model, **memory.finish(as_json=args.json))
 
 

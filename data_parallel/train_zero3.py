@@ -228,26 +228,28 @@ def main(cluster: Cluster, args: Args) -> None:
     )
     optimizer = run.optimizer_class(model.parameters(), **run.options)
     memory = run.memory(3, model, optimizer, [unit.flat for unit in model.units])
-    for step in run.steps(model, optimizer):
-        parts = microbatches(*run.batch(step), args.grad_acc_steps)
-        with run.step() as this:
-            optimizer.zero_grad()
-            total = torch.zeros((), device=cluster.device)
-            for i, (x, y) in enumerate(parts):
-                is_last = i == len(parts) - 1
-                with contextlib.nullcontext() if is_last else model.no_sync():
-                    with span("forward", "forward"), memory.forward():
-                        loss = loss_of(model(x), y) / len(parts)
-                    with span("backward", "backward"):
-                        loss.backward()
-                total += loss.detach()
-            model.finish_gradient_sync()
-            if args.clip is not None:
-                model.clip_grad_norm_(args.clip)
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(total)
-        run.sent(model.traffic_per_step(len(parts), args.clip is not None))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    is_last = i == len(parts) - 1
+                    with contextlib.nullcontext() if is_last else model.no_sync():
+                        with span("forward", "forward"), memory.forward():
+                            loss = loss_of(model(x), y) / len(parts)
+                        with span("backward", "backward"):
+                            loss.backward()
+                    total += loss.detach()
+                model.finish_gradient_sync()
+                if args.clip is not None:
+                    model.clip_grad_norm_(args.clip)
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(model.traffic_per_step(len(parts), args.clip is not None))
+            run.stop_if_asked(step)
     held = memory.finish(as_json=args.json)
     with model.gathered() as full:
         run.finish(full, **held)

@@ -3,10 +3,11 @@
 run = ZeroRun(cluster, args, "zero1")
 optimizer = ZeroOptimizer(model.parameters(), run.optimizer_class, pattern=run.pattern, lr=args.lr)
 memory = run.memory(1, model, optimizer, flats)
-for step in run.steps(model, optimizer):
-    with run.step() as this:
-        with span("forward", "forward"), memory.forward():
-            ...
+with run.checkpointing(model, optimizer) as first:
+    for step in range(first, args.steps):
+        with run.step() as record:
+            with span("forward", "forward"), memory.forward():
+                ...
 run.finish(model, **memory.finish())
 """
 

@@ -2,8 +2,8 @@
 
     meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
     for step in range(50):
-        with meter.step() as this:
-            this.loss = forward_backward_and_update(step)
+        with meter.step() as record:
+            record.loss = forward_backward_and_update(step)
     meter.finish(replicas_equal=True)
 
 Rank 0 prints, the others measure in silence. What a step costs is what happens inside its `with`.
@@ -35,7 +35,7 @@ LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a termin
 
 
 @dataclass
-class Step:
+class StepRecord:
     """Holds what a step reports: its loss, a float or a 0-d tensor, averaged over ranks by the caller.
 
     A rank's own loss is that of its slice of the batch. A tensor is read only for a line that is printed,
@@ -72,29 +72,28 @@ class Meter:
         self._seconds: list[float] = []
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
-        self._traffic_before = self._traffic = Traffic()
+        self._traffic = Traffic()
         self._peak: int | None = None
         reset_peak_memory(cluster.device)
 
     @contextmanager
-    def step(self) -> Iterator[Step]:
+    def step(self) -> Iterator[StepRecord]:
         """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
-        if not self._seconds:
-            self._traffic_before = LEDGER.total()
+        before = LEDGER.total()
         # Kernels still queued belong to the step that launched them.
-        this, start_ns = Step(), time_when_done(self._cluster.device)
+        record, start_ns = StepRecord(), time_when_done(self._cluster.device)
         try:
-            yield this
+            yield record
         except BaseException:
             self._end_line()
             raise
         self.windows.append((start_ns, time_when_done(self._cluster.device)))
         self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
-        self._traffic = LEDGER.total() - self._traffic_before
+        self._traffic += LEDGER.total() - before
         if self._first_step + len(self._seconds) == self._steps:
             self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
         # Detached, or the loss would keep the step's graph alive through the next one.
-        self._last_loss = this.loss.detach() if isinstance(this.loss, Tensor) else this.loss
+        self._last_loss = record.loss.detach() if isinstance(record.loss, Tensor) else record.loss
         if len(self._seconds) == 1:
             self._first_loss = self._loss()
         if self._cluster.is_main:
@@ -104,9 +103,9 @@ class Meter:
         """Print the summary on rank 0 and return this rank's on every rank; NaN and infinity become None.
 
         `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
-        `bytes_sent` and `messages_sent` are this rank's from the start of the first step to the end of the
-        last, warm-up included: a step's times `steps`. `peak_memory_bytes`, from when the meter was made to
-        the last step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields.
+        `bytes_sent` and `messages_sent` are what this rank has sent inside of all steps, warm-up included;
+        traffic between steps is left out. `peak_memory_bytes`, from when the meter was made to the last
+        step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields.
         """
         summary = {
             "run_mode": self._run_mode,

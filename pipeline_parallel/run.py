@@ -21,7 +21,7 @@ from lab.chrome_trace import write_chrome_trace
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.gantt import Event, draw_panels
-from lab.meter import Step
+from lab.meter import StepRecord
 from lab.model import GPT, BabyCNN, loss_of
 from lab.overlap import per_step
 from lab.together import on_all
@@ -38,7 +38,7 @@ from pipeline_parallel.stage import measured_costs
 from pipeline_parallel.validate import validate
 from training import checkpoint
 from training.arguments import TrainArgs
-from training.run import WARMUP, WATCHED
+from training.run import RECORDED_STEPS, WARMUP_STEPS
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
 
@@ -143,10 +143,10 @@ class Run(training.run.Run):
         is_main = self._cluster.is_main
         return on_all("measure the model", lambda: measured_costs(model, example) if is_main else [])[0]
 
-    def step(self) -> AbstractContextManager[Step]:
+    def step(self) -> AbstractContextManager[StepRecord]:
         """Time one step. In the first, which does not count, activations are watched."""
         if hasattr(self, "_pipeline"):
-            self._pipeline.executor.watch = None if self._meter.windows else self._watch
+            self._pipeline.executor.watch = None if self._steps_done else self._watch
         return super().step()
 
     def loss(self, outcome: Outcome) -> Tensor:
@@ -166,8 +166,10 @@ class Run(training.run.Run):
 
     def _reported(self, pipeline: Pipeline) -> Report | None:
         """All ranks' actions and activations, brought together on rank 0."""
+        assert self._meter is not None
         windows = self._meter.windows
-        steps = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
+        warmup = min(WARMUP_STEPS, len(windows) // 2)
+        steps = per_step(timeline.recorded(), windows[warmup:RECORDED_STEPS])
         mine = [
             event._replace(args={**event.args, "step": number})
             for number, events in enumerate(steps)

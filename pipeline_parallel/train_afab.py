@@ -105,16 +105,18 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "pipeline_afab")
     pipeline = run.by_hand(AllForwardAllBackward, "gpipe")
     optimizer = run.optimizer(pipeline)
-    for step in run.steps(pipeline, optimizer):
-        x, y = run.batch(step)
-        with run.step() as this:
-            optimizer.zero_grad()
-            outcome = pipeline.step(x, y)  # AllForwardAllBackward.step, on this rank's stage
-            pipeline.finish_gradient_sync()
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.loss(outcome)
-        run.sent(pipeline.traffic_per_step())
+    with run.checkpointing(pipeline, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                optimizer.zero_grad()
+                outcome = pipeline.step(x, y)  # AllForwardAllBackward.step, on this rank's stage
+                pipeline.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.loss(outcome)
+            run.expect_traffic(pipeline.traffic_per_step())
+            run.stop_if_asked(step)
     run.finish(pipeline)
 
 

@@ -27,16 +27,18 @@ def main(cluster: Cluster, args: ChunkedArgs) -> None:
     table = interleaved_1f1b(cluster.world_size, args.microbatches, args.chunks)
     pipeline = run.pipeline(table, "interleaved")
     optimizer = run.optimizer(pipeline)
-    for step in run.steps(pipeline, optimizer):
-        x, y = run.batch(step)
-        with run.step() as this:
-            optimizer.zero_grad()
-            outcome = pipeline.step(x, y)
-            pipeline.finish_gradient_sync()
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.loss(outcome)
-        run.sent(pipeline.traffic_per_step())
+    with run.checkpointing(pipeline, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                optimizer.zero_grad()
+                outcome = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.loss(outcome)
+            run.expect_traffic(pipeline.traffic_per_step())
+            run.stop_if_asked(step)
     run.finish(pipeline)
 
 

@@ -218,17 +218,18 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = run.optimizer(pipeline)
     x, _ = run.batch(0)
     native = TorchSchedule(pipeline, args.schedule, loss_of, x[: len(x) // args.microbatches])
-    with by_comm(table):
-        for step in run.steps(pipeline, optimizer):
+    with by_comm(table), run.checkpointing(pipeline, optimizer) as first:
+        for step in range(first, args.steps):
             x, y = run.batch(step)
-            with run.step() as this:
+            with run.step() as record:
                 optimizer.zero_grad()
                 outcome = native.step(x, y)
                 pipeline.finish_gradient_sync()
                 with span("step", "optimizer"):
                     optimizer.step()
-                this.loss = run.loss(outcome)
-            run.sent(pipeline.traffic_per_step())
+                record.loss = run.loss(outcome)
+            run.expect_traffic(pipeline.traffic_per_step())
+            run.stop_if_asked(step)
     run.finish(pipeline)
 
 

@@ -236,10 +236,10 @@ def main(cluster: Cluster, args: Args) -> None:
     # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.
     optimizer.param_groups[0]["foreach"] = False
     formula = traffic_per_step(cluster, model, args.batch_size, args.sequence_parallel)
-    with by_comm():
-        for step in run.steps(model, optimizer):
+    with by_comm(), run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
             x, y = run.batch(step)
-            with run.step() as this:
+            with run.step() as record:
                 optimizer.zero_grad()
                 with loss_parallel():  # around the backward too
                     with span("forward", "forward"):
@@ -249,8 +249,9 @@ def main(cluster: Cluster, args: Args) -> None:
                 finish_gradient_sync(model)
                 with span("step", "optimizer"):
                     optimizer.step()
-                this.loss = run.mean_loss(loss.full_tensor())
-            run.sent(formula)
+                record.loss = run.mean_loss(loss.full_tensor())
+            run.expect_traffic(formula)
+            run.stop_if_asked(step)
     whole = run.model()
     whole.load_state_dict(full_state_dict(model))
     run.finish(whole)

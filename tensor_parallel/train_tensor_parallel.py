@@ -27,21 +27,23 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "tensor_parallel")
     model = parallelize(run.model(), sequence_parallel=False)
     optimizer = run.optimizer(model)
-    for step in run.steps(model, optimizer):
-        x, y = run.batch(step)
-        with run.step() as this:
-            optimizer.zero_grad()
-            with span("forward", "forward"), run.watched(model, x):
-                loss = model.loss(model(x), y)
-            with span("backward", "backward"):
-                loss.backward()
-            model.finish_gradient_sync()
-            if args.clip is not None:
-                model.clip_grad_norm_(args.clip)
-            with span("step", "optimizer"):
-                optimizer.step()
-            this.loss = run.mean_loss(loss)
-        run.sent(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                optimizer.zero_grad()
+                with span("forward", "forward"), run.watched(model, x):
+                    loss = model.loss(model(x), y)
+                with span("backward", "backward"):
+                    loss.backward()
+                model.finish_gradient_sync()
+                if args.clip is not None:
+                    model.clip_grad_norm_(args.clip)
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(loss)
+            run.expect_traffic(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
+            run.stop_if_asked(step)
     run.finish(model)
 
 

@@ -3,18 +3,20 @@
 run = Run(cluster, args, "data_parallel_overlap")
 model = OverlapDataParallel(run.model(), pattern=run.pattern)
 optimizer = run.optimizer(model)
-for step in run.steps(model, optimizer):       # goes on from a checkpoint; saves one at the end or at Ctrl-C
-    x, y = run.batch(step)                     # this rank's slice of the global batch
-    with run.step() as this:
-        ...                                    # the lesson
-        this.loss = run.mean_loss(loss)
-    run.sent(formula)                          # what it should have sent, beside what is counted
+with run.checkpointing(model, optimizer) as first:    # 0, or the step that --resume goes on with
+    for step in range(first, args.steps):
+        x, y = run.batch(step)                        # this rank's slice of the global batch
+        with run.step() as record:                    # timed; the bytes sent here are counted
+            ...                                       # the lesson
+            record.loss = run.mean_loss(loss)
+        run.expect_traffic(formula)                   # the report shows it beside the counted bytes
+        run.stop_if_asked(step)                       # with --checkpoint, all ranks end after one Ctrl-C
 run.finish(model)
 """
 
 import statistics
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from lab.errors import Stopped, WorkbookError
 from lab.gantt import Event
 from lab.interrupt import StopRequest
 from lab.ledger import Traffic
-from lab.meter import Meter, Step
+from lab.meter import Meter, StepRecord
 from lab.metronome import metronome_of
 from lab.model import GPT, BabyCNN, GPTConfig
 from lab.overlap import overlap_of, per_step
@@ -47,19 +49,19 @@ from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce
 from training.validate import tick_seconds, validate_arguments, validate_folder
 
-WARMUP = 2  # steps that are neither timed nor drawn
-WATCHED = 200  # steps whose spans are recorded; a long run must not fill the memory with them
-DRAWN = 3  # steps in a picture; more make no clearer one
+WARMUP_STEPS = 2  # neither timed nor drawn
+RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
+DRAWN_STEPS = 3  # in a picture; more make no clearer one
 
 
 class Run:
     """One rank's side of a training run. `model` is "gpt" (text) or "baby_cnn" (digits).
 
-    A rank gets its slice of each batch, or with `whole_batch` all of it. Where spans cannot tell what was
-    computed while something was sent, `unseen` says why, and the report leaves that out.
+    A rank gets its slice of each batch, or with `whole_batch` all of it. Set `not_measured` to a reason where
+    spans cannot tell what was computed while something was sent: the report then leaves these figures out.
     """
 
-    unseen: str | None = None
+    not_measured: str | None = None
 
     def __init__(
         self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
@@ -80,9 +82,10 @@ class Run:
         self.pattern = getattr(args, "pattern", None) or fastest_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
         self._link = self._measured_link()
-        self._formula = Traffic()
-        self._stop: StopRequest | None = None
-        self._everybody_stops = False
+        self._expected = Traffic()
+        self._first_step = 0
+        self._meter: Meter | None = None
+        self._stop_request: StopRequest | None = None
         self._until_reported = ExitStack()
 
     def _check(self, args: TrainArgs) -> None:
@@ -130,56 +133,76 @@ class Run:
         x, y = (rank_slice(part, *place).to(self._cluster.device) for part in whole)
         return x, y
 
-    def steps(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        """The numbers of the steps to take. With --checkpoint, Ctrl-C ends them after a whole step."""
-        args, cluster = self._args, self._cluster
-        first = self._resume(model, optimizer) if args.resume else 0
-        tokens = args.batch_size * (self._config.block_size if self._model == "gpt" else 1)
-        self._meter = Meter(
-            cluster, self._run_mode, args.steps, tokens, args.json, warmup=WARMUP, first_step=first
-        )
-        timeline.start_recording(cluster.device)
-        if args.checkpoint is None:
-            yield from self._watched(range(args.steps))
+    @contextmanager
+    def checkpointing(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        """Yield the number of the first step: 0, or with --resume the one after the checkpoint's last.
+
+        With --checkpoint, save one when the block ends, also when `stop_if_asked` has ended it.
+        """
+        if self._args.resume:
+            self._first_step = self._resume(model, optimizer)
+        if self._args.checkpoint is None:
+            yield self._first_step
             return
         with ExitStack() as handlers:
-            self._stop = handlers.enter_context(StopRequest())
-            for step in self._watched(range(first, args.steps)):
-                yield step
-                if self._everybody_stops and step + 1 < args.steps:
-                    self._save(step + 1, model, optimizer)
-                    raise Stopped(
-                        f"stopped after step {step + 1} of {args.steps}; the checkpoint is in "
-                        f"{args.checkpoint}, and --resume goes on from there."
-                    )
-            self._save(args.steps, model, optimizer)
+            self._stop_request = handlers.enter_context(StopRequest())
+            try:
+                yield self._first_step
+            except Stopped:
+                self._save(self._first_step + self._steps_done, model, optimizer)
+                raise
+            self._save(self._args.steps, model, optimizer)
             # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
             self._until_reported = handlers.pop_all()
 
-    def _watched(self, steps: range) -> Iterator[int]:
-        for step in steps:
-            if step == steps.start + WATCHED:
-                timeline.stop_recording()
-            yield step
-            timeline.settle()
+    @contextmanager
+    def step(self) -> Iterator[StepRecord]:
+        """Time one step and count what it sends. Spans are recorded in the first 200 steps."""
+        if self._meter is None:
+            self._meter = self._begin()
+        if self._steps_done == RECORDED_STEPS:
+            timeline.stop_recording()
+        with self._meter.step() as record:
+            yield record
+        timeline.settle()
 
-    def step(self) -> AbstractContextManager[Step]:
-        """Time one step."""
-        return self._meter.step()
+    def _begin(self) -> Meter:
+        args = self._args
+        tokens = args.batch_size * (self._config.block_size if self._model == "gpt" else 1)
+        timeline.start_recording(self._cluster.device)
+        return Meter(
+            self._cluster, self._run_mode, args.steps, tokens, args.json, WARMUP_STEPS, self._first_step
+        )
+
+    @property
+    def _steps_done(self) -> int:
+        return len(self._meter.windows) if self._meter is not None else 0
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The mean over ranks of each one's loss. A rank that is asked to stop tells the others here."""
-        asked = self._stop is not None and self._stop.requested
-        both = torch.stack([loss.detach().float(), loss.new_tensor(asked).float()])
-        all_reduce(both, op="mean", pattern=self.pattern)
-        if self._stop is not None:
-            self._everybody_stops = bool(both[1] > 0)
-        return both[0]
+        """Return the mean over ranks of each one's loss."""
+        mean = loss.detach().float().clone()
+        all_reduce(mean, op="mean", pattern=self.pattern)
+        return mean
 
-    def sent(self, formula: Traffic) -> None:
-        """What the formula says a step's gradients have cost this rank; the loss is added here."""
+    def expect_traffic(self, of_the_step: Traffic) -> None:
+        """Take note of what the lesson's formula expects this rank to send in a step; the loss is added."""
         place = (self._cluster.world_size, self._cluster.rank)
-        self._formula += formula + cost.per_rank("all_reduce", self.pattern, 2, 4, *place)
+        self._expected += of_the_step + cost.per_rank("all_reduce", self.pattern, 1, 4, *place)
+
+    def stop_if_asked(self, step: int) -> None:
+        """End the training after this step if a rank was asked to, by Ctrl-C; only with --checkpoint.
+
+        Raises Stopped on all ranks: otherwise one would wait in a collective for a rank that has left.
+        """
+        if self._stop_request is None or step + 1 == self._args.steps:
+            return
+        asked = torch.tensor([self._stop_request.requested], dtype=torch.uint8).to(self._cluster.device)
+        all_reduce(asked, op="max", pattern=self.pattern)
+        if asked:
+            raise Stopped(
+                f"stopped after step {step + 1} of {self._args.steps}; the checkpoint is in "
+                f"{self._args.checkpoint}, and --resume goes on from there."
+            )
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
@@ -194,31 +217,33 @@ class Run:
 
     def _report(self, model: nn.Module, extras: dict[str, Any]) -> dict[str, Any]:
         cluster, args = self._cluster, self._args
+        assert self._meter is not None, "there was no step"
         timeline.stop_recording()
         windows = self._meter.windows
-        by_step = per_step(timeline.recorded(), windows[min(WARMUP, len(windows) // 2) : WATCHED])
-        seen = [overlap_of(events) for events in by_step] if self.unseen is None else []
-        if self.unseen is not None:
-            extras |= {"not_measured": f"compute, communication, hidden share: {self.unseen}"}
-        shares = [one.hidden_share for one in seen if one.hidden_share is not None]
+        warmup = min(WARMUP_STEPS, len(windows) // 2)
+        by_step = per_step(timeline.recorded(), windows[warmup:RECORDED_STEPS])
+        overlaps = [overlap_of(events) for events in by_step] if self.not_measured is None else []
+        if self.not_measured is not None:
+            extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
+        shares = [one.hidden_share for one in overlaps if one.hidden_share is not None]
         link = self._link
         digests = replica_digests(cluster, model)
         summary = self._meter.finish(
             observed_steps=len(by_step),
-            compute_seconds=_median([one.compute_seconds for one in seen]),
-            communication_seconds=_median([one.communication_seconds for one in seen]),
+            compute_seconds=_median([one.compute_seconds for one in overlaps]),
+            communication_seconds=_median([one.communication_seconds for one in overlaps]),
             hidden_share=_median(shares),
             predicted_step_seconds=self._predicted_seconds(by_step),
             alpha_seconds=link.alpha,
             beta_seconds_per_byte=link.beta,
-            bytes_formula=self._formula.bytes_sent,
-            messages_formula=self._formula.messages_sent,
+            bytes_formula=self._expected.bytes_sent,
+            messages_formula=self._expected.messages_sent,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],
             **extras,
         )
         if args.trace is not None:
-            drawn = windows[WARMUP : WARMUP + DRAWN] or windows
+            drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
             self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
         refuse_unequal(digests)
         return summary

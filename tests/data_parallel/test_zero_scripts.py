@@ -22,8 +22,8 @@ from lab.ranks import run_ranks
 from tests.data_parallel import test_scripts
 from tests.data_parallel.test_scripts import STEPS, rows_of
 from tests.summary import FIELDS
-from tests.training import test_run
-from tests.training.test_run import the_one_sentence
+from tests.training import attempts
+from tests.training.attempts import the_one_sentence
 from training.run import Run
 
 SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -38,7 +38,7 @@ HELD = ["parameters", "gradients", "optimizer_state"]
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Return what test_scripts and test_run offer, for these scripts too."""
+    """Return what test_scripts and attempts offer, for these scripts too."""
     with mock.patch.dict(test_scripts.SCRIPTS, SCRIPTS):
         yield
 
@@ -59,7 +59,7 @@ def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
 def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
     with known():
-        return test_run.refusal(cluster, name, **changes)
+        return attempts.refusal(cluster, name, **changes)
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def test_what_ctrl_c_stopped_in_stage_1_on_three_ranks_goes_on_in_stage_3_on_two
     def stop(cluster: Cluster) -> str:
         with known():
             at = {"where": "step", "at": 3, "rank": 2, "checkpoint": str(tmp_path)}
-            return test_run.interrupted(cluster, "zero1", **at, **settings)
+            return attempts.interrupted(cluster, "zero1", **at, **settings)
 
     def go_on(cluster: Cluster) -> dict[str, Any]:
         return train(cluster, "zero3", checkpoint=str(tmp_path), resume=True, **settings)

@@ -26,8 +26,8 @@ def rank(number: int = 0, world_size: int = 1) -> Cluster:
 def run(steps: int, cluster: Cluster | None = None, as_json: bool = False, **extras: Any) -> dict[str, Any]:
     meter = Meter(cluster or rank(), "train", steps, tokens_per_step=100, as_json=as_json)
     for step in range(steps):
-        with meter.step() as this:
-            this.loss = 10.0 - step
+        with meter.step() as record:
+            record.loss = 10.0 - step
     return meter.finish(**extras)
 
 
@@ -77,9 +77,9 @@ def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(cl
     meter = Meter(rank(), "train", steps=6, tokens_per_step=100)
     for seconds in (50.0, 40.0, 1.0, 2.0, 3.0, 10.0):
         clock[0] += 5.0  # what happens between steps is no step's
-        with meter.step() as this:
+        with meter.step() as record:
             clock[0] += seconds
-            this.loss = 0.0
+            record.loss = 0.0
     summary = meter.finish()
     assert summary["step_seconds"] == 2.5
     assert summary["tokens_per_second"] == 4 * 100 / 16
@@ -100,13 +100,14 @@ def test_a_meter_without_any_step_still_sums_up(capfd):
     assert json.loads(capfd.readouterr().out) == summary
 
 
-def test_traffic_is_counted_from_the_first_step_to_the_last_and_no_further():
+def test_traffic_is_counted_inside_of_steps_and_nowhere_else():
     LEDGER.count("broadcast", "tree", 1_000_000)
     meter = Meter(rank(), "train", steps=3, tokens_per_step=1)
     LEDGER.count("broadcast", "tree", 500_000)
     for _ in range(3):
         with meter.step():
             LEDGER.count("all_reduce", "ring", 70, messages=2)
+        LEDGER.count("all_reduce", "tree", 8000)  # between two steps: a validation, for example
     LEDGER.count("gather", "flat", 900)
     summary = meter.finish()
     assert (summary["bytes_sent"], summary["messages_sent"]) == (210, 6)
@@ -115,8 +116,8 @@ def test_traffic_is_counted_from_the_first_step_to_the_last_and_no_further():
 def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
     meter = Meter(rank(), "train", steps=2, tokens_per_step=1, as_json=True)
     for loss in (math.nan, math.inf):
-        with meter.step() as this:
-            this.loss = torch.tensor(loss)
+        with meter.step() as record:
+            record.loss = torch.tensor(loss)
     meter.finish(worst=[1.0, -math.inf], per_layer={"a": torch.tensor([math.nan, 2.0])})
     summary = json.loads(capfd.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert (summary["first_loss"], summary["last_loss"]) == (None, None)
@@ -125,8 +126,8 @@ def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
 
 def test_the_loss_may_be_a_tensor_with_a_graph_which_is_not_kept_alive():
     meter = Meter(rank(), "train", steps=1, tokens_per_step=1)
-    with meter.step() as this:
-        this.loss = torch.tensor(3.0, requires_grad=True) * 2
+    with meter.step() as record:
+        record.loss = torch.tensor(3.0, requires_grad=True) * 2
     assert meter._last_loss.grad_fn is None
     assert meter.finish()["last_loss"] == 6.0
 
@@ -141,9 +142,9 @@ def test_a_loss_is_read_only_in_steps_whose_line_is_printed(clock):
 
     meter = Meter(rank(1, 2), "train", steps=20, tokens_per_step=1)
     for _ in range(20):
-        with meter.step() as this:
+        with meter.step() as record:
             clock[0] += 1.0
-            this.loss = torch.tensor(1.0).as_subclass(Watched)
+            record.loss = torch.tensor(1.0).as_subclass(Watched)
     meter.finish()
     assert Watched.reads == 2  # the first and the last
 
@@ -159,8 +160,8 @@ def test_where_no_one_watches_a_line_comes_every_two_seconds_and_for_the_first_a
 
 def test_a_step_that_raises_is_not_counted_and_its_error_passes():
     meter = Meter(rank(), "train", steps=2, tokens_per_step=1)
-    with meter.step() as this:
-        this.loss = 1.0
+    with meter.step() as record:
+        record.loss = 1.0
     with pytest.raises(KeyboardInterrupt), meter.step():
         raise KeyboardInterrupt
     assert meter.finish()["steps"] == 1
@@ -199,8 +200,8 @@ from lab.meter import Meter
 
 meter = Meter(Cluster(0, 1, 0, torch.device("cpu"), dist.HashStore()), "train", steps=9, tokens_per_step=1)
 for step in range(9):
-    with meter.step() as this:
-        this.loss = 1.0
+    with meter.step() as record:
+        record.loss = 1.0
         if step == 3:
             raise KeyboardInterrupt
         time.sleep(0.12)

@@ -123,9 +123,9 @@ def test_a_step_ends_when_the_device_has_done_what_the_step_launched(gpu: Simula
     meter = Meter(cluster, "test", steps=3, tokens_per_step=1, warmup=0)
     gpu.launch(100)  # before the first step, and not its own
     for _ in range(3):
-        with meter.step() as this:
+        with meter.step() as record:
             gpu.launch(7)
-            this.loss = 1.0
+            record.loss = 1.0
     assert meter.finish()["step_seconds"] == 0.007
     assert all(end - start == 7 * MS for start, end in meter.windows)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(meter.windows))
