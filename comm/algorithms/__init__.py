@@ -1,1 +1,1 @@
-"""Who sends what to whom in a collective: one file for each pattern."""
+"""Algorithms of the collectives: each file says which rank sends what to which other rank."""

@@ -1,17 +1,22 @@
-"""Hypercube patterns: in round k each rank meets the one whose number differs in bit k.
+"""Hypercube patterns: in each round a rank exchanges data with a partner whose number differs in one bit.
 
-      round 1   0 ◄─► 1   2 ◄─► 3        Recursive doubling: partners swap everything they have; after log2 n
-      round 2   0 ◄─► 2   1 ◄─► 3        rounds all have all. Fewest latencies, log2 n whole tensors.
+      recursive doubling                     halving-doubling
+      round 1   0 ◄─► 1   2 ◄─► 3            round 1   0 ◄─► 2   1 ◄─► 3    half of the tensor
+      round 2   0 ◄─► 2   1 ◄─► 3            round 2   0 ◄─► 1   2 ◄─► 3    a quarter
+                                             round 3   0 ◄─► 1   2 ◄─► 3    a quarter, reduced
+                                             round 4   0 ◄─► 2   1 ◄─► 3    half, reduced
 
-Halving-doubling: partners swap *halves*, each reduces the half it keeps, and the next round goes on with
-that; then the way back gathers. The ring's bytes in 2 log2 n latencies (Rabenseifner, "Optimization
-of collective reduction operations", 2004). When n is no power of two the ranks beyond it hand their
-tensor to a partner first and get the result at the end.
+Recursive doubling: partners exchange full tensors and add them. After log2 n rounds every rank has the sum:
+log2 n (alpha + B beta) for B bytes (cost.py), the fewest latencies of all.
 
-Whole tensors travel in segments here too, so that one is added while the next arrives.
+Halving-doubling: partners exchange halves, each reduces the half that it keeps, and the next round divides
+that half. Then the same exchanges in reverse order gather the results. It sends as few bytes as the ring, in
+2 log2 n messages (Rabenseifner, "Optimization of collective reduction operations", 2004).
 
-Partners combine the same two values in the same order, so all ranks end bitwise equal; the order matters
-for a maximum of 0.0 and -0.0.
+If n is no power of two, each rank above the largest power first sends its tensor to a partner below it, and
+receives the result at the end. A full tensor travels in segments, so that a rank adds one segment while the
+next arrives. Partners combine the same two values in the same order, so all ranks end bitwise equal: the
+order matters for the maximum of 0.0 and -0.0.
 """
 
 import torch
@@ -23,7 +28,7 @@ from comm.transport.wire import Wire
 
 
 def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
-    """All-reduce in place by swapping whole tensors."""
+    """All-reduce in place: exchange full tensors with log2 n partners."""
     n = _fold_in(wire, tensor, op)
     if wire.rank < n:
         mine = segments_of(tensor)
@@ -42,7 +47,7 @@ def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
 
 
 def halving_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
-    """All-reduce in place by swapping halves of halves, and gathering them again."""
+    """All-reduce in place: exchange and reduce smaller and smaller parts, then gather them."""
     n = _fold_in(wire, tensor, op)
     if wire.rank < n:
         start, end = 0, tensor.numel()
@@ -76,7 +81,7 @@ def _swap(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor, partner: i
 
 
 def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
-    """Ranks beyond the largest power of two give their tensor to a lower one; returns that power."""
+    """Add the tensors of ranks above the largest power of two to those of lower ranks; return that power."""
     n = 1 << (wire.size.bit_length() - 1)
     mine = segments_of(tensor)
     if wire.rank >= n:
@@ -91,7 +96,7 @@ def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
 
 
 def _fold_out(wire: Wire, tensor: torch.Tensor, n: int) -> None:
-    """... and get the result from it."""
+    """Send the result to the ranks above the largest power of two."""
     transfers = []
     if wire.rank >= n:
         transfers = [wire.irecv(segment, wire.rank - n) for segment in segments_of(tensor)]

@@ -1,11 +1,11 @@
-"""The ring with chunks in segments: a segment goes on as soon as it has been added, while others arrive.
+"""The ring of ring.py with chunks in segments: a rank sends a segment on while it receives the next one.
 
-      rank 0 sends   a0 a1 a2 a3            the four segments of its first chunk, one behind the other
-      rank 1 sends      a0 a1 a2 a3         adds a0 and sends it on while a1 arrives
-      rank 2 sends         a0 a1 a2 a3      so no link waits for an addition, but for the first segment's
+      rank 0 sends   a0 a1 a2 a3            the four segments of its first chunk
+      rank 1 sends      a0 a1 a2 a3         adds its own to a0, and sends the sum on while a1 arrives
+      rank 2 sends         a0 a1 a2 a3      so a link waits for the addition of one segment, not of a chunk
 
-Bytes are those of the textbook's ring (ring.py), messages as many as there are segments. In an all-reduce
-a segment that is complete sets out on the all-gather at once.
+It sends as many bytes as ring.py, in more messages: one for each segment (comm.shards.SEGMENT_BYTES). In an
+all-reduce a complete segment starts on the all-gather at once, while other segments are still being reduced.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,18 @@ from comm.transport.wire import Transfer, Wire
 
 
 def chunk_sent(rank: int, step: int, n: int) -> int:
-    """The chunk that `rank` sends in `step` of a ring reduce-scatter; it ends with chunk `rank` itself.
+    """Return the number of the chunk that `rank` sends in `step` of a ring reduce-scatter.
 
-    Chunk c sets out from rank c+1, so that after n-1 hops it arrives, complete, at rank c.
+    Chunk c starts at rank c+1, so after n-1 steps it arrives, complete, at rank c.
     """
     return (rank - 1 - step) % n
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """`shard` becomes this rank's part of the reduction of all ranks' `full`; `full` is left alone."""
+    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
-    # Partial sums on their way: `full` is not ours to write to. One step's are gone before the next but one.
+    # `full` must not change, so partial sums need buffers. Those of a step have left two steps later.
     longest = max(chunk.numel() for chunk in chunks)
     spare = [torch.empty(longest if n > 2 else 0, dtype=full.dtype) for _ in range(2)]
     partial = [spare[step % 2][: chunks[chunk_sent(r, step + 1, n)].numel()] for step in range(n - 2)]
@@ -40,7 +40,7 @@ def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str)
 
 
 def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
-    """`full` becomes all ranks' shards in rank order."""
+    """Write the shards of all ranks, in rank order, to `full`."""
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
     if chunks[r].data_ptr() != shard.data_ptr():
@@ -51,10 +51,10 @@ def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
-    """In place: a reduce-scatter whose finished segments set out on the all-gather at once.
+    """Replace `full` by the reduction of all: a reduce-scatter whose results start on the all-gather at once.
 
-    What the all-gather receives goes where a partial sum may still be leaving from. That is safe: the
-    final value of a segment cannot come back before every rank has received, and added to, the partial one.
+    The all-gather receives into memory from which a partial sum may still be leaving. That is safe: the final
+    value of a segment arrives only after every rank has received the partial one.
     """
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
@@ -76,9 +76,9 @@ def _reduce(
     then: Sequence[torch.Tensor] = (),
     when_done: Callable[[torch.Tensor], None] = lambda segment: None,
 ) -> list[Transfer]:
-    """The reduce-scatter round. `sums[step]` takes what arrived in that step and this rank's own chunk.
+    """Do a reduce-scatter. `sums[step]` gets the sum of the chunk that arrives in that step and this rank's.
 
-    Returns the receives of what comes from the left neighbour afterwards, into the tensors of `then`.
+    Return the receives that follow from the left neighbour, into the tensors of `then`.
     """
     n, r = wire.size, wire.rank
     left, right = (r - 1) % n, (r + 1) % n
@@ -91,7 +91,7 @@ def _reduce(
     sent[0] = [wire.isend(segment, right) for segment in first]
     flow = [(step, i) for step in range(n - 1) for i in range(len(own[step]))]
     for (step, i), arrived in zip(flow, arriving, strict=True):
-        if i == 0:  # not only the step before the last one: steps with an empty chunk do not come by here
+        if i == 0:  # of all earlier steps: a step whose chunk is empty has no turn of its own
             for transfers in sent[:step]:
                 _wait_all(transfers)
         combine(op, arrived, own[step][i], out=into[step][i])
@@ -106,7 +106,7 @@ def _reduce(
 
 
 def _gathered(wire: Wire, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the segments that an all-gather round brings from the left, the nearest owner's first."""
+    """Return the segments that an all-gather receives from the left, those of the nearest owner first."""
     n, r = wire.size, wire.rank
     return [segment for step in range(n - 1) for segment in segments_of(chunks[(r - 1 - step) % n])]
 
@@ -114,7 +114,7 @@ def _gathered(wire: Wire, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
 def _pass_on(
     wire: Wire, chunks: list[torch.Tensor], arriving: list[Transfer], leaving: list[Transfer]
 ) -> None:
-    """The all-gather round: send on what arrives, but for the last chunk, which has been everywhere."""
+    """Do an all-gather: send on what arrives, except the last chunk, which every rank has then."""
     right = (wire.rank + 1) % wire.size
     last = len(arriving) - len(segments_of(chunks[right]))
     for i, transfer in enumerate(arriving):

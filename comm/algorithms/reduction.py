@@ -1,4 +1,4 @@
-"""The arithmetic of reductions: how two contributions become one, and what is done once at the end."""
+"""The arithmetic of reductions: combine the tensors of two ranks, and divide once where a mean is wanted."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
-    """Raises CommError for a reduction that does not exist or has no meaning for the dtype."""
+    """Raise CommError for a reduction that does not exist or has no meaning for the dtype."""
     if op not in _COMBINE:
         raise CommError(f"There is no reduction {op!r}; choose one of {', '.join(_COMBINE)}.")
     if not _exists(op, dtype):
@@ -36,21 +36,22 @@ def _exists(op: str, dtype: torch.dtype) -> bool:
 
 
 def combine(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a (op) b, elementwise; `out` may be `a` or `b`."""
+    """Write a (op) b, elementwise, to `out`, which may be `a` or `b`."""
     _COMBINE[op](a, b, out=out)
 
 
 def divisor_before(op: str, dtype: torch.dtype, ranks: int) -> int:
-    """Return what every rank divides its contribution by before the first is added: more than 1 for float16.
+    """Return the number by which every rank divides its tensor before the first addition.
 
-    The largest float16 is 65504 (bfloat16's is float32's), and a sum over ranks may be larger where the
-    mean is not. A power of two makes room for the sum without rounding; `divide_if_mean` divides by the rest.
+    It is 1, except for the mean of float16 tensors. The largest float16 is 65504, so a sum over ranks may
+    overflow where the mean does not. (bfloat16 reaches as far as float32.) Division by a power of two avoids
+    that without rounding. `divide_if_mean` divides by the rest.
     """
     return 1 << (ranks - 1).bit_length() if op == "mean" and dtype == torch.float16 else 1
 
 
 def divide_if_mean(op: str, reduced: torch.Tensor, ranks: int) -> None:
-    """What is left to do, in place, once all ranks' contributions are combined: a mean divides, once."""
+    """Divide the combined tensors of all ranks by their number, in place, if the reduction is a mean."""
     if op == "mean":
         divided = divisor_before(op, reduced.dtype, ranks)
         if divided == 1:

@@ -1,19 +1,30 @@
 """The ring, as in textbooks: each rank sends to its right neighbour while it receives from its left one.
 
-      reduce-scatter, 3 ranks: what each rank holds of the chunks a, b, c; * is what it sends
+An all-reduce is a reduce-scatter and then an all-gather. Each rank's tensor is divided into n chunks. Here n
+is 3, and the chunks are a, b and c; a1 is rank 1's own chunk a, and a12 is a1 + a2. A rank sends the chunk
+with the star. A dot is a partial result that no rank needs any more.
 
-      rank 0     rank 1     rank 2
-      a0 b0 c0*  a1* b1 c1  a2 b2* c2      step 0: each sends the chunk of its left neighbour
-      a0 b0+* c0 a1 b1 c1+* a2+* b2 c2     step 1: each sends on what has arrived, with its own added
-      a++        b++        c++            after n-1 steps rank r has all contributions to chunk r
+                    rank 0                rank 1                rank 2
+      step 0        a0     b0     c0*     a1*    b1     c1      a2     b2*    c2
+      step 1        a0     b02*   c0      a1     b1     c01*    a12*   b2     c2
+      reduced       a012   .      .       .      b012   .       .      .      c012      after n-1 steps
 
-      all-gather: the same n-1 steps again, and each rank keeps a copy of what it sends on
+      step 0        a012*  .      .       .      b012*  .       .      .      c012*
+      step 1        a012   .      c012*   a012*  b012   .       .      b012*  c012
+      gathered      a012   b012   c012    a012   b012   c012    a012   b012   c012      after n-1 more
 
-Every link is busy in every step, so the time hardly grows with the number of ranks: each rank sends
-(n-1)/n of the tensor per phase, 2(n-1)/n for an all-reduce, in 2(n-1) messages. No algorithm sends less.
-Patarasu & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+Every link is busy in every step. A rank sends 2(n-1) messages of one chunk, so 2(n-1)/n of the tensor. For B
+bytes that takes 2(n-1) (alpha + B/n beta) seconds (cost.py). No all-reduce sends fewer bytes: Patarasu and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
-`comm/algorithms/pipelined_ring.py` is the same with chunks in segments: it adds one while others arrive.
+What this file imports:
+
+    shards_of(full, n)           n views of a flat tensor, of equal size or one element longer
+    combine(op, a, b, out=c)     c = a + b, or the maximum, minimum or product
+    divide_if_mean(op, x, n)     x /= n if op is "mean"; else nothing
+    wire.isend, wire.irecv       start a message to or from a rank; `wait()` returns when it is done
+
+pipelined_ring.py is the same ring with chunks in segments: a rank adds one while others arrive.
 """
 
 import torch
@@ -24,28 +35,28 @@ from comm.transport.wire import Wire
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Make `shard` this rank's part of the reduction of all ranks' `full`, which stays as it is."""
-    chunks = [chunk.clone() for chunk in shards_of(full, wire.size)]
-    reduce_round(wire, chunks, op)
+    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
+    chunks = [chunk.clone() for chunk in shards_of(full, wire.size)]  # partial sums must not go into `full`
+    reduce_chunks(wire, chunks, op)
     shard.copy_(chunks[wire.rank])
 
 
 def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
-    """Make every rank's `full` all shards in rank order."""
+    """Write the shards of all ranks, in rank order, to every rank's `full`."""
     chunks = shards_of(full, wire.size)
     chunks[wire.rank].copy_(shard)
-    gather_round(wire, chunks)
+    gather_chunks(wire, chunks)
 
 
 def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
-    """Make every rank's `full` the reduction of all, in place: a reduce-scatter, then an all-gather."""
+    """Replace every rank's `full` by the reduction of all: a reduce-scatter, then an all-gather."""
     chunks = shards_of(full, wire.size)
-    reduce_round(wire, chunks, op)
-    gather_round(wire, chunks)
+    reduce_chunks(wire, chunks, op)
+    gather_chunks(wire, chunks)
 
 
-def reduce_round(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
-    """Make `chunks[r]` on rank r the reduction of all ranks'; the other chunks end as partial results."""
+def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
+    """Reduce chunk r to rank r. The other chunks of a rank end as partial results."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         outgoing, own = chunks[(r - 1 - step) % n], chunks[(r - 2 - step) % n]
@@ -55,15 +66,15 @@ def reduce_round(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
     divide_if_mean(op, chunks[r], n)
 
 
-def gather_round(wire: Wire, chunks: list[torch.Tensor]) -> None:
-    """Make every rank's `chunks` complete; rank r starts with `chunks[r]`."""
+def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
+    """Copy chunk r of rank r to every rank."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         exchange(wire, chunks[(r - step) % n], chunks[(r - 1 - step) % n])
 
 
 def exchange(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """Send to the right neighbour and receive from the left one, both at once; empty chunks are not sent."""
+    """Send to the right neighbour and receive from the left one at the same time. Skip empty chunks."""
     arriving = wire.irecv(incoming, (wire.rank - 1) % wire.size) if incoming.numel() else None
     leaving = wire.isend(outgoing, (wire.rank + 1) % wire.size) if outgoing.numel() else None
     for transfer in (arriving, leaving):

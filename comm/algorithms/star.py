@@ -1,8 +1,11 @@
-"""Flat patterns: one root deals with every other rank itself; for scatter and gather the best there is.
+"""Flat patterns: the root sends to every other rank, or receives from every other rank, directly.
 
-rank 1 ◄──┐                The root's link carries everything: n-1 times the tensor for a
-rank 2 ◄──┼── root         broadcast. Between few ranks or for tiny tensors it is still hard to
-rank 3 ◄──┘                beat, since nobody waits for a second hop.
+rank 1 ◄──┐                The root's link carries everything: (n-1) B bytes for a broadcast of B,
+rank 2 ◄──┼── root         so it takes alpha + (n-1) B beta (cost.py). For few ranks or tiny tensors
+rank 3 ◄──┘                that is hard to beat, because every message takes one hop.
+
+A scatter and a gather move different data for each rank, so no algorithm sends fewer bytes than this one:
+(n-1)/n B over the root's link.
 """
 
 import torch
@@ -13,7 +16,7 @@ from comm.transport.wire import Wire
 
 
 def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
-    """Every rank's `tensor` becomes the root's."""
+    """Copy the root's `tensor` to every rank's."""
     if tensor.numel() == 0:
         return
     if wire.rank == root:
@@ -24,7 +27,7 @@ def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
 
 
 def scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None, root: int) -> None:
-    """`shard` becomes this rank's part of the root's `full`."""
+    """Write this rank's part of the root's `full` to `shard`."""
     if wire.rank != root:
         if shard.numel():
             wire.irecv(shard, root).wait()
@@ -38,7 +41,7 @@ def scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None, root: in
 
 
 def gather(wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int) -> None:
-    """The root's `full` becomes all ranks' shards in rank order."""
+    """Write the shards of all ranks, in rank order, to the root's `full`."""
     if wire.rank != root:
         if shard.numel():
             wire.isend(shard, root).wait()
@@ -52,7 +55,7 @@ def gather(wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int
 
 
 def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
-    """The root's `tensor` becomes the reduction of all; the root adds them up in rank order."""
+    """Replace the root's `tensor` by the reduction of all, which the root computes in rank order."""
     if tensor.numel() == 0:
         return
     if wire.rank != root:
@@ -65,7 +68,7 @@ def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
-    """Reduce to rank 0, which sends the result to everyone: the root's link carries 2(n-1) tensors."""
+    """Reduce to rank 0, which sends the result to every rank: its link carries 2(n-1) tensors."""
     reduce(wire, tensor, op, root=0)
     broadcast(wire, tensor, root=0)
 

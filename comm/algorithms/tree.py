@@ -1,11 +1,14 @@
-"""Binomial tree patterns: with each round twice as many ranks have the tensor.
+"""Binomial tree patterns: in each round the number of ranks that have the tensor doubles.
 
-      round 1   0 ────────────► 4                 8 ranks are reached in 3 rounds instead of 7 sends.
-      round 2   0 ────► 2       4 ────► 6         ceil(log2 n) latencies, but each rank may have to send
-      round 3   0 ► 1   2 ► 3   4 ► 5   6 ► 7     the whole tensor that many times.
+      round 1   0 ────────────► 4                 A broadcast reaches 8 ranks in 3 rounds.
+      round 2   0 ────► 2       4 ────► 6         It takes L (alpha + B beta) for B bytes, with
+      round 3   0 ► 1   2 ► 3   4 ► 5   6 ► 7     L = ceil(log2 n) rounds (cost.py).
 
-Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
-Positions in the tree are counted from the root, so that any rank can be the root.
+A reduce takes the same tree in the other direction, round 3 first. The full tensor travels in every round, so
+for large tensors a ring is faster.
+
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+Positions in the tree count from the root, so any rank can be the root.
 """
 
 import torch
@@ -15,19 +18,19 @@ from comm.transport.wire import Wire
 
 
 def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
-    """Every rank's `tensor` becomes the root's."""
+    """Copy the root's `tensor` to every rank's."""
     if tensor.numel() == 0:
         return
     parent, children = _family(wire, root)
     if parent is not None:
         wire.irecv(tensor, parent).wait()
     for child in children:
-        # One after the other: side by side they would share the link, and the large subtree start late.
+        # One at a time: two messages would share the link, and the largest subtree would start late.
         wire.isend(tensor, child).wait()
 
 
 def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
-    """The root's `tensor` becomes the reduction of all; the others' stay as they are."""
+    """Replace the root's `tensor` by the reduction of all. The other ranks' tensors do not change."""
     if tensor.numel() == 0:
         return
     parent, children = _family(wire, root)
@@ -44,13 +47,13 @@ def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
-    """Reduce to rank 0 up the tree, broadcast down the same tree."""
+    """Reduce up the tree to rank 0, then broadcast the result down the same tree."""
     reduce(wire, tensor, op, root=0)
     broadcast(wire, tensor, root=0)
 
 
 def _family(wire: Wire, root: int) -> tuple[int | None, list[int]]:
-    """This rank's parent (None at the root) and its children, the one with the largest subtree first."""
+    """Return this rank's parent (None at the root) and its children, largest subtree first."""
     position = (wire.rank - root) % wire.size
     reach = position & -position if position else 1 << (wire.size - 1).bit_length()
     parent = (position - reach + root) % wire.size if position else None

@@ -37,13 +37,13 @@ def test_ring_all_reduce_equals_one_process():
 
         # Reduce-scatter: chunk c starts at rank c + 1 and moves right. After 3 steps it is at rank c, and
         # each rank has added its own term on the way. The chunk that a rank sent first has not changed there.
-        ring.reduce_round(wire, chunks, "sum")
+        ring.reduce_chunks(wire, chunks, "sum")
         torch.testing.assert_close(chunks[cluster.rank], expected_chunks[cluster.rank], rtol=1e-9, atol=1e-12)
         assert torch.equal(chunks[cluster.rank - 1], own[cluster.rank - 1])
         assert not torch.allclose(chunks[right], expected_chunks[right])
 
         # All-gather: the complete chunks take 3 more steps to the right, and every rank keeps a copy.
-        ring.gather_round(wire, chunks)
+        ring.gather_chunks(wire, chunks)
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
         # The collective does both. Each rank sends 2 * 3 messages of one chunk: 2 * 3/4 of the tensor.
