@@ -76,6 +76,11 @@ def num_microbatches(table: Table) -> int:
     return 1 + max((action.microbatch for row in table for action in row), default=-1)
 
 
+def is_forward_only(table: Table) -> bool:
+    """Return whether the table has forwards alone, as for evaluation (schedules.forward_only)."""
+    return all(action.kind == FORWARD for row in table for action in row)
+
+
 def needs(action: Action, last_stage: int) -> Iterable[Action]:
     """What must have ended, here or on another rank, before the action can begin.
 

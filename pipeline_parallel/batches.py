@@ -41,8 +41,8 @@ def refuse_without_gradients() -> None:
     """Raise WorkbookError under torch.no_grad() and torch.inference_mode()."""
     if not torch.is_grad_enabled():
         raise WorkbookError(
-            "A pipeline's step computes gradients, which torch.no_grad() forbids: call it outside; to "
-            "evaluate, load full_state_dict() into a plain model."
+            "A pipeline's step computes gradients, which torch.no_grad() forbids: call step(x, y) outside of "
+            "it. To evaluate, call evaluate(x, y) for the loss, or forward_only(x) for the outputs."
         )
 
 

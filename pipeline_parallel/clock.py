@@ -70,6 +70,9 @@ class ClockPasses:
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
         return self._run(1, x if x.requires_grad else None, None if target is not None else self._output_like)
 
+    def forward_only(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        return self.forward(0, x, target)
+
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor:
         return self._run(2, dy, self._input_like)
 

@@ -43,12 +43,14 @@ from pipeline_parallel.messages import (
     Receive,
     Send,
     Sent,
+    Step,
     needed_by,
     neighbours,
     sent_by,
     with_messages,
 )
 from pipeline_parallel.passes import StagePasses
+from pipeline_parallel.schedules import forward_only
 
 
 class Outcome(NamedTuple):
@@ -89,6 +91,7 @@ class Executor:
         self._boundaries = boundaries
         programs = with_messages(table)
         self._rank, self._program = rank, programs[rank]
+        self._forwards = with_messages(forward_only(table))[rank]
         self._channels = Channels(group, neighbours(programs), apart)
         self._failure = SharedFailure(group, device)
         self._here: dict[Message, Tensor] = {}
@@ -98,21 +101,51 @@ class Executor:
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None
     ) -> Outcome:
-        """Forward and backward of all microbatches; gradients are added to those of the parameters.
+        """Do the forward and the backward of all microbatches; add the gradients to the parameters'.
 
-        `x` is the whole batch, for the rank of the first stage, and `y` the targets, for the last one's.
+        `x` is the full batch, for the rank of the first stage, and `y` the targets, for the last one's.
         What goes wrong on one rank, a batch that does not fit or an error in a stage, raises on all of them;
         so does what `check` raises before the first action.
         """
+        self._trains = True
+        self._run(self._program, lambda: self._begin(x, y, check), self._failure.end_step)
+        outcome = Outcome(
+            torch.stack(_in_order(self._results)).sum() if self._results else None,
+            torch.cat(_in_order(self._input_gradients)) if self._input_gradients else None,
+        )
+        self._results, self._input_gradients = {}, {}
+        return outcome
+
+    @torch.no_grad()
+    def forward_only(
+        self, x: Tensor | None = None, y: Tensor | None = None, has_targets: bool = False
+    ) -> list[Tensor]:
+        """Return the output of each microbatch, or its loss with `has_targets`, on the last stage's rank.
+
+        Nothing is kept for a backward, and the other ranks return an empty list. What goes wrong on one rank
+        raises on all of them: an all-reduce of one number tells them, for no gradient comes back.
+        """
+        self._trains = False
+        self._run(
+            self._forwards, lambda: self._begin_forwards(x, y, has_targets), self._failure.end_step_on_all
+        )
+        results, self._results = self._results, {}
+        return _in_order(results)
+
+    def _run(
+        self, program: list[Step], begin: Callable[[], None], end: Callable[[], Exception | None]
+    ) -> None:
         self._failure.begin_step()
         self._waited = 0.0
         self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
-        self._losses: dict[int, Tensor] = {}
+        self._results: dict[int, Tensor] = {}  # of the last stage, by microbatch: losses or outputs
         self._input_gradients: dict[int, Tensor] = {}
+        self._xs: list[Tensor] = []
+        self._ys: list[Tensor] = []
         for passes in self.passes.values():
             passes.begin_step()
-        self._failure.unless_any(None, lambda: self._begin(x, y, check))
-        for step in self._program:
+        self._failure.unless_any(None, begin)
+        for step in program:
             match step:
                 case Receive(message, peer):
                     self._post(message, peer)
@@ -125,17 +158,11 @@ class Executor:
         for action, when in self._done:  # not at once: a neighbour may be waiting for the result
             self._record(action, when)
         self._xs, self._ys = [], []
-        if (error := self._failure.end_step()) is not None:
+        if (error := end()) is not None:
             self._here.clear()
             for passes in self.passes.values():
                 passes.begin_step()  # which forgets what was not ended
             raise error
-        outcome = Outcome(
-            torch.stack(_in_order(self._losses)).sum() if self._losses else None,
-            torch.cat(_in_order(self._input_gradients)) if self._input_gradients else None,
-        )
-        self._losses, self._input_gradients = {}, {}
-        return outcome
 
     def _begin(self, x: Tensor | None, y: Tensor | None, check: Callable[[], None] | None) -> None:
         refuse_without_gradients()
@@ -148,6 +175,12 @@ class Executor:
         if self.watch is not None:
             self.watch.ignore([x, y])
 
+    def _begin_forwards(self, x: Tensor | None, y: Tensor | None, has_targets: bool) -> None:
+        if 0 in self.passes:
+            self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
+        if has_targets and self.last_stage in self.passes:
+            self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
+
     def _act(self, action: Action) -> None:
         needs, sends = needed_by(action, self.last_stage), sent_by(action, self.last_stage)
         needed = None if needs is None else self._take(needs)
@@ -158,7 +191,7 @@ class Executor:
         self._waited = 0.0
         self._done.append((action, passes.when() or (start, timeline.mark())))
         self._hand_over(action, made)
-        if self.watch is not None and not self._failure.has_happened:
+        if self.watch is not None and self._trains and not self._failure.has_happened:
             self._look(action)
 
     def _compute(self, action: Action, needed: Tensor | None) -> Tensor | None:
@@ -170,7 +203,9 @@ class Executor:
         if kind == WEIGHT_GRADIENT:
             return passes.backward_weight(microbatch)
         x = self._xs[microbatch] if needed is None else needed.requires_grad_()
-        target = self._ys[microbatch] if stage == self.last_stage else None
+        target = self._ys[microbatch] if stage == self.last_stage and self._ys else None
+        if not self._trains:
+            return passes.forward_only(x, target)
         with nullcontext() if self.watch is None else self.watch.saving(stage, microbatch):
             return passes.forward(microbatch, x, target)
 
@@ -184,7 +219,7 @@ class Executor:
         if message is not None and made is not None:
             self._here[message] = made
         elif made is not None:
-            (self._losses if action.kind == FORWARD else self._input_gradients)[action.microbatch] = made
+            (self._results if action.kind == FORWARD else self._input_gradients)[action.microbatch] = made
 
     def _look(self, action: Action) -> None:
         assert self.watch is not None

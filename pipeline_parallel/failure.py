@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.collectives import all_reduce
 from comm.transport.wire import Group, group_of
 from lab.errors import WorkbookError
 from lab.together import reason
@@ -31,6 +32,7 @@ from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_
 # As 16, 32 and 64 bits this is a NaN, and not the one that processors make.
 MARK = 0x7FFD
 LOOKED_AT = 16  # bytes of each message
+FLAG = torch.int32  # what ranks exchange after a step without gradients: whether one has failed
 _SECONDS = timedelta(seconds=5)  # for a sentence that was written before the message that led to it
 _NAMES = {
     FORWARD: "forward",
@@ -91,6 +93,18 @@ class SharedFailure:
         if own is not None and not isinstance(own, WorkbookError):
             return own
         return WorkbookError(self._sentence())
+
+    def end_step_on_all(self) -> Exception | None:
+        """Return what `end_step` does, after messages that went one way only. All ranks call it together.
+
+        No message comes back from a later stage that has failed, so an all-reduce tells every rank.
+        """
+        if any(map(is_mark, self._last_bytes.values())):
+            self.has_happened = True
+        failed = torch.tensor([self.has_happened], dtype=FLAG, device=self._device)
+        all_reduce(failed, "max", self._group)
+        self.has_happened = bool(failed)
+        return self.end_step()
 
     def note(self, error: Exception, action: Action | None) -> None:
         """Take `error` for what went wrong in `action`, and tell the other ranks a sentence about it."""

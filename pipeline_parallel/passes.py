@@ -37,6 +37,9 @@ class StagePasses(Protocol):
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
         """The stage's output, or with a target the microbatch's share of the loss."""
 
+    def forward_only(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        """The stage's output, or with a target the microbatch's loss; nothing is kept for a backward."""
+
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """From the output's gradient (None: the loss's) to the input's (None: it needs none)."""
 
@@ -86,6 +89,10 @@ class Passes:
         self._begun[microbatch] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
+    @torch.no_grad()
+    def forward_only(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        return self._output_or_loss(self.stage(x), target).detach()
+
     def with_graph(self, x: Tensor, target: Tensor | None = None, jobs: Jobs | None = None) -> Tensor:
         """Return what `forward` returns, with the graph that a backward needs."""
         if self.recompute:
@@ -98,12 +105,16 @@ class Passes:
                 y = self.stage(x)
         else:
             y = self.stage(x)
+        y = self._output_or_loss(y, target)
+        return y if target is None else y / self.microbatches
+
+    def _output_or_loss(self, y: Tensor, target: Tensor | None) -> Tensor:
         if target is None:
             # The next stage casts it as it needs it, and so the gradient that comes back.
             is_cast = self.output_dtype is not None and torch.is_autocast_enabled(y.device.type)
             return y.to(self.output_dtype) if is_cast else y
         assert self.loss_of is not None, "a target is for the last stage, which has a loss"
-        return validated_loss(self.loss_of(y, target)) / self.microbatches
+        return validated_loss(self.loss_of(y, target))
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         dx = self.backward_input(microbatch, dy)

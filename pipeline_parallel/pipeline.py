@@ -5,11 +5,14 @@
     pipeline.finish_gradient_sync()           # an embedding that two stages share gets the sum
     optimizer.step()
 
+    loss = pipeline.evaluate(x, y)            # on all ranks; forwards alone, in evaluation mode
+    outputs = pipeline.forward_only(x)        # on the last stage's rank, None elsewhere
+
 Every rank makes the whole model, with the same seed, and lets go of what is not its own.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.collectives import all_reduce, broadcast
+from comm import cost
+from comm.collectives import all_reduce, broadcast, default_pattern
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport.wire import Group
 from lab.errors import WorkbookError
@@ -28,12 +32,26 @@ from pipeline_parallel.boundaries import agreed_parts, exchange_boundaries
 from pipeline_parallel.by_hand import ByHand, HandWritten
 from pipeline_parallel.clock import Clock, ClockPasses
 from pipeline_parallel.executor import Executor, Outcome
+from pipeline_parallel.failure import FLAG
 from pipeline_parallel.messages import has_split_backward
 from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, ties
 from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
 from pipeline_parallel.tied import NewGradients
 from training.norm import sum_of_squares
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode, without gradients, and restore each submodule's mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 class Pipeline(nn.Module):
@@ -91,8 +109,10 @@ class Pipeline(nn.Module):
             return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split, dtype)
 
         own_passes = {stage: passes(stage) for stage in own}
+        arguments = table, own_passes, self.boundaries, self.rank, group, self.device
         run = Executor if by_hand is None else partial(ByHand, by_hand)
-        self.executor = run(table, own_passes, self.boundaries, self.rank, group, self.device, rows=rows)
+        self.executor = run(*arguments, rows=rows)
+        self._evaluator = self.executor if by_hand is None else Executor(*arguments, rows=rows)
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
         """Forward and backward of the whole batch, as Executor.step."""
@@ -102,6 +122,31 @@ class Pipeline(nn.Module):
             tied = {parameter for parameter, _ in self._shared()}
             refuse_norms_of_a_stage(parameter for parameter in self.parameters() if parameter not in tied)
         return outcome
+
+    def forward_only(self, x: Tensor | None = None) -> Tensor | None:
+        """Return the model's outputs for a batch, on the rank of the last stage; None on the others.
+
+        All ranks call it; `x` counts on the rank of the first stage, and has as many rows as in `step`. The
+        microbatches follow each other through the stages (schedules.forward_only), in evaluation mode and
+        without gradients. An error on one rank raises on all. Gradients, random numbers and the mode of
+        every submodule are afterwards what they were.
+        """
+        with evaluating(self):
+            outputs = self._evaluator.forward_only(x)
+        return torch.cat(outputs) if outputs else None
+
+    def evaluate(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+        """Return the loss of a batch, on all ranks, in float64: the mean of the microbatches' means.
+
+        All ranks call it, as `forward_only`; the targets `y` count on the rank of the last stage.
+        """
+        with evaluating(self):
+            losses = self._evaluator.forward_only(x, y, has_targets=True)
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            if losses:
+                loss.copy_(torch.stack(losses).mean())
+            broadcast(loss, root=self.rank_of[self.executor.last_stage], group=self.group)
+        return loss
 
     def noting_tied_gradients(self) -> AbstractContextManager[None]:
         """Note, as `step` does, what the block adds to tied gradients, for `finish_gradient_sync`."""
@@ -148,7 +193,10 @@ class Pipeline(nn.Module):
         return norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise WorkbookError("A pipeline computes forward and backward at once: call step(x, y).")
+        raise WorkbookError(
+            "A pipeline computes forward and backward at once: call step(x, y). To evaluate, call "
+            "evaluate(x, y) or forward_only(x)."
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers by their names in the whole model, on every rank; all must call it."""
@@ -196,6 +244,26 @@ class Pipeline(nn.Module):
             messages += 1
             sent += parameter.nbytes
         return Traffic(sent, messages)
+
+    def traffic_of_forward_only(self) -> Traffic:
+        """Return what this rank sends in `forward_only`: m activations over each boundary to a stage of
+        another rank, and its part of the all-reduce that says whether a rank has failed."""
+        traffic = self._traffic_of("all_reduce", FLAG.itemsize)
+        for boundary, like in self.boundaries.items():
+            before, after = self.rank_of.get(boundary - 1), self.rank_of.get(boundary)
+            if before == self.rank and after not in (None, self.rank):
+                count = num_microbatches(self.table)
+                traffic += Traffic(count * like.nbytes, count)
+        return traffic
+
+    def traffic_of_evaluate(self) -> Traffic:
+        """Return what this rank sends in `evaluate`: as `forward_only`, and the broadcast of the loss."""
+        root = self.rank_of[self.executor.last_stage]
+        return self.traffic_of_forward_only() + self._traffic_of("broadcast", torch.float64.itemsize, root)
+
+    def _traffic_of(self, op: str, itemsize: int, root: int = 0) -> Traffic:
+        pattern, ranks = default_pattern(op, self.group), dist.get_world_size(self.group)
+        return cost.per_rank(op, pattern, 1, itemsize, ranks, self.rank, root)
 
     def _make_ties_equal(self) -> None:
         """The later stage's copy of what two share becomes the earlier one's."""

@@ -23,7 +23,7 @@ some are idle for longer. Any numbers of at least 1 will do; under that, a Value
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from pipeline_parallel.actions import Action, Table
+from pipeline_parallel.actions import FORWARD, Action, Table
 
 
 class _Row:
@@ -230,6 +230,19 @@ def zb_v(ranks: int, microbatches: int) -> Table:
             row.add("W", down)
         table.append([action for action in row.actions if action.microbatch < microbatches])
     return table
+
+
+def forward_only(table: Table) -> Table:
+    """Return the forwards of a table, in its order: what the ranks do to evaluate the model.
+
+        rank 0   F0 F1 F2 F3 .  .
+        rank 1   .  F0 F1 F2 F3 .
+        rank 2   .  .  F0 F1 F2 F3
+
+    This is what is left of every schedule with one stage on each rank, of `naive` too: no gradient comes
+    back, so no rank waits for one. The ranks finish after (m+p-1) f, and hold one microbatch at a time.
+    """
+    return [[action for action in row if action.kind == FORWARD] for row in table]
 
 
 # Each under the name that scripts know it by, called alike. Looked up late, so that a replacement counts.

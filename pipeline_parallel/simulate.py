@@ -32,6 +32,7 @@ from pipeline_parallel.actions import (
     Action,
     Table,
     fulfils,
+    is_forward_only,
     needs,
     placement,
 )
@@ -190,7 +191,7 @@ def simulate(
                 arrives[result] = link_free[rank] + link.alpha
             runnable += waiting.pop(result, [])
     if any(len(done) < len(row) for row, done in zip(table, rows, strict=True)):
-        validate(table)
+        validate(table, trains=not is_forward_only(table))
     return Simulation(rows)
 
 
@@ -202,6 +203,8 @@ def _taker(action: Action) -> int:
 
 
 def _peak(row: Sequence[Action], kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> int:
+    if is_forward_only([list(row)]):  # nothing is kept from one forward to the next
+        return max((kept_by_forward[action.stage] for action in row), default=0)
     held = peak = 0
     for kind, _, stage in row:
         if kind == FORWARD:

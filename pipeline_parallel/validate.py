@@ -23,6 +23,7 @@ from pipeline_parallel.actions import (
     Action,
     Table,
     fulfils,
+    is_forward_only,
     needs,
     num_microbatches,
 )
@@ -37,16 +38,17 @@ class ScheduleError(WorkbookError):
     """What is wrong with a table, in a sentence, and the table with the cells it is about in brackets."""
 
 
-def validate(table: Table, max_held: int | Sequence[int] | None = None) -> None:
-    """Raises ScheduleError unless the table trains every stage on every microbatch, and comes to its end.
+def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: bool = True) -> None:
+    """Raise ScheduleError unless the table trains every stage on every microbatch, and comes to its end.
 
     Every stage is on one rank, and none is left out; it does F and either B, or I and W, once for each
     microbatch; nothing comes before what it needs, and no ranks wait for each other. With `max_held` (for
-    all ranks, or one for each) no rank holds the activations of more stages' microbatches than that.
+    all ranks, or one for each) no rank holds the activations of more stages' microbatches than that. With
+    `trains=False` the table is one for evaluation, and every stage does F alone.
     """
     places = _places(table)
     _check_stages(table)
-    _check_complete(table, places)
+    _check_complete(table, places, [_WHOLE, _HALVES] if trains else [{FORWARD}])
     _check_rows(table, places)
     _check_progress(table, places)
     if max_held is not None:
@@ -55,12 +57,17 @@ def validate(table: Table, max_held: int | Sequence[int] | None = None) -> None:
 
 
 def held(row: Sequence[Action]) -> Iterator[int]:
-    """How many stages' microbatches the rank holds in each action of its row: F begun, B or W not ended."""
-    now = 0
+    """Yield, for each action of the row, how many stages' microbatches the rank holds.
+
+    It holds one from its F to the end of its B or W.
+
+    In a row of forwards alone nothing is kept for a backward, so each F holds one.
+    """
+    now, evaluates = 0, is_forward_only([list(row)])
     for action in row:
         now += action.kind == FORWARD
         yield now
-        now -= action.kind in (BACKWARD, WEIGHT_GRADIENT)
+        now -= evaluates or action.kind in (BACKWARD, WEIGHT_GRADIENT)
 
 
 def grid(table: Table, marked: Iterable[_Place] = (), notes: Mapping[int, str] | None = None) -> str:
@@ -115,7 +122,7 @@ def _check_stages(table: Table) -> None:
             )
 
 
-def _check_complete(table: Table, places: dict[Action, _Place]) -> None:
+def _check_complete(table: Table, places: dict[Action, _Place], complete: list[set[str]]) -> None:
     there: defaultdict[tuple[int, int], dict[str, _Place]] = defaultdict(dict)
     for rank, i in places.values():
         kind, microbatch, stage = table[rank][i]
@@ -125,9 +132,14 @@ def _check_complete(table: Table, places: dict[Action, _Place]) -> None:
         for microbatch in microbatches:
             cells = there[stage, microbatch]
             kinds = set(cells)
-            if kinds in (_WHOLE, _HALVES):
+            if kinds in complete:
                 continue
-            if BACKWARD in kinds and WEIGHT_GRADIENT in kinds:
+            if complete == [{FORWARD}] and FORWARD in kinds:
+                found = " and ".join(f"{kind}{microbatch}" for kind in "BIW" if kind in kinds)
+                wrong = f"does {found}, but an evaluation has forwards alone"
+            elif complete == [{FORWARD}]:
+                wrong = f"never does F{microbatch}"
+            elif BACKWARD in kinds and WEIGHT_GRADIENT in kinds:
                 wrong = f"does W{microbatch} beside B{microbatch}, which has it in it"
             else:
                 missing = (_HALVES if kinds - _WHOLE else _WHOLE) - kinds

@@ -12,6 +12,6 @@ def mutant(self, action, made) -> None:
     if message is not None and made is not None:
         self._here[message] = made
     elif made is not None and action.kind == FORWARD:
-        self._losses = {action.microbatch: made}
+        self._results = {action.microbatch: made}
     elif made is not None:
         self._input_gradients[action.microbatch] = made

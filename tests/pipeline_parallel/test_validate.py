@@ -171,3 +171,18 @@ def test_any_order_is_accepted_exactly_if_it_comes_to_its_end(table: Table, data
 
 def test_many_ranks_can_be_proved():
     validate(one_f_one_b(300, 64), max_held=300)
+
+
+@pytest.mark.parametrize(
+    "rows, trains, sentence",
+    [
+        (("F0 F1", "F0 F1"), True, "Stage 0 never does B0."),
+        (("F0 F1 B0", "F0 F1"), False, "Stage 0 does B0, but an evaluation has forwards alone."),
+        (("F0 F1", "F0"), False, "Stage 1 never does F1."),
+        (("F0 F0", "F0"), False, "0F0 of rank 0 does again what 0F0 of rank 0 has done."),
+    ],
+)
+def test_a_wrong_table_of_forwards_is_named(rows: tuple[str, ...], trains: bool, sentence: str):
+    with pytest.raises(ScheduleError) as error:
+        validate(written(*rows), trains=trains)
+    assert str(error.value).startswith(sentence)

@@ -1,0 +1,17 @@
+"""After the first evaluation training goes on without dropout: the model overfits, and no error says why."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+TARGET = "pipeline_parallel.pipeline.evaluating"
+KILLER = "tests.pipeline_parallel.test_forward_only.test_training_goes_on_with_dropout_after_an_evaluation"
+
+
+@contextmanager
+def mutant(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    with torch.no_grad():
+        yield
