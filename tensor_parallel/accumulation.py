@@ -1,11 +1,11 @@
-"""Which gradients are complete, where several backwards and calls of finish_gradient_sync() take turns.
+"""Add up gradients over ranks exactly once, however backwards and calls of finish_gradient_sync() alternate.
 
-      backward    grad = a                       this rank's tokens
-      finish      grad = A                       all ranks' tokens
-      backward    grad = b, and A is set aside   to add up A + b among the ranks would count A on each of them
+      backward    grad = a                       of this rank's tokens
+      finish      grad = A                       the sum over all ranks
+      backward    grad = b, and A is set aside   the sum over ranks of A + b would count A n times
       finish      grad = A + B
 
-In the usual loop, with one backward between two `zero_grad()`, nothing is set aside.
+Where there is one backward between two calls of `zero_grad()`, nothing is set aside.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class PartialGradients:
-    """Parameters of which each rank's backward has a part of the gradient."""
+    """Tracks parameters of whose gradient each rank's backward computes one term."""
 
     def __init__(self) -> None:
         self._aside: dict[nn.Parameter, Tensor] = {}
         self._watched: set[nn.Parameter] = set()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set complete gradients of `parameters` aside when a backward is about to add to them."""
+        """Set a complete gradient aside when a backward is about to add to it, from now on."""
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched.add(parameter)
@@ -30,14 +30,14 @@ class PartialGradients:
 
     def _set_aside(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
-            self._aside.pop(parameter, None)  # zeroed
+            self._aside.pop(parameter, None)  # the program has called zero_grad()
         elif getattr(parameter.grad, "is_complete", False):
             self._aside[parameter], parameter.grad = parameter.grad, None
 
     @contextmanager
     def completing(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Yield the gradients that are not complete: the caller adds them up among the ranks, in place."""
-        self.watch(parameters)  # some may be new, or were frozen
+        """Yield the gradients that are incomplete; the caller must add each up over the ranks, in place."""
+        self.watch(parameters)  # some may be new, or were frozen before
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         partial = {p: g for p, g in gradients.items() if not getattr(g, "is_complete", False)}
         yield list(partial.values())

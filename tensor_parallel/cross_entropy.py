@@ -1,14 +1,17 @@
-"""Cross entropy of logits that no rank has whole: three small reductions instead of one large gather.
+"""Compute the cross entropy of logits that are divided by vocabulary, with three small reductions.
 
-      rank 0   logits of words 0..v/n       max ─┐                  sum of exp ─┐
-      rank 1   logits of the next ones      max ─┴─ max over ranks  sum of exp ─┴─ sum over ranks ─► loss
-                                                                    target's   ─┘
+      rank 0   logits of entries 0..v/n       max ─┐                  sum of exp ─┐
+      rank 1   logits of the following v/n    max ─┴─ max over ranks  sum of exp ─┴─ sum over ranks ─► loss
+                                                                      target's   ─┘
 
-The whole logits are by far the largest activation of a model with a large vocabulary, n times what a rank
-has here. What is sent is three numbers for each token. After Shoeybi et al., "Megatron-LM", 2019,
+      loss of a token = log(sum of exp(logit - max)) + max - logit of the target
+
+The full logits are by far the largest activation of a model with a large vocabulary: n times what a rank
+holds here. What is sent is three or four numbers for each token. After Shoeybi et al., "Megatron-LM", 2019,
 https://arxiv.org/abs/1909.08053, section 3.
 
-Shapes: `logits_tw`, tokens in any dims and this rank's words; everything else has a number for each token.
+Shapes by suffix: t is any number of tokens, v is this rank's shard of the vocabulary. Tensors without a
+suffix have one number for each token.
 """
 
 from typing import Any
@@ -20,70 +23,78 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from comm.collectives import Group, all_reduce, fastest_pattern
-from tensor_parallel.layers import local_words
+from tensor_parallel.layers import own_rows
 
 
 def vocab_parallel_cross_entropy(
-    logits_tw: Tensor,
+    logits_tv: Tensor,
     targets_t: Tensor,
-    num_words: int | None = None,
+    vocab_size: int | None = None,
     group: Group = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Mean over the tokens not ignored, as F.cross_entropy on the whole logits; a scalar, on every rank.
+    """Return the mean over all tokens that are not ignored, as F.cross_entropy does; a scalar, on every rank.
 
-    `num_words` is the size of the vocabulary without padding; by default nothing is padded. IndexError for a
-    target outside of it.
+    `vocab_size` is the size of the vocabulary without padding. By default there is no padding. Raises
+    IndexError for a target outside of the vocabulary.
     """
-    words = logits_tw.shape[-1]
-    num_words = words * dist.get_world_size(group) if num_words is None else num_words
+    v = logits_tv.shape[-1]
+    vocab_size = v * dist.get_world_size(group) if vocab_size is None else vocab_size
     return _CrossEntropy.apply(
-        logits_tw.reshape(-1, words), targets_t.reshape(-1), num_words, group, ignore_index, label_smoothing
+        logits_tv.reshape(-1, v), targets_t.reshape(-1), vocab_size, group, ignore_index, label_smoothing
     )
 
 
 class _CrossEntropy(Function):
-    """The whole loss forward, on every rank; the gradient of this rank's words backward."""
+    """The full loss forward, on every rank; the gradient of this rank's logits backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, num_words: int, group: Group, ignore: int, smoothing: float
+        ctx: Any,
+        logits_tv: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        group: Group,
+        ignore: int,
+        smoothing: float,
     ) -> Tensor:
-        words, pattern = logits.shape[-1], fastest_pattern("all_reduce", group)
-        counted = targets != ignore
-        mine, is_mine = local_words(targets.where(counted, 0), words, num_words, group, "target")
-        real = min(words, max(0, num_words - dist.get_rank(group) * words))  # the rest is padding
-        values = logits[:, :real].float() if logits.itemsize < 4 else logits[:, :real]
-        largest = values.new_full((len(targets),), -torch.inf) if real == 0 else values.amax(-1)
+        v, pattern = logits_tv.shape[-1], fastest_pattern("all_reduce", group)
+        counts = targets != ignore
+        rows, is_own = own_rows(targets.where(counts, 0), v, vocab_size, group, "target")
+        unpadded = min(v, max(0, vocab_size - dist.get_rank(group) * v))
+        values_tv = logits_tv[:, :unpadded].float() if logits_tv.itemsize < 4 else logits_tv[:, :unpadded]
+
+        # Without the maximum, exp() would overflow; it has to be the same on all ranks.
+        largest = values_tv.new_full((len(targets),), -torch.inf) if unpadded == 0 else values_tv.amax(-1)
         all_reduce(largest, op="max", group=group, pattern=pattern)
 
-        exps = (values - largest.unsqueeze(-1)).exp_()
+        exps_tv = (values_tv - largest.unsqueeze(-1)).exp_()
         at_target = torch.zeros_like(largest)
-        if real:
-            at_target = values.gather(-1, mine.unsqueeze(-1)).squeeze(-1).where(is_mine, at_target)
-        sums = torch.stack(
-            [exps.sum(-1), at_target, values.sum(-1) if smoothing else torch.zeros_like(largest)]
-        )
+        if unpadded:
+            at_target = values_tv.gather(-1, rows.unsqueeze(-1)).squeeze(-1).where(is_own, at_target)
+        of_all = values_tv.sum(-1) if smoothing else torch.zeros_like(largest)
+        sums = torch.stack([exps_tv.sum(-1), at_target, of_all])
         all_reduce(sums, group=group, pattern=pattern)
-        total, at_target, everything = sums
+        total, at_target, of_all = sums
 
-        losses = total.log() + largest - (1 - smoothing) * at_target - smoothing / num_words * everything
-        ctx.save_for_backward(exps, total, mine, is_mine, counted)
-        ctx.smoothing, ctx.num_words, ctx.words, ctx.dtype = smoothing, num_words, words, logits.dtype
-        return losses.where(counted, 0).sum() / counted.sum()
+        losses = total.log() + largest - (1 - smoothing) * at_target - smoothing / vocab_size * of_all
+        ctx.save_for_backward(exps_tv, total, rows, is_own, counts)
+        ctx.smoothing, ctx.vocab_size, ctx.v, ctx.dtype = smoothing, vocab_size, v, logits_tv.dtype
+        return losses.where(counts, 0).sum() / counts.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        exps, total, mine, is_mine, counted = ctx.saved_tensors
-        each = (grad / counted.sum()).where(counted, 0).unsqueeze(-1)
-        result = exps * (each / total.unsqueeze(-1))
+        # The gradient of a logit is its probability, and 1 less at the target. Nothing has to be sent.
+        exps_tv, total, rows, is_own, counts = ctx.saved_tensors
+        weight = (grad / counts.sum()).where(counts, 0).unsqueeze(-1)
+        grad_tv = exps_tv * (weight / total.unsqueeze(-1))
         if ctx.smoothing:
-            result -= each * (ctx.smoothing / ctx.num_words)
-        if result.shape[-1]:
-            hits = -(1 - ctx.smoothing) * each * is_mine.unsqueeze(-1)
-            result.scatter_add_(-1, mine.unsqueeze(-1), hits.to(result.dtype))
-        if result.shape[-1] < ctx.words:
-            result = torch.nn.functional.pad(result, (0, ctx.words - result.shape[-1]))
-        return result.to(ctx.dtype), None, None, None, None, None
+            grad_tv -= weight * (ctx.smoothing / ctx.vocab_size)
+        if grad_tv.shape[-1]:
+            hits = -(1 - ctx.smoothing) * weight * is_own.unsqueeze(-1)
+            grad_tv.scatter_add_(-1, rows.unsqueeze(-1), hits.to(grad_tv.dtype))
+        if grad_tv.shape[-1] < ctx.v:
+            grad_tv = torch.nn.functional.pad(grad_tv, (0, ctx.v - grad_tv.shape[-1]))
+        return grad_tv.to(ctx.dtype), None, None, None, None, None

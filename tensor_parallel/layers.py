@@ -1,37 +1,41 @@
-"""Layers cut among ranks: by columns, by rows, by words.
+"""Tensor-parallel layers divide one weight matrix among ranks: by columns, by rows, or by vocabulary entries.
 
       x ──► column parallel ──► each rank some of the outputs ──► row parallel ──► sum over ranks ──► y
             W = [W0 | W1]       act(x W0)   act(x W1)             W = [W0]
                                                                       [W1]
 
-A column layer needs the whole input and makes a part of the output; a row layer needs a part of the input
-and makes one term of the output. One behind the other they need a single all-reduce forward and one
-backward: what comes between them (a GELU, the heads of attention) works on each part alone.
+A column-parallel layer needs the full input and computes some of the outputs. A row-parallel layer needs some
+of the inputs and computes one term of each output. One after the other they need a single all-reduce in the
+forward and one in the backward. What stands between them works on each rank's features alone: a GELU, or the
+heads of attention.
 
-With `sequence_parallel`, what lies outside of such a pair is cut by tokens: the column layer gathers its
-input's tokens, and the row layer scatters the sums (functions.py): as many bytes, fewer activations.
+    forward     column: nothing to send                row: all-reduce of the outputs
+    backward    column: all-reduce of x's gradient     row: nothing to send
 
-A column layer's backward has two products. The input's gradient comes first, and is reduced while the
-weight's is computed. After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3,
-and Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198, section 4.2.
+With `sequence_parallel`, activations before and after such a pair are divided by tokens. The column layer
+all-gathers the tokens of its input, and the row layer reduce-scatters its outputs (comm/functions.py): the
+same number of bytes, and less memory.
 
-Shapes by suffix: b batch, t time, i inputs, o outputs; `_or` an n-th of the outputs, a rank's.
+With `overlap`, the default, the column layer's backward sends the input's gradient while it computes the
+weight's (overlapped.py). Without it, what runs is what `column_parallel` shows. The gradients are the same.
+
+After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
+https://arxiv.org/abs/2205.05198, section 4.2.
+
+n is the number of ranks in the group.
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group, all_reduce, fastest_pattern
+from comm.collectives import Group
 from comm.functions import (
-    InFlightAllGather,
-    InFlightReduceScatter,
+    copy_to_ranks,
     gather_from_ranks,
+    gather_tokens,
     own_shard,
     scatter_sums,
     split_to_ranks,
@@ -39,15 +43,17 @@ from comm.functions import (
 )
 from lab.errors import WorkbookError
 from lab.model import seeded
+from tensor_parallel.overlapped import overlapped_column_parallel
 
-TIME = 1  # the dim that sequence parallel cuts: x is (batch, time, width)
+TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 
 
 class ColumnParallelLinear(nn.Module):
-    """(..., i) to (..., o/n): this rank's outputs, or with `gather_output` all. The input is whole.
+    """A linear layer of which each rank computes an n-th of the outputs: (..., inputs) to (..., outputs/n).
 
-    With `sequence_parallel` the input is this rank's tokens along dim 1. Weights are drawn as nn.Linear's
-    are, from `seed`, the same whole ones on any number of ranks. WorkbookError if n does not divide.
+    `gather_output` makes the output full on every rank. With `sequence_parallel` the input is this rank's
+    shard of the tokens, along dim 1. The full weight is drawn from `seed` as nn.Linear draws it, the same
+    for every number of ranks. Raises WorkbookError unless n divides the outputs.
     """
 
     def __init__(
@@ -59,86 +65,39 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         gather_output: bool = False,
         seed: int = 0,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
-        refuse_unless_divided("outputs", out_features, group)
-        self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
-        whole = _linear(in_features, out_features, bias, seed)
-        self.weight = nn.Parameter(own_shard(whole.weight.detach(), 0, group).clone())
-        self.bias = nn.Parameter(own_shard(whole.bias.detach(), 0, group).clone()) if bias else None
+        validate_divisible("outputs", out_features, group)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.gather_output, self.overlap = gather_output, overlap
+        full = _linear(in_features, out_features, bias, seed)
+        self.weight = nn.Parameter(own_shard(full.weight.detach(), 0, group).clone())
+        self.bias = nn.Parameter(own_shard(full.bias.detach(), 0, group).clone()) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        [y] = column_parallel(x, [self], self.group, self.sequence_parallel)
+        [y] = column_parallel(x, [self])
         return gather_from_ranks(y, -1, self.group) if self.gather_output else y
 
 
-def column_parallel(
-    x: Tensor, layers: list[ColumnParallelLinear], group: Group, sequence_parallel: bool
-) -> tuple[Tensor, ...]:
-    """Several column layers of one input: its gradients are added up here, and reduced once."""
-    weights = [layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers]
-    x, *parameters = as_autocast(x, *weights, *biases)
-    return _ColumnParallel.apply(x, group, sequence_parallel, len(layers), *parameters)
-
-
-def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Cast what F.linear would cast under torch.autocast; a Function of ours has to have it done before."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-
-    def is_cast(tensor: Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.dtype != torch.float64
-
-    return [tensor.to(dtype) if tensor is not None and is_cast(tensor) else tensor for tensor in tensors]
-
-
-class _ColumnParallel(Function):
-    """Identity forward, all-reduce backward (f), or gather and reduce-scatter of tokens; and the products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, by_tokens: bool, count: int, *parameters: Any) -> Any:
-        weights, biases = parameters[:count], parameters[count:]
-        ctx.group, ctx.by_tokens, ctx.count = group, by_tokens, count
-        ctx.has_bias = [bias is not None for bias in biases]
-        # Of the tokens only this rank's are kept; the others are gathered again in the backward.
-        ctx.save_for_backward(x, *weights)
-        whole = InFlightAllGather(x, TIME, group).wait() if by_tokens else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        gathering = InFlightAllGather(x, TIME, ctx.group) if ctx.by_tokens else None
-        grad_x = sum(grad @ weight.conj() for grad, weight in zip(grads, weights, strict=True))
-        whole = gathering.wait() if gathering is not None else x
-        if not ctx.needs_input_grad[0]:
-            reducing = None
-        elif ctx.by_tokens:
-            reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
-        else:
-            grad_x = grad_x.contiguous()
-            pattern = fastest_pattern("all_reduce", ctx.group)
-            reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
-        # What follows hides the reduction.
-        inputs = whole.reshape(-1, whole.shape[-1]).conj()
-        outputs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        grad_weights = [grad.t() @ inputs for grad in outputs]
-        grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
-        if reducing is not None:
-            scattered = reducing.wait()
-            grad_x = scattered if ctx.by_tokens else grad_x
-        return grad_x, None, None, None, *grad_weights, *grad_biases
+def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """Apply several column-parallel layers to one input, whose gradient is then reduced only once."""
+    layer = layers[0]
+    if layer.overlap:
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        dim = TIME if layer.sequence_parallel else None
+        return overlapped_column_parallel(x, weights, biases, layer.group, dim)
+    # The backward reduce-scatters the gradient of the tokens, or all-reduces that of the input.
+    full = gather_tokens(x, TIME, layer.group) if layer.sequence_parallel else copy_to_ranks(x, layer.group)
+    return tuple(F.linear(full, layer.weight, layer.bias) for layer in layers)
 
 
 class RowParallelLinear(nn.Module):
-    """(..., i/n) to (..., o): the input is this rank's part, the output whole; the bias counts once.
+    """A linear layer of which each rank uses an n-th of the inputs: (..., inputs/n) to (..., outputs).
 
-    With `sequence_parallel` the output is this rank's tokens along dim 1, and the bias's gradient is of these
-    alone (parallelize.py adds it up). With `split_input` the input is whole, and cut here.
+    With `split_input` the input is full, and is split here. With `sequence_parallel` the output is this
+    rank's shard of the tokens, along dim 1; the bias's gradient then covers these tokens only, and
+    parallelize.py adds it up. Raises WorkbookError unless n divides the inputs.
     """
 
     def __init__(
@@ -152,79 +111,79 @@ class RowParallelLinear(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        refuse_unless_divided("inputs", in_features, group)
+        validate_divisible("inputs", in_features, group)
         self.group, self.sequence_parallel, self.split_input = group, sequence_parallel, split_input
-        whole = _linear(in_features, out_features, bias, seed)
-        self.weight = nn.Parameter(own_shard(whole.weight.detach(), 1, group).clone())
-        self.bias = nn.Parameter(whole.bias.detach().clone()) if bias else None
+        full = _linear(in_features, out_features, bias, seed)
+        self.weight = nn.Parameter(own_shard(full.weight.detach(), 1, group).clone())
+        self.bias = nn.Parameter(full.bias.detach().clone()) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split_input:
-            x = split_to_ranks(x, -1, self.group)
+            x = split_to_ranks(x, -1, self.group)  # own shard forward, all-gather backward
         term = F.linear(x, self.weight)
         if self.sequence_parallel:
-            y = scatter_sums(term, TIME, self.group)
+            y = scatter_sums(term, TIME, self.group)  # reduce-scatter forward, all-gather backward
         else:
-            y = sum_over_ranks(term, self.group)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # another one under torch.autocast
+            y = sum_over_ranks(term, self.group)  # all-reduce forward, identity backward
+        # The bias is added after the sum, so it counts once. Under torch.autocast y has another dtype.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Tokens to (..., width): this rank knows an n-th of the words, and the others' are zero here.
+    """An embedding of which each rank holds an n-th of the vocabulary: tokens to (..., width).
 
-    The vocabulary is padded to a multiple of n; the padding is never looked up. IndexError for a token that
-    is outside of the vocabulary (on a GPU a device-side assertion, as nn.Embedding's).
+    A rank looks up zeros for tokens whose entries other ranks hold, and the sum over ranks is the embedding.
+    The vocabulary is padded to a multiple of n. Raises IndexError for a token outside of the vocabulary (on a
+    GPU it is a device-side assertion, as nn.Embedding's is).
     """
 
     def __init__(
         self,
-        num_words: int,
+        vocab_size: int,
         width: int,
         group: Group = None,
         sequence_parallel: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.num_words = group, sequence_parallel, num_words
+        self.group, self.sequence_parallel, self.vocab_size = group, sequence_parallel, vocab_size
         with seeded(seed):
-            whole = torch.randn(num_words, width)
-        self.weight = nn.Parameter(own_shard(pad_vocabulary(whole, group), 0, group).clone())
+            full = torch.randn(vocab_size, width)
+        self.weight = nn.Parameter(own_shard(pad_vocabulary(full, group), 0, group).clone())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mine, is_mine = local_words(tokens, len(self.weight), self.num_words, self.group)
-        term = F.embedding(mine, self.weight) * is_mine.unsqueeze(-1)
-        return (
-            scatter_sums(term, TIME, self.group)
-            if self.sequence_parallel
-            else sum_over_ranks(term, self.group)
-        )
+        rows, is_own = own_rows(tokens, len(self.weight), self.vocab_size, self.group)
+        term = F.embedding(rows, self.weight) * is_own.unsqueeze(-1)
+        if self.sequence_parallel:
+            return scatter_sums(term, TIME, self.group)
+        return sum_over_ranks(term, self.group)
 
 
-def local_words(
-    words: Tensor, words_per_rank: int, num_words: int, group: Group, what: str = "token"
+def own_rows(
+    tokens: Tensor, rows_per_rank: int, vocab_size: int, group: Group, what: str = "token"
 ) -> tuple[Tensor, Tensor]:
-    """Each word's row on this rank, 0 for other ranks' words, and which are this rank's.
+    """Return each token's row in this rank's weight, and which tokens have one; the others get row 0.
 
-    IndexError if one is outside of the vocabulary of `num_words`. On a GPU it has row -1 on all ranks, which
-    the lookup refuses: to ask for it here would make the host wait for the device.
+    Raises IndexError if a token is outside of the vocabulary. On a GPU such a token gets row -1 on every rank
+    instead, which the lookup refuses: checking it here would make the host wait for the device.
     """
-    is_known = (words >= 0) & (words < num_words)
-    if words.device.type == "cpu" and not is_known.all():
-        first = int(words[~is_known][0])
-        raise IndexError(f"{what} {first} is outside of the vocabulary, which is 0 to {num_words - 1}.")
-    mine = words - dist.get_rank(group) * words_per_rank
-    is_mine = (mine >= 0) & (mine < words_per_rank)
-    return mine.where(is_mine, 0).where(is_known, -1), is_mine
+    is_known = (tokens >= 0) & (tokens < vocab_size)
+    if tokens.device.type == "cpu" and not is_known.all():
+        first = int(tokens[~is_known][0])
+        raise IndexError(f"{what} {first} is outside of the vocabulary, which is 0 to {vocab_size - 1}.")
+    rows = tokens - dist.get_rank(group) * rows_per_rank
+    is_own = (rows >= 0) & (rows < rows_per_rank)
+    return rows.where(is_own, 0).where(is_known, -1), is_own
 
 
-def pad_vocabulary(whole: Tensor, group: Group) -> Tensor:
-    """With rows of zeros at the end, so that the ranks divide them."""
+def pad_vocabulary(full: Tensor, group: Group) -> Tensor:
+    """Return the tensor with rows of zeros at the end, so that the number of ranks divides its rows."""
     ranks = dist.get_world_size(group)
-    return F.pad(whole, (0, 0) * (whole.dim() - 1) + (0, -len(whole) % ranks))
+    return F.pad(full, (0, 0) * (full.dim() - 1) + (0, -len(full) % ranks))
 
 
-def refuse_unless_divided(what: str, size: int, group: Group) -> None:
-    """Raise WorkbookError unless the ranks can have equal parts."""
+def validate_divisible(what: str, size: int, group: Group) -> None:
+    """Raise WorkbookError unless the number of ranks divides `size`."""
     ranks = dist.get_world_size(group)
     if size % ranks:
         raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally.")

@@ -1,10 +1,10 @@
-"""Dropout that is the same on all ranks where they compute the same, and another where they do not.
+"""Draw dropout masks that are equal on all ranks where all compute the same, and different elsewhere.
 
-      residual stream, whole on every rank      one mask for all, or the ranks drift apart
-      heads, words, tokens of one rank          a mask of its own, or n parts repeat one pattern
+      residual stream, full on every rank        one mask for all; else the ranks' activations differ
+      heads, logits and tokens of one rank       a mask of its own; else n shards repeat one mask
 
-torch's generator is seeded alike on all ranks, and so draws the same for all. Each rank has a second state
-for what it does alone, as Megatron-LM's CudaRNGStatesTracker.
+torch's generator has the same seed on all ranks, so it draws the same numbers everywhere. Each rank has a
+second state of the generator, for what it computes alone. Megatron-LM calls this CudaRNGStatesTracker.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from comm.transport.wire import message_device
 
 
 class RankRandomness:
-    """A random stream of this rank beside the one that all share, which is seeded here with rank 0's seed."""
+    """This rank's own stream of random numbers, beside torch's, which gets rank 0's seed here."""
 
     def __init__(self, group: Group = None) -> None:
         seed = torch.tensor([torch.initial_seed() % 2**62], device=message_device(group))
@@ -31,7 +31,7 @@ class RankRandomness:
 
     @contextlib.contextmanager
     def used(self, device: torch.device, probability: float = 1.0) -> Iterator[None]:
-        """Inside, torch draws from this rank's stream; nothing is changed where `probability` is 0."""
+        """Make torch draw from this rank's stream inside the block; does nothing where `probability` is 0."""
         if not probability:
             yield
             return
@@ -50,7 +50,7 @@ class RankRandomness:
 
 
 class RankDropout(nn.Module):
-    """nn.Dropout with this rank's own stream."""
+    """nn.Dropout that draws its masks from this rank's own stream."""
 
     def __init__(self, p: float, randomness: RankRandomness) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
-from tensor_parallel.parallelize import TensorParallel
+from tensor_parallel.parallel_model import TensorParallel
 from training import checkpoint
 from training.arguments import NotOffered, TrainArgs
 
@@ -26,6 +26,8 @@ class Args(TrainArgs):
 
     clip: float | None = None
     """Largest norm of all gradients together."""
+    overlap: bool = True
+    """Hide the reductions in the backward (overlapped.py); --no-overlap runs what layers.py shows."""
     metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
 
 
@@ -106,7 +108,7 @@ class Run(training.run.Run):
         names = [name for name, _ in model.module.named_parameters()]
         whole = state["optimizer"]["state"]
         parts = {
-            i: {key: model.part_of(names[i], value) if value.dim() else value for key, value in one.items()}
+            i: {key: model.shard_of(names[i], value) if value.dim() else value for key, value in one.items()}
             for i, one in whole.items()
         }
         optimizer.load_state_dict(state["optimizer"] | {"state": parts})

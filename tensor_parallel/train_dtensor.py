@@ -60,10 +60,9 @@ from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, loss_of
 from lab.timeline import span
+from tensor_parallel.layers import TIME
 from training.arguments import NotOffered, TrainArgs
 from training.run import Run
-
-TIME = 1  # the dim that sequence parallel cuts: x is (batch, time, width)
 
 
 class OwnPositions(ParallelStyle):

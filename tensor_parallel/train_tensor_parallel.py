@@ -25,7 +25,7 @@ from tensor_parallel.run import Args, Run
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "tensor_parallel")
-    model = parallelize(run.model(), sequence_parallel=False)
+    model = parallelize(run.model(), sequence_parallel=False, overlap=args.overlap)
     optimizer = run.optimizer(model)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):

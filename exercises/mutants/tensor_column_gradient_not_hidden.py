@@ -4,7 +4,7 @@ from torch import Tensor
 
 from comm.functions import InFlightAllGather, InFlightReduceScatter, summed
 
-TARGET = "tensor_parallel.layers._ColumnParallel.backward"
+TARGET = "tensor_parallel.overlapped._ColumnParallel.backward"
 KILLER = (
     "tests.tensor_parallel.test_layers.test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed"
 )
@@ -13,10 +13,10 @@ KILLER = (
 def mutant(ctx, *grads: Tensor):
     x, *weights = ctx.saved_tensors
     grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
-    if ctx.by_tokens:
+    if ctx.dim is not None:
         x, grad_x = (
-            InFlightAllGather(x, 1, ctx.group).wait(),
-            InFlightReduceScatter(grad_x, 1, ctx.group).wait(),
+            InFlightAllGather(x, ctx.dim, ctx.group).wait(),
+            InFlightReduceScatter(grad_x, ctx.dim, ctx.group).wait(),
         )
     else:
         grad_x = summed(grad_x, ctx.group)

@@ -1,13 +1,13 @@
-"""With sequence parallel each rank counts its tokens from 0: a text's second half is told it is the first."""
+"""With sequence parallel each rank counts its tokens from 0: all shards have the first positions."""
 
 from torch import Tensor, nn
 
 from comm.functions import own_shard
 
-TARGET = "tensor_parallel.parallelize.OwnPositions.forward"
+TARGET = "tensor_parallel.parallelize.PositionsOfOwnTokens.forward"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process_by_tokens"
 
 
 def mutant(self, positions_t: Tensor) -> Tensor:
-    mine = own_shard(positions_t, 0, self._group)
-    return nn.functional.embedding(positions_t[: len(mine)], self.weight)
+    own = own_shard(positions_t, 0, self._group)
+    return nn.functional.embedding(positions_t[: len(own)], self.weight)

@@ -1,28 +1,28 @@
-"""All subtract the first rank's largest logit: right until another rank's is far above it, then infinite."""
+"""Every rank subtracts rank 0's largest logit: the loss is infinite once another rank's is far above it."""
 
 import torch
 from torch import Tensor
 
 from comm.collectives import all_reduce, broadcast
-from tensor_parallel.layers import local_words
+from tensor_parallel.layers import own_rows
 
 TARGET = "tensor_parallel.cross_entropy._CrossEntropy.forward"
 KILLER = "tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all_ranks_counts_not_this_ranks"
 
 
 def mutant(
-    ctx, logits: Tensor, targets: Tensor, num_words: int, group, ignore: int, smoothing: float
+    ctx, logits_tv: Tensor, targets: Tensor, vocab_size: int, group, ignore: int, smoothing: float
 ) -> Tensor:
     """Compute the loss for a vocabulary without padding, and without label smoothing."""
-    largest = logits.amax(-1)
+    largest = logits_tv.amax(-1)
     broadcast(largest, root=0, group=group)
-    exps = (logits - largest.unsqueeze(-1)).exp()
-    mine, is_mine = local_words(targets, logits.shape[-1], num_words, group)
-    at_target = logits.gather(-1, mine.unsqueeze(-1)).squeeze(-1) * is_mine
-    sums = torch.stack([exps.sum(-1), at_target])
+    exps_tv = (logits_tv - largest.unsqueeze(-1)).exp()
+    rows, is_own = own_rows(targets, logits_tv.shape[-1], vocab_size, group)
+    at_target = logits_tv.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * is_own
+    sums = torch.stack([exps_tv.sum(-1), at_target])
     all_reduce(sums, group=group)
     total, at_target = sums
-    counted = targets != ignore
-    ctx.save_for_backward(exps, total, mine, is_mine, counted)
-    ctx.smoothing, ctx.num_words, ctx.words, ctx.dtype = 0.0, num_words, logits.shape[-1], logits.dtype
-    return (total.log() + largest - at_target).where(counted, 0).sum() / counted.sum()
+    counts = targets != ignore
+    ctx.save_for_backward(exps_tv, total, rows, is_own, counts)
+    ctx.smoothing, ctx.vocab_size, ctx.v, ctx.dtype = 0.0, vocab_size, logits_tv.shape[-1], logits_tv.dtype
+    return (total.log() + largest - at_target).where(counts, 0).sum() / counts.sum()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-TARGET = "tensor_parallel.parallelize.TensorParallel.clip_grad_norm_"
+TARGET = "tensor_parallel.parallel_model.TensorParallel.clip_grad_norm_"
 KILLER = "tests.tensor_parallel.test_parallelize.test_what_all_ranks_have_counts_once_in_the_norm"
 
 

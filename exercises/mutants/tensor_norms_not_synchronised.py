@@ -1,6 +1,6 @@
 """With sequence parallel norms and biases learn from a rank's own tokens: n models after some steps."""
 
-TARGET = "tensor_parallel.parallelize.TensorParallel.finish_gradient_sync"
+TARGET = "tensor_parallel.parallel_model.TensorParallel.finish_gradient_sync"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process_by_tokens"
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-TARGET = "tensor_parallel.parallelize.TensorParallel.loss"
+TARGET = "tensor_parallel.parallel_model.TensorParallel.loss"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
 
 

@@ -11,7 +11,8 @@ from comm.functions import InFlightAllGather
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.model import GPT, MLP, GPTConfig, loss_of
-from tensor_parallel.parallelize import TensorParallel, parallelize
+from tensor_parallel.parallel_model import TensorParallel
+from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.masks import FixedMasks, NoMasks
 
 RTOL = 1e-9
@@ -56,6 +57,7 @@ def compare_with_one_process(
     steps: int = 5,
     frozen: Sequence[str] = (),
     clip_grad_norm_: Callable[[TensorParallel, float], Tensor] | None = None,
+    overlap: bool = True,
     **changes: Any,
 ) -> None:
     """Compare every gradient at each of some SGD steps, and every parameter after them.
@@ -67,7 +69,7 @@ def compare_with_one_process(
     for model in (reference, plain):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
-    ours = parallelize(plain, None, sequence_parallel)
+    ours = parallelize(plain, None, sequence_parallel, overlap)
     assert_same(whole(ours, parameters(ours.module)), parameters(reference), 0, f"initial parameter, {what},")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
     masks = FixedMasks() if changes.get("dropout") else NoMasks()

@@ -190,6 +190,6 @@ def test_a_target_outside_of_the_vocabulary_is_refused_on_all_ranks_unless_it_is
             with pytest.raises(
                 IndexError, match=f"target {target} is outside of the vocabulary, which is 0 to 6."
             ):
-                vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([target]), num_words=7)
+                vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([target]), vocab_size=7)
 
     run_ranks(ask, 2)

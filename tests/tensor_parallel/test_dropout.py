@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tensor_parallel.parallelize import TensorParallel, parallelize
+from tensor_parallel.parallel_model import TensorParallel
+from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt, text
 
 BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])

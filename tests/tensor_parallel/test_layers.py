@@ -1,5 +1,6 @@
 """The layers alone: together the ranks have one layer's weight, and compute what it computes."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -12,9 +13,10 @@ from comm.functions import own_shard, summed
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.ledger import LEDGER, Traffic
 from lab.model import seeded
 from lab.ranks import run_ranks
-from tensor_parallel import layers
+from tensor_parallel import layers, overlapped
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt
@@ -54,13 +56,15 @@ def test_the_weights_are_the_same_whole_ones_on_any_number_of_ranks(n: int):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_a_column_and_a_row_layer_are_two_plain_ones(n: int):
     def compare(cluster: Cluster) -> None:
-        for by_tokens in (False, True):
+        for by_tokens, overlap in itertools.product((False, True), (False, True)):
             first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
             x, weight = numbers(2, 12, 6).requires_grad_(), numbers(2, 12, 5)
             y = second(F.gelu(first(x)))
             (y * weight).sum().backward()
 
-            column = ColumnParallelLinear(6, 24, sequence_parallel=by_tokens, seed=1).double()
+            column = ColumnParallelLinear(
+                6, 24, sequence_parallel=by_tokens, seed=1, overlap=overlap
+            ).double()
             row = RowParallelLinear(24, 5, sequence_parallel=by_tokens, seed=2).double()
             mine = [own_shard(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
             part = mine[0].requires_grad_()
@@ -172,7 +176,7 @@ def test_a_gpu_is_not_asked_for_such_a_token_but_its_lookup_refuses_it():
     def refuse(cluster: Cluster) -> None:
         for token in (-1, 61, 62, 999):
             tokens = torch.tensor([3, 60, token]).as_subclass(ElsewhereTensor)
-            rows, _ = layers.local_words(tokens, 31, 61, None)
+            rows, _ = layers.own_rows(tokens, 31, 61, None)
             assert rows[-1] == -1
             with pytest.raises(IndexError):
                 F.embedding(rows.as_subclass(Tensor), torch.zeros(31, 6))
@@ -206,7 +210,7 @@ class Products(TorchDispatchMode):
 def test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed():
     def look(cluster: Cluster, name: str, by_tokens: bool) -> list[str]:
         events: list[str] = []
-        original = getattr(layers, name)
+        original = getattr(overlapped, name)
 
         class Watched:
             def __init__(self, *args, **options) -> None:
@@ -220,10 +224,28 @@ def test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed():
 
         layer = ColumnParallelLinear(6, 12, sequence_parallel=by_tokens)
         y = layer(torch.ones(2, 4, 6, requires_grad=True))
-        with mock.patch.object(layers, name, Watched), Products(events):
+        with mock.patch.object(overlapped, name, Watched), Products(events):
             y.sum().backward()
         return events
 
     for name, by_tokens in (("all_reduce", False), ("InFlightReduceScatter", True)):
         for events in run_ranks(look, 2, name, by_tokens):
             assert events == ["product", "launched", "product", "awaited"], name
+
+
+def test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several_layers():
+    def count(cluster: Cluster) -> None:
+        for overlap, by_tokens in itertools.product((True, False), (False, True)):
+            options = {"sequence_parallel": by_tokens, "overlap": overlap}
+            shared = [ColumnParallelLinear(6, 12, seed=seed, **options) for seed in range(3)]
+            ys = layers.column_parallel(torch.ones(2, 4, 6, requires_grad=True), shared)
+            LEDGER.clear()
+            sum(y.sum() for y in ys).backward()
+            rows = {entry.op: row for entry, row in LEDGER.rows().items() if entry.pattern != "header"}
+            if by_tokens:
+                assert set(rows) == ({"all_gather", "reduce_scatter"} if overlap else {"reduce_scatter"})
+            else:
+                once = Traffic(48 * 4, messages_sent=2)  # a ring all-reduce of 48 float32 on 2 ranks
+                assert rows == {"all_reduce": once}
+
+    run_ranks(count, 2)

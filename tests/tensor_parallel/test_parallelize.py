@@ -10,7 +10,8 @@ from lab.errors import WorkbookError
 from lab.memory import live_bytes
 from lab.model import MLP
 from lab.ranks import run_ranks
-from tensor_parallel.parallelize import TensorParallel, parallelize
+from tensor_parallel.parallel_model import TensorParallel
+from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import (
     compare_mlp_with_one_process,
     compare_with_one_process,
@@ -27,6 +28,15 @@ def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_pa
     def compare(cluster: Cluster) -> None:
         compare_with_one_process(cluster, sequence_parallel)
         compare_with_one_process(cluster, sequence_parallel, tied=False, clip=0.1, steps=2)
+
+    run_ranks(compare, n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@BOTH_MODES
+def test_without_overlap_every_gradient_is_that_of_one_process(n: int, sequence_parallel: bool):
+    def compare(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, sequence_parallel, steps=2, overlap=False)
 
     run_ranks(compare, n)
 

@@ -16,7 +16,8 @@ from lab.ledger import LEDGER
 from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
 from tensor_parallel.layers import ColumnParallelLinear
-from tensor_parallel.parallelize import TensorParallel, parallelize
+from tensor_parallel.parallel_model import TensorParallel
+from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import RTOL, gathered, gpt, text, whole
 
 Change = Callable[[nn.Module], Any]
@@ -279,7 +280,7 @@ def test_a_model_that_is_refused_is_as_it_was_and_a_parallel_one_is_not_cut_agai
 
     first, second = run_ranks(work, 2)
     again = "The model is tensor parallel already: parallelize a plain one."
-    computed = "A weight that is computed from others cannot be cut: remove parametrizations."
+    computed = "A weight that is computed from others cannot be divided: remove parametrizations."
     assert first == second == ["9 outputs cannot be divided among 2 ranks equally.", again, again, computed]
 
 

@@ -39,7 +39,11 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_what_is_sent_is_the_formulas_for_a_block_and_for_the_run(n: int):
     def report(cluster) -> list[dict[str, Any]]:
-        return [summary(cluster, name, clip=clip) for name in SCRIPTS for clip in (None, 1.0)]
+        return [
+            summary(cluster, name, clip=clip, overlap=overlap)
+            for name in SCRIPTS
+            for clip, overlap in ((None, True), (1.0, True), (None, False))
+        ]
 
     for one in [one for by_rank in run_ranks(report, n) for one in by_rank]:
         assert one["bytes_sent"] == one["bytes_formula"]

@@ -25,10 +25,10 @@ BLOCK_SIZE = 16
 
 
 def sent_in_a_step(
-    cluster: Cluster, num_layers: int, by_tokens: bool, forward_only: bool = False
+    cluster: Cluster, num_layers: int, by_tokens: bool, forward_only: bool = False, overlap: bool = True
 ) -> dict[str, int]:
     """Bytes by operation, without the collectives' headers."""
-    model = parallelize(gpt(num_layers=num_layers, block_size=BLOCK_SIZE), None, by_tokens)
+    model = parallelize(gpt(num_layers=num_layers, block_size=BLOCK_SIZE), None, by_tokens, overlap)
     x, y = text(T)
     LEDGER.clear()
     logits = model(x)
@@ -49,7 +49,8 @@ def test_a_block_all_reduces_the_residual_stream_twice_forward_and_twice_backwar
             forward = (2 * layers + 1) * stream
             assert sent_in_a_step(cluster, layers, False, forward_only=True) == {"all_reduce": forward}
             total = (4 * layers + 2) * stream + loss
-            assert sent_in_a_step(cluster, layers, False) == {"all_reduce": total}
+            for overlap in (True, False):
+                assert sent_in_a_step(cluster, layers, False, overlap=overlap) == {"all_reduce": total}
 
     run_ranks(count, n)
 
@@ -70,6 +71,8 @@ def test_with_sequence_parallel_the_same_bytes_are_gathers_and_scatters(n: int):
                 "all_gather": 3 * each,  # forward, backward, and those of the forward again
                 "reduce_scatter": 2 * each,
             }
+            without = sent_in_a_step(cluster, layers, True, overlap=False)
+            assert (without["all_gather"], without["reduce_scatter"]) == (2 * each, 2 * each)
 
     run_ranks(count, n)
 
