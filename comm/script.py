@@ -17,8 +17,7 @@ from comm.membership import liveness
 from comm.rendezvous import join, leave
 from comm.transport.wire import is_lost_connection
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.together import reason
+from lab.errors import WorkbookError, reason
 
 Arguments = TypeVar("Arguments")
 

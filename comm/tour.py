@@ -28,6 +28,7 @@ from rich.table import Table
 
 from comm import collectives as c
 from comm import cost
+from comm.exchange import exchange
 from comm.point_to_point import measure_link, validate_message
 from comm.script import start
 from comm.shards import shard_sizes
@@ -104,7 +105,7 @@ def show(cluster: Cluster, op: str, console: Console) -> None:
     before = {name: t[name].int().tolist() for name in names}
     call(op, patterns_of(op)[0], t)
     after = {name: t[name].int().tolist() for name in names}
-    rows = all_ranks(cluster, f"show/{op}", {"before": before, "after": after})
+    rows = exchange({"before": before, "after": after})
     if cluster.is_main and names:
         table = Table(title=op, title_justify="left", title_style="bold")
         for column in ("rank", *(f"{name} {when}" for name in names for when in ("before", "after"))):
@@ -160,12 +161,6 @@ def own_interface_bytes() -> int | None:
     """This rank's interface counter; None where ranks share a machine and so its interfaces."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     return interface_bytes_sent() if alone else None
-
-
-def all_ranks(cluster: Cluster, key: str, mine: dict) -> list[dict]:
-    """Every rank's `mine` in rank order, through the store."""
-    cluster.store.set(f"tour/{key}/{cluster.rank}", json.dumps(mine))
-    return [json.loads(cluster.store.get(f"tour/{key}/{rank}")) for rank in range(cluster.world_size)]
 
 
 def main(cluster: Cluster, args: Args) -> None:

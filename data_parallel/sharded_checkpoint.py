@@ -8,13 +8,14 @@ However its buckets are cut, what a rank owns is a set of pieces: a parameter's 
 elements. An elementwise optimizer's state has the same ranges. Padding belongs to a layout and is not saved.
 What is equal on all ranks (the optimizer's `step`, buffers, frozen parameters) is written once. PyTorch's own
 fully_shard cuts each parameter between its rows: those are ranges, too. How it is on disk, and why a kill at
-any moment loses nothing: lab.sharded_checkpoint.
+any moment loses nothing: training.range_checkpoint.
 
 The same idea with the shapes of FSDP and tensor parallelism: ByteCheckpoint, https://arxiv.org/abs/2407.20143.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,36 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from data_parallel.flat import Piece
-from lab import sharded_checkpoint
 from lab.checkpoint import refusing_misfits
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranges import Items, Range
-from lab.sharded_checkpoint import Found
+from training import range_checkpoint
+from training.range_checkpoint import Found
+
+
+class ShardedState(NamedTuple):
+    """What a rank owns, for training.checkpoint: `save` and `load` below, with the run's header as `extra`.
+
+    `gather` is called after loading: it makes full parameters of the pieces, where there are any.
+    """
+
+    pieces: dict[str, Piece]
+    rest: dict[str, Tensor]
+    optimizer: Optimizer
+    gather: Callable[[], None] | None = None
+
+    def save(self, cluster: Cluster, folder: str, header: dict[str, Any]) -> None:
+        """Write the pieces of all ranks and `header`."""
+        save(cluster, folder, self.pieces, self.optimizer, header, self.rest)
+
+    def load(self, cluster: Cluster, folder: str, validate: Callable[[dict[str, Any]], None]) -> None:
+        """Fill the pieces and the optimizer's state, unless `validate` refuses the header."""
+        header = load(cluster, folder, self.pieces, self.optimizer, self.rest)
+        with refusing_misfits(folder):
+            validate(header)
+        if self.gather is not None:
+            self.gather()
 
 
 def save(
@@ -52,7 +77,7 @@ def save(
         "options": [_options(group) for group in optimizer.param_groups],
         "numbers": {name: _numbers(state) for name, state in states.items()},
     }
-    sharded_checkpoint.save(cluster, Path(directory), _items(pieces, states, _flat(rest or {})), header)
+    range_checkpoint.save(cluster, Path(directory), _items(pieces, states, _flat(rest or {})), header)
 
 
 def load(
@@ -79,7 +104,7 @@ def load(
         if _kind(pieces, optimizer) != found.header["optimizer"]:
             raise WorkbookError(f"{found.folder} is of another optimizer, or has other groups of parameters")
 
-    found = sharded_checkpoint.find(cluster, Path(directory), refuse_unless_fitting)
+    found = range_checkpoint.find(cluster, Path(directory), refuse_unless_fitting)
     with refusing_misfits(found.folder):
         states = {name: dict(found.header["numbers"].get(name, {})) for name in pieces}
         for key, saved in found.tensors.items():
@@ -91,7 +116,7 @@ def load(
                 else:
                     states[name][kind] = torch.empty((), dtype=saved.properties.dtype)
     flat_rest = _flat(rest or {})
-    sharded_checkpoint.read(found, _items(pieces, states, flat_rest))
+    range_checkpoint.read(found, _items(pieces, states, flat_rest))
     for name, whole in (rest or {}).items():
         whole.detach().copy_(flat_rest[name].view_as(whole))  # it is a copy, if `whole` is not contiguous
 

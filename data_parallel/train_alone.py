@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from comm.collectives import all_gather, all_reduce
+from comm.collectives import all_reduce
+from comm.exchange import exchange
 from comm.script import start
 from data_parallel.sampler import DistributedSampler
-from lab.check import replicas_equal
 from lab.cluster import Cluster
 from lab.digits import load_digits
 from lab.errors import WorkbookError
@@ -33,6 +33,7 @@ from lab.meter import Meter
 from lab.model import BabyCNN
 from lab.same_start import check_same_start
 from training.arguments import given
+from training.replicas import replicas_equal
 from training.validate import validate_numbers, validate_shares
 
 
@@ -51,25 +52,18 @@ class Args:
     """Print the summary as one JSON line at the end."""
 
 
-def drift(cluster: Cluster, model: nn.Module) -> list[float]:
+def drift(model: nn.Module) -> list[float]:
     """Each rank's distance from the mean of all replicas, relative to the mean's length."""
     mine = parameters_to_vector(model.parameters()).detach()
     mean = mine.clone()
     all_reduce(mean, op="mean")
-    return everyones(cluster, ((mine - mean).norm() / mean.norm()).item())
+    return exchange(((mine - mean).norm() / mean.norm()).item())
 
 
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     """The share of images that are given their label."""
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).double().mean().item()
-
-
-def everyones(cluster: Cluster, value: float) -> list[float]:
-    """All ranks' values in rank order."""
-    values = torch.empty(cluster.world_size, dtype=torch.float64, device=cluster.device)
-    all_gather(values, values.new_tensor([value]))
-    return values.tolist()
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -101,8 +95,8 @@ def main(cluster: Cluster, args: Args) -> None:
                 optimizer.step()
                 record.loss = loss
             done += 1
-        accuracies = everyones(cluster, accuracy(model, test_images, test_labels))
-        drifts = drift(cluster, model)
+        accuracies = exchange(accuracy(model, test_images, test_labels))
+        drifts = drift(model)
         table.add_row(
             str(epoch + 1), *("  ".join(f"{value:.3f}" for value in row) for row in (accuracies, drifts))
         )

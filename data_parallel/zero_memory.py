@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comm.collectives import all_gather
+from comm.exchange import exchange
 from data_parallel.flat import Flat
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -227,11 +227,8 @@ class MemoryReport:
         should = owned(self._stage, self._shares, self._states)
         padding = padding_of(self._stage, self._shares)
         row = [*astuple(measured), sum(astuple(padding)), measured.amiss(should, padding)]
-        mine = torch.tensor(row, device=cluster.device)
-        everyones = mine.new_empty(cluster.world_size * len(mine))
-        all_gather(everyones, mine)
+        rows = exchange(row)
         if cluster.is_main:
-            rows = everyones.view(cluster.world_size, -1).tolist()
             Console(stderr=as_json).print(self._table(rows), self._verdict(rows), sep="\n")
         return {
             "parameters_bytes": measured.parameters,

@@ -21,16 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from comm.collectives import broadcast
-from data_parallel import sharded_checkpoint
 from data_parallel.flat import Flat, Piece
+from data_parallel.sharded_checkpoint import ShardedState, pieces_of_dtensors
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_memory import MemoryReport, flat_share, replicated, states_of
-from lab.checkpoint import refusing_misfits
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from training.arguments import AccumulationArgs, NotOffered, TrainArgs
 from training.run import Run
-from training.validate import validate_shared_folder
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
@@ -61,17 +59,19 @@ class BucketedZeroArgs(ZeroArgs):
 class ZeroRun(Run):
     """One rank's side of a run whose optimizer has this rank's pieces."""
 
+    _args: ZeroArgs
+    _all_ranks_save = True
+
     def __init__(self, cluster: Cluster, args: ZeroArgs, run_mode: str, model: str = "gpt") -> None:
         super().__init__(cluster, args, run_mode, model)
-        self._optimizer = args.optimizer
         self.optimizer_class, self.options = OPTIMIZERS[args.optimizer]
         self.options = {**self.options, "lr": args.lr}
 
-    def _check(self, args: TrainArgs) -> None:
+    def _validate(self, args: TrainArgs) -> None:
         assert isinstance(args, ZeroArgs)
         if args.clip is not None and not args.clip > 0:
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
-        super()._check(args)
+        super()._validate(args)
 
     def model(self) -> nn.Module:
         """Return the model with rank 0's buffers; the lesson makes its parameters equal."""
@@ -91,26 +91,18 @@ class ZeroRun(Run):
             self._cluster, stage, model, optimizer, shares, states_of(self.optimizer_class, **self.options)
         )
 
-    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        extra = {"made_with": self._made_with(), "step": done}
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ShardedState:
+        """Return what this rank owns of the parameters and of the optimizer's state."""
         pieces, rest = self._pieces_and_rest(model, optimizer)
-        sharded_checkpoint.save(self._cluster, self._args.checkpoint or "", pieces, optimizer, extra, rest)
-
-    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        pieces, rest = self._pieces_and_rest(model, optimizer)
-        state = sharded_checkpoint.load(self._cluster, self._args.checkpoint or "", pieces, optimizer, rest)
-        with refusing_misfits(self._args.checkpoint):
-            self._check_resumed(state)
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.gather_parameters()
-        return state["step"]
+        is_wrapped = isinstance(optimizer, ShardedOptimizer)
+        return ShardedState(pieces, rest, optimizer, optimizer.gather_parameters if is_wrapped else None)
 
     def _pieces_and_rest(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Piece], dict[str, Tensor]]:
         """Return, by name, the pieces that this rank has, and the tensors that all ranks have in full."""
         if isinstance(model, FSDPModule):
-            return sharded_checkpoint.pieces_of_dtensors(model), dict(model.named_buffers())
+            return pieces_of_dtensors(model), dict(model.named_buffers())
         if not isinstance(optimizer, ShardedOptimizer):
             return model.pieces, dict(model.module.named_buffers())
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -118,13 +110,9 @@ class ZeroRun(Run):
         frozen = {name: p.detach() for name, p in model.named_parameters() if name not in pieces}
         return pieces, frozen | dict(model.named_buffers())
 
-    def _check_folder(self, folder: str) -> None:
-        """Refuse a folder that not all ranks share, too: each writes a part of the checkpoint."""
-        validate_shared_folder(self._cluster, "--checkpoint", folder, self._args.resume)
-
     def _made_with(self) -> dict[str, Any]:
         """Any stage goes on from any other's checkpoint, and on any number of ranks."""
-        return super()._made_with() | {"run_mode": "zero", "optimizer": self._optimizer}
+        return super()._made_with() | {"run_mode": "zero", "optimizer": self._args.optimizer}
 
 
 def recompute_blocks(module: nn.Module) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lab.cluster import Cluster
 from lab.errors import WorkbookError
 
 Tensors = Mapping[str, Tensor | None]
@@ -92,18 +91,6 @@ def module_digest(module: nn.Module) -> str:
         sha.update(name.encode())
         sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
-
-
-def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
-    """Return whether all ranks hold bitwise the same module. All ranks must call it, and get the answer."""
-    return len(set(replica_digests(cluster, module))) == 1
-
-
-def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
-    """Return every rank's digest of the module, in rank order. All ranks must call it."""
-    call = cluster.store.add(f"lab.check/calls/{cluster.rank}", 1)
-    cluster.store.set(f"lab.check/{call}/{cluster.rank}", module_digest(module))
-    return [cluster.store.get(f"lab.check/{call}/{rank}").decode() for rank in range(cluster.world_size)]
 
 
 def refuse_unequal(digests: list[str]) -> None:

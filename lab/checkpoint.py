@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from lab.errors import WorkbookError
-from lab.together import reason
+from lab.errors import WorkbookError, reason
 
 try:
     import fcntl

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comm.exchange import on_all
 from comm.point_to_point import recv, send
 from comm.transport.wire import Group
-from lab.errors import WorkbookError
-from lab.together import on_all, reason
+from lab.errors import WorkbookError, reason
 from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.stage import Part, Stage, cut, parts_of
 

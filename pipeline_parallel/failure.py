@@ -25,8 +25,7 @@ from torch import Tensor
 
 from comm.collectives import all_reduce
 from comm.transport.wire import Group, group_of
-from lab.errors import WorkbookError
-from lab.together import reason
+from lab.errors import WorkbookError, reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 
 # As 16, 32 and 64 bits this is a NaN, and not the one that processors make.

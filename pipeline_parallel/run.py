@@ -1,7 +1,6 @@
 """What this folder's scripts share beyond training/run.py: a model in stages, checkpoints, the report."""
 
 import dataclasses
-import io
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import training.run
 from comm.cost import Link
+from comm.exchange import exchange, on_all
 from comm.point_to_point import measure_link
 from comm.transport import slow_link
 from lab import timeline
@@ -24,7 +24,6 @@ from lab.gantt import Event, draw_panels
 from lab.meter import StepRecord
 from lab.model import GPT, BabyCNN, loss_of
 from lab.overlap import per_step
-from lab.together import on_all
 from pipeline_parallel import measured
 from pipeline_parallel.actions import Table
 from pipeline_parallel.activations import ActivationWatch
@@ -36,8 +35,8 @@ from pipeline_parallel.report import Report, Seen
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.stage import measured_costs
 from pipeline_parallel.validate import validate
-from training import checkpoint
 from training.arguments import TrainArgs
+from training.checkpoint import FullState
 from training.run import RECORDED_STEPS, WARMUP_STEPS
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
@@ -82,7 +81,7 @@ class Run(training.run.Run):
         self._args: Args = args
         self._config = dataclasses.replace(self._config, num_layers=args.layers)
 
-    def _check(self, args: TrainArgs) -> None:
+    def _validate(self, args: TrainArgs) -> None:
         assert isinstance(args, Args)
         for option in ("microbatches", "layers", "chunks"):
             if (number := getattr(args, option, 1)) < 1:
@@ -93,7 +92,7 @@ class Run(training.run.Run):
             raise WorkbookError(
                 f"--microbatches {args.microbatches} must divide --batch-size {args.batch_size}."
             )
-        super()._check(args)
+        super()._validate(args)
 
     def _measured_link(self) -> Link:
         if self._cluster.world_size == 1:
@@ -199,31 +198,27 @@ class Run(training.run.Run):
         draw_panels(panels, Path(folder) / "timeline.png", title)
         write_page(Path(folder) / "schedules.html", measured={self._schedule: panels["measured"]})
 
-    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """A checkpoint as one process would write it, but for the optimizer's state, which goes by name."""
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> FullState:
+        """Return the state as one process has it, but the optimizer's is by name; any schedule goes on."""
         assert isinstance(model, Pipeline)
-        state = {"made_with": self._made_with(), "step": done, "model": model.full_state_dict()}
-        by_parameter = optimizer.state
-        mine = {
-            name: by_parameter[parameter]
-            for name, parameter in model.named_own_parameters().items()
-            if parameter in by_parameter
-        }
-        packed = io.BytesIO()
-        torch.save(mine, packed)
-        state["optimizer"] = {}
-        for one in on_all("save", packed.getvalue):
-            state["optimizer"] |= torch.load(io.BytesIO(one), map_location="cpu", weights_only=True)
-        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
+        own = model.named_own_parameters()
 
-    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        assert isinstance(model, Pipeline)
-        model.load_full_state_dict(state["model"])
-        names = {parameter: name for name, parameter in model.named_own_parameters().items()}
-        order = [names.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        by_name = state["optimizer"]
-        known = {i: by_name[name] for i, name in enumerate(order) if name in by_name}
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": known})
+        def get() -> dict[str, Any]:
+            mine = {name: optimizer.state[p] for name, p in own.items() if p in optimizer.state}
+            by_name: dict[str, Any] = {}
+            for of_rank in exchange(mine):
+                by_name |= of_rank
+            return {"model": model.full_state_dict(), "optimizer": by_name}
+
+        def put(state: dict[str, Any]) -> None:
+            model.load_full_state_dict(state["model"])
+            names = {parameter: name for name, parameter in own.items()}
+            order = [names.get(p) for group in optimizer.param_groups for p in group["params"]]
+            by_name = state["optimizer"]
+            known = {i: by_name[name] for i, name in enumerate(order) if name in by_name}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": known})
+
+        return FullState(get, put)
 
     def _made_with(self) -> dict[str, Any]:
         """Any schedule, on any number of ranks, goes on."""

@@ -16,8 +16,8 @@ from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
 from tensor_parallel.parallel_model import TensorParallel
-from training import checkpoint
 from training.arguments import NotOffered, TrainArgs
+from training.checkpoint import FullState
 
 
 @dataclasses.dataclass
@@ -39,11 +39,11 @@ class Run(training.run.Run):
         self._activations: int | None = None
         self._block_bytes = self._block_formula = 0
 
-    def _check(self, args: TrainArgs) -> None:
+    def _validate(self, args: TrainArgs) -> None:
         assert isinstance(args, Args)
         if args.clip is not None and not args.clip > 0:
             raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
-        super()._check(args)
+        super()._validate(args)
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
         """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
@@ -95,28 +95,34 @@ class Run(training.run.Run):
             **extras,
         )
 
-    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> FullState:
+        """Return the state as one process has it; any number of ranks cuts it again."""
         assert isinstance(model, TensorParallel)
-        state = {"made_with": self._made_with(), "step": done, "model": model.full_state_dict()}
-        parts = optimizer.state_dict()
-        state["optimizer"] = parts | {"state": self._whole(model, parts["state"])}
-        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
-
-    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        assert isinstance(model, TensorParallel)
-        model.load_full_state_dict(state["model"])
         names = [name for name, _ in model.module.named_parameters()]
-        whole = state["optimizer"]["state"]
-        parts = {
-            i: {key: model.shard_of(names[i], value) if value.dim() else value for key, value in one.items()}
-            for i, one in whole.items()
-        }
-        optimizer.load_state_dict(state["optimizer"] | {"state": parts})
+
+        def get() -> dict[str, Any]:
+            shards = optimizer.state_dict()
+            full = shards | {"state": self._full(model, names, shards["state"])}
+            return {"model": model.full_state_dict(), "optimizer": full}
+
+        def put(state: dict[str, Any]) -> None:
+            model.load_full_state_dict(state["model"])
+            shards = {
+                i: {
+                    key: model.shard_of(names[i], value) if value.dim() else value
+                    for key, value in one.items()
+                }
+                for i, one in state["optimizer"]["state"].items()
+            }
+            optimizer.load_state_dict(state["optimizer"] | {"state": shards})
+
+        return FullState(get, put)
 
     @staticmethod
-    def _whole(model: TensorParallel, state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The optimizer's state as one process has it; every rank must call it."""
-        names = [name for name, _ in model.module.named_parameters()]
+    def _full(
+        model: TensorParallel, names: list[str], state: dict[int, dict[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's state as one process has it. All ranks must call it."""
         result: dict[int, dict[str, Any]] = {}
         for i, one in state.items():
             result[i] = dict(one)

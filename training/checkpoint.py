@@ -1,40 +1,123 @@
-"""Checkpoints of replicas: rank 0 writes one for all, and reads it for all.
+"""Save and load the checkpoint of a run: one path for all lessons.
 
-Replicas are equal, so one file is enough; and ranks need not share a file system, so on the way back the
-bytes travel over the group (comm.collectives.broadcast).
+      what a lesson says                          what is done here
+      FullState: the full state, and how a        rank 0 writes it into one file; it reads the file, sends
+      rank takes its part of it                   the bytes to the others, and each takes its part
+      ShardedState (data_parallel/                all ranks write what they own, in a folder that they share,
+      sharded_checkpoint.py): what a rank owns    and each reads what it owns then (range_checkpoint.py)
+
+The folder is validated and claimed before the first step. An error of one rank is an error of all. A
+checkpoint of another run, or of a run that has ended, is refused.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from comm.collectives import broadcast
+from comm.exchange import on_all, on_main
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.together import on_main
+from lab.errors import WorkbookError
+from training.validate import validate_folder, validate_shared_folder
+
+Header = dict[str, Any]
 
 
-def save(cluster: Cluster, directory: str, state: dict[str, Any]) -> None:
-    """Have rank 0 write `state`; returns when it is on disk. WorkbookError on every rank if that failed."""
+class State(Protocol):
+    """The state of a model and its optimizer, as this rank has it. All ranks make each call together."""
 
-    def write() -> None:
-        checkpoint.save(Path(directory), state)
+    def save(self, cluster: Cluster, folder: str, header: Header) -> None:
+        """Write the state of all ranks and `header`. Returns when it is on disk."""
 
-    on_main(cluster, f"save a checkpoint in {directory}", write)
+    def load(self, cluster: Cluster, folder: str, validate: Callable[[Header], None]) -> None:
+        """Read a checkpoint, let `validate` refuse its header, and put the state in place."""
 
 
-def load(cluster: Cluster, directory: str) -> dict[str, Any]:
-    """Return what rank 0 finds in `directory`, on every rank.
+class FullState(NamedTuple):
+    """State that is small enough for every rank to have all of it for a moment.
 
-    WorkbookError on all if there is none, or it is damaged.
+    `get` returns the full state on rank 0; all ranks call it, and may communicate. `put` takes this rank's
+    part of the state, and does not communicate.
     """
-    data, name = b"", str(Path(directory) / checkpoint.NAME)
+
+    get: Callable[[], dict[str, Any]]
+    put: Callable[[dict[str, Any]], None]
+
+    def save(self, cluster: Cluster, folder: str, header: Header) -> None:
+        state = header | self.get()
+
+        def write() -> None:
+            checkpoint.save(Path(folder), state)
+
+        on_main(cluster, f"save a checkpoint in {folder}", write)
+
+    def load(self, cluster: Cluster, folder: str, validate: Callable[[Header], None]) -> None:
+        state = _read_on_main(cluster, folder)
+
+        def put() -> None:
+            with checkpoint.refusing_misfits(folder):
+                validate(state)
+                self.put(state)
+
+        on_all(f"resume from {folder}", put)
+
+
+class Checkpoint:
+    """The checkpoint of a run in `folder`. A run of other arguments (`made_with`) cannot go on from it."""
+
+    def __init__(self, cluster: Cluster, folder: str, made_with: dict[str, Any]) -> None:
+        self._cluster, self._folder, self._made_with = cluster, folder, made_with
+
+    def prepare(self, is_shared: bool, resume: bool) -> None:
+        """Refuse, on all ranks, a folder that no checkpoint can be saved in; let no other job save there.
+
+        Otherwise that would show when all is trained, and lost. `is_shared`: all ranks write in the folder.
+        """
+        validate = validate_shared_folder if is_shared else validate_folder
+        validate(self._cluster, "--checkpoint", self._folder, resume)
+        on_main(self._cluster, f"save in {self._folder}", lambda: checkpoint.claim(Path(self._folder)))
+
+    def save(self, state: State, step: int) -> None:
+        """Save the state after `step` steps. WorkbookError on all ranks if that fails on one."""
+        state.save(self._cluster, self._folder, {"made_with": self._made_with, "step": step})
+
+    def load(self, state: State, all_steps: int) -> int:
+        """Put the checkpoint in place and return how many steps it has; fewer than `all_steps`."""
+        steps = []
+
+        def validate(header: Header) -> None:
+            made_with = header.get("made_with", "another program")
+            if made_with != self._made_with:
+                raise WorkbookError(
+                    f"The checkpoint was made with {made_with}, and this run has {self._made_with}; "
+                    "give the same arguments, or another folder."
+                )
+            if not isinstance(header["step"], int) or header["step"] < 0:
+                raise ValueError(f"its step is {header['step']}")
+            if header["step"] >= all_steps:
+                raise WorkbookError(
+                    f"The checkpoint has {header['step']} steps already; ask for more with --steps."
+                )
+            steps.append(header["step"])
+
+        state.load(self._cluster, self._folder, validate)
+        return steps[0]
+
+
+def _read_on_main(cluster: Cluster, folder: str) -> dict[str, Any]:
+    """Return what rank 0 finds in `folder`, on every rank. WorkbookError on all if it is damaged or missing.
+
+    Ranks need not share a file system, so the bytes travel over the group.
+    """
+    data, name = b"", str(Path(folder) / checkpoint.NAME)
 
     def look() -> int:
         nonlocal data
-        data = checkpoint.read(Path(directory))
+        data = checkpoint.read(Path(folder))
         checkpoint.unpack(data, name)
         return len(data)
 

@@ -17,10 +17,8 @@ run.finish(model)
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +27,9 @@ from comm.collectives import all_reduce, fastest_pattern
 from comm.cost import Link
 from comm.transport import slow_link
 from lab import timeline
-from lab.check import refuse_unequal, replica_digests
-from lab.checkpoint import claim, refusing_misfits
+from lab.check import refuse_unequal
 from lab.cluster import Cluster
-from lab.digits import load_digits
-from lab.errors import Stopped, WorkbookError
+from lab.errors import Stopped
 from lab.gantt import Event
 from lab.interrupt import StopRequest
 from lab.ledger import Traffic
@@ -42,11 +38,12 @@ from lab.metronome import metronome_of
 from lab.model import GPT, BabyCNN, GPTConfig
 from lab.overlap import overlap_of, per_step
 from lab.same_start import check_same_start
-from lab.text import global_batch, load_corpus, rank_slice, split
-from lab.together import on_all, on_main
-from training import checkpoint
+from lab.text import rank_slice
 from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce
+from training.checkpoint import Checkpoint, FullState, State
+from training.data import TrainingData
+from training.replicas import replica_digests
 from training.validate import tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
@@ -62,23 +59,19 @@ class Run:
     """
 
     not_measured: str | None = None
+    _all_ranks_save = False  # in a folder that they share
 
     def __init__(
         self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
     ) -> None:
         self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
         self._sharing = 1 if whole_batch else cluster.world_size  # ranks that share a batch
-        if model == "gpt":
-            data = load_corpus()
-            self._corpus, _ = split(data)
-        else:
-            self._images, self._labels, *_ = load_digits()
-            data = self._images
-        # First: what is refused below is then refused by all ranks alike.
-        check_same_start(cluster, data, {"RUN_MODE": run_mode} | given(args))
-        self._check(args)
-        self._tick = None if args.metronome is None else tick_seconds(args.metronome)
         self._config = GPTConfig.named(args.size)
+        self._data = TrainingData(model, args.batch_size, args.seed, self._config.block_size)
+        # First: what is refused below is then refused by all ranks.
+        check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
+        self._validate(args)
+        self._tick = None if args.metronome is None else tick_seconds(args.metronome)
         self.pattern = getattr(args, "pattern", None) or fastest_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
         self._link = self._measured_link()
@@ -88,18 +81,13 @@ class Run:
         self._stop_request: StopRequest | None = None
         self._until_reported = ExitStack()
 
-    def _check(self, args: TrainArgs) -> None:
+    def _validate(self, args: TrainArgs) -> None:
         validate_arguments(args, self._sharing, self._model)
         if args.trace is not None:
             validate_folder(self._cluster, "--trace", args.trace)
         if args.checkpoint is not None:
-            self._check_folder(args.checkpoint)
-            folder = Path(args.checkpoint)
-            on_main(self._cluster, f"save in {folder}", lambda: claim(folder))
-
-    def _check_folder(self, folder: str) -> None:
-        """Refuse what no checkpoint can be saved in: otherwise that shows when all is trained, and lost."""
-        validate_folder(self._cluster, "--checkpoint", folder, self._args.resume)
+            self._checkpoint = Checkpoint(self._cluster, args.checkpoint, self._made_with())
+            self._checkpoint.prepare(self._all_ranks_save, args.resume)
 
     def _measured_link(self) -> Link:
         """alpha and beta of what the lesson sends."""
@@ -120,18 +108,25 @@ class Run:
         return torch.optim.AdamW(model.parameters(), lr=self._args.lr)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """(x, y) on this rank's device: of the global batch, a pure function of seed and step."""
-        args = self._args
-        if self._model == "gpt":
-            whole = global_batch(self._corpus, args.seed, step, args.batch_size, self._config.block_size)
-        else:
-            chosen = np.random.default_rng((args.seed, step)).integers(
-                len(self._images), size=args.batch_size
-            )
-            whole = self._images[chosen], self._labels[chosen]
-        place = self._cluster.rank if self._sharing > 1 else 0, self._sharing
-        x, y = (rank_slice(part, *place).to(self._cluster.device) for part in whole)
+        """Return this rank's slice (x, y) of the global batch, which is a pure function of seed and step."""
+        x, y = (self._own_slice(part) for part in self._data.batch(step))
         return x, y
+
+    def _own_slice(self, batch: Tensor) -> Tensor:
+        rank = self._cluster.rank if self._sharing > 1 else 0
+        return rank_slice(batch, rank, self._sharing).to(self._cluster.device)
+
+    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+        """Return what a checkpoint of this run holds. Here each rank has the full state of both."""
+
+        def get() -> dict[str, Any]:
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+        def put(state: dict[str, Any]) -> None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        return FullState(get, put)
 
     @contextmanager
     def checkpointing(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
@@ -139,19 +134,20 @@ class Run:
 
         With --checkpoint, save one when the block ends, also when `stop_if_asked` has ended it.
         """
-        if self._args.resume:
-            self._first_step = self._resume(model, optimizer)
         if self._args.checkpoint is None:
-            yield self._first_step
+            yield 0
             return
+        state = self.state(model, optimizer)
+        if self._args.resume:
+            self._first_step = self._checkpoint.load(state, self._args.steps)
         with ExitStack() as handlers:
             self._stop_request = handlers.enter_context(StopRequest())
             try:
                 yield self._first_step
             except Stopped:
-                self._save(self._first_step + self._steps_done, model, optimizer)
+                self._checkpoint.save(state, self._first_step + self._steps_done)
                 raise
-            self._save(self._args.steps, model, optimizer)
+            self._checkpoint.save(state, self._args.steps)
             # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
             self._until_reported = handlers.pop_all()
 
@@ -167,8 +163,7 @@ class Run:
         timeline.settle()
 
     def _begin(self) -> Meter:
-        args = self._args
-        tokens = args.batch_size * (self._config.block_size if self._model == "gpt" else 1)
+        args, tokens = self._args, self._data.tokens_per_step
         timeline.start_recording(self._cluster.device)
         return Meter(
             self._cluster, self._run_mode, args.steps, tokens, args.json, WARMUP_STEPS, self._first_step
@@ -256,43 +251,8 @@ class Run:
         """The step's time by its lesson's model, if there is one."""
         return None
 
-    def _save(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        state = {"made_with": self._made_with(), "step": done}
-        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        checkpoint.save(self._cluster, self._args.checkpoint or "", state)
-
-    def _resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        folder = Path(self._args.checkpoint or "")
-        state = checkpoint.load(self._cluster, str(folder))
-
-        def restore() -> None:
-            with refusing_misfits(folder):
-                self._check_resumed(state)
-                self._restore(state, model, optimizer)
-
-        on_all(f"resume from {folder}", restore)
-        return state["step"]
-
-    def _restore(self, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put what `_save` has written in place; no rank waits for another here."""
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    def _check_resumed(self, state: dict[str, Any]) -> None:
-        made_with = state.get("made_with", "another program")
-        if made_with != self._made_with():
-            raise WorkbookError(
-                f"The checkpoint was made with {made_with}, and this run has {self._made_with()}; "
-                "give the same arguments, or another folder."
-            )
-        if not isinstance(state["step"], int) or state["step"] < 0:
-            raise ValueError(f"its step is {state['step']}")
-        if state["step"] >= self._args.steps:
-            raise WorkbookError(
-                f"The checkpoint has {state['step']} steps already; ask for more with --steps."
-            )
-
     def _made_with(self) -> dict[str, Any]:
+        """Return what must be the same for another run to go on from this one's checkpoint."""
         args = self._args
         return {
             "run_mode": self._run_mode,

@@ -5,11 +5,11 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from comm.exchange import on_all, on_main
 from lab import units
 from lab.checkpoint import nothing_in
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
-from lab.together import on_all, on_main
 from training.arguments import TrainArgs
 
 MAX_BUCKET_MB = 1 << 20  # a TiB

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from lab.errors import WorkbookError
 
-TARGET = "lab.sharded_checkpoint._refuse_damaged"
-KILLER = "tests.lab.test_sharded_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"
+TARGET = "training.range_checkpoint._refuse_damaged"
+KILLER = "tests.training.test_range_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"
 FAILS_WITH = "DID NOT RAISE"
 
 

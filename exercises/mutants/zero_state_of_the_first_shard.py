@@ -5,9 +5,9 @@ import dataclasses
 import torch.distributed.checkpoint as dcp
 
 from lab.ranges import Items, LoadPlanner, Range, Reader
-from lab.sharded_checkpoint import Found
+from training.range_checkpoint import Found
 
-TARGET = "lab.sharded_checkpoint.read"
+TARGET = "training.range_checkpoint.read"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_what_is_loaded_is_the_state_of_a_ranks_pieces"
 
 

@@ -6,13 +6,13 @@ import signal
 import sys
 import time
 
+from comm.exchange import on_all
 from comm.rendezvous import join, leave
 from comm.script import start
 from lab import timeline
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from lab.together import on_all
 from tests.comm.test_rendezvous import places, set_variables
 
 

@@ -19,12 +19,13 @@ from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab import timeline
-from lab.check import assert_same, gradients, parameters, reference_gradients, replicas_equal
+from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.gantt import Event
 from lab.metronome import Metronome
 from lab.model import GPT, GPTConfig, loss_of
 from lab.text import rank_slice
+from training.replicas import replicas_equal
 
 BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches what a rank gets
 

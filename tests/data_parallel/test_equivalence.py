@@ -14,7 +14,7 @@ from data_parallel import train_bucket_overlap, train_naive, train_overlap
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
-from lab.check import assert_same, gradients, parameters, reference_gradients, replicas_equal
+from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ledger import LEDGER
@@ -35,6 +35,7 @@ from tests.data_parallel.equivalence import (
     text,
     text_loss,
 )
+from training.replicas import replicas_equal
 
 
 def compare_all(cluster: Cluster) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.check import replicas_equal
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.memory import live_bytes
@@ -18,6 +17,7 @@ from tests.tensor_parallel.equivalence import (
     gpt,
     text,
 )
+from training.replicas import replicas_equal
 
 BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 

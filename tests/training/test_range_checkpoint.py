@@ -19,12 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from lab import checkpoint, sharded_checkpoint
+from lab import checkpoint
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranges import Items, Range, Writer
 from lab.ranks import RankError, run_ranks
-from lab.sharded_checkpoint import FILES, METADATA
+from training import range_checkpoint
+from training.range_checkpoint import FILES, METADATA
 
 NUMEL = 11
 
@@ -39,14 +40,14 @@ def items(cluster: Cluster, value: float) -> Items:
 
 
 def save(cluster: Cluster, directory: Path, value: float) -> None:
-    sharded_checkpoint.save(cluster, directory, items(cluster, value), {"value": value})
+    range_checkpoint.save(cluster, directory, items(cluster, value), {"value": value})
 
 
 def load(cluster: Cluster, directory: Path) -> float:
     """Return the value with which all of the checkpoint was saved."""
-    found = sharded_checkpoint.find(cluster, directory, lambda found: None)
+    found = range_checkpoint.find(cluster, directory, lambda found: None)
     loaded = items(cluster, -100.0)
-    sharded_checkpoint.read(found, loaded)
+    range_checkpoint.read(found, loaded)
     for item, expected in zip(loaded.values(), items(cluster, found.header["value"]).values(), strict=True):
         assert torch.equal(tensor_of(item), tensor_of(expected))
     return found.header["value"]
@@ -138,7 +139,7 @@ def test_a_disk_that_is_full_for_one_rank_is_every_ranks_error_and_the_older_che
         large: Items = {"cut": Range(torch.zeros(size), size * cluster.rank, size * cluster.world_size)}
         if cluster.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-        said = refusal(sharded_checkpoint.save, cluster, tmp_path, large, {})
+        said = refusal(range_checkpoint.save, cluster, tmp_path, large, {})
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         return said, load(cluster, tmp_path)
 
@@ -167,7 +168,7 @@ def test_a_header_that_would_not_load_is_refused_and_the_older_checkpoint_stays(
     def work(cluster: Cluster) -> float:
         save(cluster, tmp_path, 1.0)
         with pytest.raises((TypeError, WorkbookError), match="a checkpoint takes tensors, numbers"):
-            sharded_checkpoint.save(cluster, tmp_path, items(cluster, 2.0), {"value": Path()})
+            range_checkpoint.save(cluster, tmp_path, items(cluster, 2.0), {"value": Path()})
         return load(cluster, tmp_path)
 
     assert run_ranks(work, 2) == [1.0, 1.0]

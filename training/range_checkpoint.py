@@ -34,11 +34,11 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from comm.exchange import naming_a_lost_rank, on_all, on_main
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.errors import WorkbookError, reason
 from lab.ranges import Items, LoadPlanner, Reader, SavePlanner, Writer, unpickle
-from lab.together import lost_rank_in_a_sentence, on_all, on_main, reason
 
 OURS = re.compile(r"checkpoint-(\d+)(\.partial-[0-9a-f]+)?")
 METADATA = ".metadata"  # DCP's name for it
@@ -195,7 +195,7 @@ def _refuse_others(found: Found) -> None:
 def _in_a_sentence(what: str) -> Iterator[None]:
     """DCP has all ranks fail together, with the tracebacks of all."""
     try:
-        with lost_rank_in_a_sentence(what):
+        with naming_a_lost_rank(what):
             yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])

@@ -1,0 +1,65 @@
+"""The data that a run trains on, and the held-out data that it is validated on.
+
+      text ("gpt")            the corpus but its last twentieth   |   the last twentieth
+      digits ("baby_cnn")     1500 images                         |   297 images, by other writers
+
+A batch is a pure function of the seed and the step, so any number of ranks trains on the same one.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lab.digits import load_digits
+from lab.text import global_batch, load_corpus, split
+
+VALIDATION_BATCHES = 4  # of text
+
+
+class TrainingData:
+    """The data of `model`, "gpt" or "baby_cnn", in batches of `batch_size` examples over all ranks."""
+
+    def __init__(self, model: str, batch_size: int, seed: int, block_size: int) -> None:
+        self._batch_size, self._seed, self._block_size = batch_size, seed, block_size
+        self._is_text = model == "gpt"
+        self.everything: Tensor  # which the ranks compare
+        if self._is_text:
+            self.everything = load_corpus()
+            self._corpus, self._held_out_corpus = split(self.everything)
+        else:
+            self._images, self._labels, self._held_out_images, self._held_out_labels = load_digits()
+            self.everything = self._images
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of a global batch; for digits, the images."""
+        return self._batch_size * (self._block_size if self._is_text else 1)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the global batch (x, y) of a step."""
+        if self._is_text:
+            return global_batch(self._corpus, self._seed, step, self._batch_size, self._block_size)
+        chosen = np.random.default_rng((self._seed, step)).integers(len(self._images), size=self._batch_size)
+        return self._images[chosen], self._labels[chosen]
+
+    def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield global batches (x, y, counts) that are not trained on, the same for each seed.
+
+        All have the shape of a training batch, as a pipeline needs it. Text: windows that lie evenly in the
+        held-out corpus. Digits: all test images; the last batch repeats some, and these do not count.
+        """
+        if self._is_text:
+            corpus, size = self._held_out_corpus, self._block_size
+            number = VALIDATION_BATCHES * self._batch_size
+            starts = torch.arange(number) * (len(corpus) - size - 1) // number
+            for some in starts.split(self._batch_size):
+                windows = some[:, None] + torch.arange(size)
+                yield corpus[windows].long(), corpus[windows + 1].long(), some >= 0  # all count
+        else:
+            images, labels = self._held_out_images, self._held_out_labels
+            number = -(-len(images) // self._batch_size) * self._batch_size
+            for some in torch.arange(number).split(self._batch_size):
+                at = some % len(images)
+                yield images[at], labels[at], some < len(images)

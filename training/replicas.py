@@ -1,0 +1,17 @@
+"""Compare the ranks' replicas of a model, bit for bit."""
+
+from torch import nn
+
+from comm.exchange import exchange
+from lab.check import module_digest
+from lab.cluster import Cluster
+
+
+def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
+    """Return every rank's digest of the module, in rank order. All ranks must call it."""
+    return exchange(module_digest(module))
+
+
+def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
+    """Return whether all ranks hold bitwise the same module. All ranks must call it, and get the answer."""
+    return len(set(replica_digests(cluster, module))) == 1
