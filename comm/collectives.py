@@ -1,4 +1,4 @@
-"""Every collective, from non-blocking send and receive alone, with torch's own beside them.
+"""The collectives, each made of non-blocking sends and receives, with torch.distributed's own beside them.
 
                     before                      after                    patterns
   broadcast         root: x                     all: x                   tree  flat
@@ -10,14 +10,18 @@
   all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      pipelined_ring  ring  tcp  cma  tree
                                                     flat  recursive_doubling  halving_doubling
   all_to_all        rank r: [xr0 xr1 xr2]       rank r: [x0r x1r x2r]    pairwise
-  barrier                                       nobody leaves before all have come
+  barrier                                       no rank leaves before all have arrived
 
-Each returns a handle; with `async_op=True` it returns at once and `handle.wait()` ends the operation:
-until then leave its tensors alone. `root` is a rank of `group`. `op` is "sum", "mean", "max", "min" or
-"product". A whole tensor is divided among the ranks as `comm.shards` says, so sizes need not divide.
-`pattern=None` takes the first one listed on gloo and torch's on nccl; "torch" asks for
-`torch.distributed`'s own. All errors are CommErrors; ranks that do not fit together all get the same one
-(but for "torch", where each can only check what it holds).
+A pattern is an algorithm: it says which rank sends what to which (comm/algorithms/, one file for each).
+"tcp" and "cma" are the pipelined ring over connections of our own (transport/socket_ring.py). "cma" is
+cross-memory attach: a rank reads the memory of its neighbour on the same machine. `pattern=None` takes the
+first one listed if the group speaks gloo, and "torch", torch.distributed's own, if it speaks nccl.
+
+Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` ends the
+operation: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max", "min"
+or "product". A full tensor is divided among the ranks as `comm.shards` says, so any size is allowed. All
+errors are CommErrors. If the ranks' calls do not fit together, all ranks raise the same one; with "torch" a
+rank can only check its own tensors.
 """
 
 from collections.abc import Callable
@@ -37,17 +41,15 @@ from comm.transport.staging import In, InOut, Out
 from comm.transport.wire import Group, Wire
 from comm.transport.work_queue import queue_of
 
+RINGS = ("pipelined_ring", "ring", "tcp", "cma")
 PATTERNS = {
     "broadcast": ("tree", "flat"),
     "scatter": ("flat",),
     "gather": ("flat",),
     "reduce": ("tree", "flat"),
-    "all_gather": ("pipelined_ring", "ring", "tcp", "cma"),
-    "reduce_scatter": ("pipelined_ring", "ring", "tcp", "cma"),
-    "all_reduce": (
-        *("pipelined_ring", "ring", "tcp", "cma", "tree", "flat"),
-        *("recursive_doubling", "halving_doubling"),
-    ),
+    "all_gather": RINGS,
+    "reduce_scatter": RINGS,
+    "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling"),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
 }
@@ -63,7 +65,7 @@ def broadcast(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Every rank's `tensor` becomes the root's; any shape, the same number of elements on all."""
+    """Copy the root's `tensor` to every rank's. All have the same number of elements, in any shape."""
     pattern = _choose("broadcast", pattern, group, root)
     if pattern == "torch":
         return native.broadcast(tensor, root, group, async_op)
@@ -80,7 +82,7 @@ def scatter(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Every rank's `shard` becomes its part of the root's `full`; the other ranks pass no `full`."""
+    """Write each rank's part of the root's `full` to its `shard`. The other ranks pass no `full`."""
     pattern = _choose("scatter", pattern, group, root)
     full = _at_root("scatter", full, root, group)
     if pattern == "torch":
@@ -100,7 +102,7 @@ def gather(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """The root's `full` becomes all ranks' shards in rank order; the other ranks pass no `full`."""
+    """Write the shards of all ranks, in rank order, to the root's `full`. The others pass no `full`."""
     pattern = _choose("gather", pattern, group, root)
     full = _at_root("gather", full, root, group)
     if pattern == "torch":
@@ -120,7 +122,7 @@ def reduce(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """The root's `tensor` becomes the reduction of all ranks'; the others' stay as they are."""
+    """Replace the root's `tensor` by the reduction of all ranks'. The other tensors do not change."""
     pattern = _choose("reduce", pattern, group, root)
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
@@ -139,7 +141,7 @@ def all_gather(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Every rank's `full` becomes all shards in rank order. `shard` may be this rank's part of `full`."""
+    """Write all shards, in rank order, to each rank's `full`. `shard` may be the rank's part of `full`."""
     pattern = _choose("all_gather", pattern, group)
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
@@ -162,7 +164,7 @@ def reduce_scatter(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """`shard` becomes this rank's part of the reduction of all ranks' `full`, which stays as it is."""
+    """Write this rank's part of the reduction of all ranks' `full` to `shard`. `full` does not change."""
     pattern = _choose("reduce_scatter", pattern, group)
     check_reduction(op, full.dtype)
     if pattern == "torch":
@@ -187,7 +189,7 @@ def all_reduce(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Every rank's `tensor` becomes the reduction of all, bitwise the same on every rank."""
+    """Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank."""
     pattern = _choose("all_reduce", pattern, group)
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
@@ -219,10 +221,10 @@ def all_to_all(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Part p of `full` goes to rank p, part p of `output` comes from rank p.
+    """Send part p of `full` to rank p, and receive part p of `output` from rank p.
 
-    Sizes count elements of each part, in rank order; without them the tensors are divided evenly as in
-    `comm.shards`, which fits on every rank only when the ranks divide the number of elements.
+    Sizes count the elements of each part, in rank order. Without them the tensors are divided as in
+    `comm.shards`. That fits on all ranks only if the number of ranks divides the number of elements.
     """
     pattern = _choose("all_to_all", pattern, group)
     n = dist.get_world_size(group)
@@ -245,7 +247,7 @@ def all_to_all(
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
-    """No rank's handle ends before every rank has called it: the exchange of headers is all it takes."""
+    """Wait until every rank has called it. The exchange of headers (transport/handshake.py) does that."""
     pattern = _choose("barrier", pattern, group)
     if pattern == "torch":
         return native.barrier(group, async_op)
@@ -253,21 +255,21 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
 
 
 def default_pattern(op: str, group: Group = None) -> str:
-    """What `pattern=None` means in this group."""
+    """Return the pattern that `pattern=None` stands for in this group."""
     return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
 
 
 def fastest_pattern(op: str, group: Group = None) -> str:
-    """The one to take for large tensors once all ranks call the same: "cma" for what goes round a ring.
+    """Return the fastest pattern for large tensors, which training uses: "cma" where there is a ring.
 
-    It notices a rank that calls something else only at the timeout, so it is not the default.
+    It is not the default, because with "cma" a rank that calls another pattern is noticed at the timeout.
     """
     default = default_pattern(op, group)
     return "cma" if default == "pipelined_ring" and "cma" in PATTERNS[op] and CAN_POLL else default
 
 
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
-    queue_of(group)  # says so when there is no group
+    queue_of(group)  # raises if there is no group
     if not 0 <= root < dist.get_world_size(group):
         raise CommError(f"{op}: root {root} is not a rank of this group of {dist.get_world_size(group)}.")
     if pattern is None:
@@ -277,10 +279,10 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
     if pattern in ("tcp", "cma") and not CAN_POLL:
-        raise CommError(f"{op}: pattern {pattern!r} polls its sockets, which Windows cannot; take 'ring'.")
+        raise CommError(f"{op}: pattern {pattern!r} polls sockets, which Windows cannot; take 'ring'.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(
-            f"{op}: our patterns speak gloo, and this group speaks nccl; use pattern='torch' or BACKEND=gloo."
+            f"{op}: pattern {pattern!r} needs gloo, and this group uses nccl; take 'torch' or BACKEND=gloo."
         )
     return pattern
 
@@ -289,7 +291,7 @@ def _at_root(op: str, full: torch.Tensor | None, root: int, group: Group) -> tor
     if dist.get_rank(group) != root:
         return None
     if full is None:
-        raise CommError(f"{op}: rank {root} is the root and must pass the whole tensor.")
+        raise CommError(f"{op}: rank {root} is the root and must pass the full tensor.")
     return full
 
 

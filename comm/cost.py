@@ -1,23 +1,29 @@
-"""What a collective costs: exact bytes and messages each rank sends, and the time alpha and beta predict.
+"""Compute the cost of a collective: the bytes and messages that each rank sends, and the predicted time.
 
 A message of b bytes takes alpha + b * beta seconds: alpha is the latency of a message, beta the time of a
-byte (Hockney's model, 1994; collectives in it: Thakur, Rabenseifner & Gropp, 2005). The arithmetic of a
-reduction is left out: on every network worth the name it is cheaper than moving the bytes.
+byte (Hockney's model, 1994; for collectives: Thakur, Rabenseifner and Gropp, 2005). The arithmetic of a
+reduction is left out, because on a network it takes less time than the transfer of the bytes.
 
-With n ranks and a tensor of B bytes, the whole of it counted on every rank (L = ceil(log2 n)):
+The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil(log2 n):
 
-    broadcast       flat  alpha + (n-1) B beta                tree  L (alpha + B beta)
-    reduce          flat  alpha + (n-1) B beta                tree  L (alpha + B beta)
-    scatter, gather flat  alpha + (n-1)/n B beta
-    all_gather      ring  (n-1) (alpha + B/n beta)            reduce_scatter the same
-    all_reduce      flat  2 (alpha + (n-1) B beta)            tree  2 L (alpha + B beta)
-                    ring  2 (n-1) (alpha + B/n beta)      pipelined_ring, tcp, cma the same as ring
-                    recursive doubling  L (alpha + B beta)
-                    halving-doubling    2 L alpha + 2 (n-1)/n B beta
-    all_to_all      pairwise  (n-1) alpha + (n-1)/n B beta
-    header of each  L alpha                               tcp, cma  (n-1) alpha
+    broadcast       flat                  alpha + (n-1) B beta
+    broadcast       tree                  L (alpha + B beta)
+    reduce          flat                  alpha + (n-1) B beta
+    reduce          tree                  L (alpha + B beta)
+    scatter         flat                  alpha + (n-1)/n B beta
+    gather          flat                  alpha + (n-1)/n B beta
+    all_gather      ring                  (n-1) (alpha + B/n beta)
+    reduce_scatter  ring                  (n-1) (alpha + B/n beta)
+    all_reduce      ring                  2 (n-1) (alpha + B/n beta)
+    all_reduce      tree                  2 L (alpha + B beta)
+    all_reduce      flat                  2 (alpha + (n-1) B beta)
+    all_reduce      recursive_doubling    L (alpha + B beta)
+    all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
+    all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
 
-The two doublings stand for powers of two; for other n, the largest one below n and two more B.
+The patterns pipelined_ring, tcp and cma cost as much as ring. The two doublings are for powers of two:
+another n costs as the largest power below it, and 2 (alpha + B beta) more. Every collective also exchanges
+headers (transport/handshake.py), which takes L alpha, and (n-1) alpha with tcp and cma.
 """
 
 from dataclasses import dataclass
@@ -29,18 +35,18 @@ from lab.ledger import Traffic
 
 @dataclass(frozen=True)
 class Link:
-    """alpha in seconds per message, beta in seconds per byte."""
+    """The speed of a link: alpha in seconds per message, beta in seconds per byte."""
 
     alpha: float
     beta: float
 
 
 def header_traffic(op: str, ranks: int, pattern: str = "") -> Traffic:
-    """What the header of one of our collectives sends per rank, whatever the tensor's size."""
-    if pattern in ("tcp", "cma"):  # round the ring, for there are no other connections
+    """Return the traffic of a rank for the headers of one collective, of any size."""
+    if pattern in ("tcp", "cma"):  # around the ring: these patterns have no other connections
         return Traffic((ranks - 1) * ROW_BYTES, ranks - 1)
     traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
-    if op == "all_to_all":  # a second exchange: how much each sends to each
+    if op == "all_to_all":  # a second exchange: how many elements each rank sends to each other
         traffic += Traffic((ranks - 1) * 2 * ranks * 8, _log2_up(ranks))
     return traffic
 
@@ -48,9 +54,9 @@ def header_traffic(op: str, ranks: int, pattern: str = "") -> Traffic:
 def traffic(
     op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
 ) -> Traffic:
-    """Payload that `rank` sends, exactly. `numel` counts the whole tensor: all shards together.
+    """Return the exact payload that `rank` sends. `numel` counts the full tensor: all shards together.
 
-    For torch's own pattern: what the best-known algorithm sends (the ring, or the tree from a root).
+    For the pattern "torch" it is the payload of the best-known algorithm: the ring, or a tree from a root.
     """
     if pattern == "torch":
         pattern = model_of(op, pattern)
@@ -61,7 +67,7 @@ def traffic(
     sizes = shard_sizes(numel, ranks)
     position = (rank - root) % ranks
 
-    def whole(times: int) -> Traffic:
+    def full(times: int) -> Traffic:
         return Traffic(times * numel * itemsize, times) if numel else Traffic()
 
     def shards(which: list[int], segmented: bool) -> Traffic:
@@ -75,11 +81,11 @@ def traffic(
         case "barrier", _:
             return Traffic()
         case "broadcast", "flat":
-            return whole(ranks - 1 if position == 0 else 0)
+            return full(ranks - 1 if position == 0 else 0)
         case "broadcast", "tree":
-            return whole(_num_children(position, ranks))
+            return full(_num_children(position, ranks))
         case "reduce", "flat" | "tree":
-            return whole(0 if position == 0 else 1)
+            return full(0 if position == 0 else 1)
         case "scatter", "flat":
             return shards(others, False) if position == 0 else Traffic()
         case "gather", "flat":
@@ -94,9 +100,9 @@ def traffic(
             chunks = others + (not_the_rights if ranks > 1 else [])
             return shards(chunks, pattern == "pipelined_ring")
         case "all_reduce", "flat":
-            return whole(ranks - 1 if rank == 0 else 1)
+            return full(ranks - 1 if rank == 0 else 1)
         case "all_reduce", "tree":
-            return whole((0 if rank == 0 else 1) + _num_children(rank, ranks))
+            return full((0 if rank == 0 else 1) + _num_children(rank, ranks))
         case "all_reduce", "recursive_doubling":
             power = 1 << (ranks.bit_length() - 1)
             times = 1 if rank >= power else _log2_up(power) + (rank + power < ranks)
@@ -109,13 +115,13 @@ def traffic(
 def per_rank(
     op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
 ) -> Traffic:
-    """All that the ledger will show for one collective: payload and header. torch's own has no header."""
+    """Return the traffic that the ledger will show for a collective: payload and, but for torch, header."""
     payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
     return payload if pattern == "torch" else payload + header_traffic(op, ranks, pattern)
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
-    """Predicted time of one collective over a tensor of `num_bytes` in all, its header included."""
+    """Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`."""
     n, b, log = ranks, num_bytes * link.beta, _log2_up(ranks)
     a = link.alpha
     if n == 1:
@@ -147,7 +153,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
 
 
 def model_of(op: str, pattern: str) -> str:
-    """The pattern whose formulas stand for `pattern`: the best-known one for torch's own."""
+    """Return the pattern whose formulas apply: for "torch" the best-known one, else `pattern` itself."""
     if pattern != "torch":
         return pattern
     best = {"broadcast": "tree", "reduce": "tree", "scatter": "flat", "gather": "flat"}
@@ -155,7 +161,7 @@ def model_of(op: str, pattern: str) -> str:
 
 
 def pairwise_traffic(input_sizes: list[int], itemsize: int, rank: int) -> Traffic:
-    """What `rank` sends in an all-to-all in which part p of its tensor has `input_sizes[p]` elements."""
+    """Return the traffic of `rank` in an all-to-all that sends `input_sizes[p]` elements to rank p."""
     sent = [size for peer, size in enumerate(input_sizes) if peer != rank and size]
     return Traffic(sum(sent) * itemsize, len(sent))
 
@@ -171,7 +177,7 @@ def _halving_doubling(numel: int, itemsize: int, ranks: int, rank: int) -> Traff
     have, bit = numel, power // 2
     while bit:
         kept = have // 2 if rank & bit else (have + 1) // 2
-        sent += [have - kept, kept]  # one on the way in, the other on the way back
+        sent += [have - kept, kept]  # the first while halving, the second while doubling
         have, bit = kept, bit // 2
     swaps = Traffic(sum(sent) * itemsize, sum(size > 0 for size in sent))
     return swaps + fold if rank + power < ranks else swaps
@@ -182,7 +188,7 @@ def _num_segments(numel: int, itemsize: int) -> int:
 
 
 def _num_children(position: int, ranks: int) -> int:
-    """Children of a position in the binomial tree over `ranks`, counted from the root."""
+    """Return how many children a position, counted from the root, has in the binomial tree."""
     reach = position & -position if position else 1 << _log2_up(ranks)
     return sum(position + (1 << k) < ranks for k in range(reach.bit_length() - 1))
 

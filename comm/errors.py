@@ -1,11 +1,11 @@
-"""What communication raises."""
+"""The errors that communication raises."""
 
 from lab.errors import WorkbookError
 
 
 class CommError(WorkbookError):
-    """A communication cannot go on; the text says which one, with whom, and what to look for."""
+    """A communication failed. The text names the operation and the peer, and says where to look."""
 
 
 class Mismatch(CommError):
-    """The ranks' operations do not fit together: all ranks raise it, and their group stays usable."""
+    """The ranks called operations that do not fit together. All raise it, and the group stays usable."""

@@ -1,8 +1,11 @@
 """Collectives that autograd can differentiate: one collective forward, its conjugate backward.
 
-A collective is a linear function of the tensors of all ranks together. When every rank adds to the loss, the
-backward of a collective is the transposed function: a broadcast makes n copies, so the root's gradient is the
-sum of n gradients.
+      forward    root x ──broadcast──► a copy of x on each rank ──► each rank's term of the loss
+      backward   gradient of x ◄──sum── a gradient of each copy ◄──┘
+
+A collective is a linear function of the tensors of all ranks together. If every rank computes a term of the
+loss, the backward of a collective is the transposed function. In the picture a broadcast makes n copies, so
+the gradient of x is the sum of n gradients.
 
     function             forward         backward        in Megatron-LM
     broadcast_from_root  broadcast       reduce
@@ -14,13 +17,13 @@ sum of n gradients.
     sum_to_each_rank     all-reduce      all-reduce
     exchange_shards      all-to-all      all-to-all      all_to_all
 
-When all ranks compute the same loss from the output, that loss counts once. The gradient of the output is
-then complete on every rank, and a second sum would make it n times too large:
+If all ranks compute the same loss from the output, that loss counts once. Then the gradient of the output is
+complete on every rank, and a sum over ranks would make it n times too large:
 
     sum_over_ranks       all-reduce      identity        g: reduce_from_tensor_model_parallel_region
     gather_from_ranks    all-gather      own shard       gather_from_tensor_model_parallel_region
 
-When all ranks have the same input and compute different things from it, each has one term of its gradient:
+If all ranks have the same input and compute different things from it, each has one term of its gradient:
 
     copy_to_ranks        identity        all-reduce      f: copy_to_tensor_model_parallel_region
     split_to_ranks       own shard       all-gather      scatter_to_tensor_model_parallel_region
@@ -72,7 +75,7 @@ class _Pair(Function):
 
 
 def broadcast_from_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
-    """Broadcast forward, reduce backward. The other ranks' `x` only has the shape; its gradient is zero."""
+    """Broadcast forward, reduce backward. Of the other ranks' `x` only the shape counts: it gets zeros."""
     return _Pair.apply(x, lambda x: _broadcast(x, root, group), lambda grad: _reduce(grad, root, group))
 
 
@@ -82,7 +85,7 @@ def sum_to_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
 
 
 def scatter_from_root(x: Tensor, dim: int, root: int = 0, group: Group = None) -> Tensor:
-    """Scatter along `dim` forward, gather backward. The other ranks' `x` only has the shape."""
+    """Scatter along `dim` forward, gather backward. Of the other ranks' `x` only the shape counts."""
     return _Pair.apply(
         x, lambda x: _scatter(x, dim, root, group), lambda grad: _gather(grad, dim, root, group)
     )
@@ -127,8 +130,8 @@ def exchange_shards(
 ) -> Tensor:
     """All-to-all along `dim` forward, all-to-all backward: shard p of `x` goes to rank p.
 
-    Returns the shards that this rank receives, in rank order along `dim`. `sent[p]` is the size along `dim`
-    of what goes to rank p, `received[p]` that of what comes from it. Without them all shards are equal.
+    Return the shards that this rank receives, in rank order along `dim`. `sent[p]` is the size along `dim` of
+    the shard that goes to rank p, `received[p]` that of the shard from rank p. Without them all are equal.
     """
     sent = _equal_shards(x.shape[dim], dim, group) if sent is None else sent
     received = sent if received is None else received
@@ -166,7 +169,7 @@ def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
     )
 
 
-# Below: the collectives of comm.collectives as functions that return a new tensor, along any dim.
+# Below, the functions of comm.collectives return a new tensor and work along any dim.
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -188,9 +191,13 @@ class InFlightAllGather:
         ranks = dist.get_world_size(group)
         size = shard.shape[dim] * ranks if size is None else size
         self._dim, self._sizes = dim, shard_sizes(size, ranks)
-        if self._sizes[dist.get_rank(group)] != shard.shape[dim]:
-            raise CommError(f"rank {dist.get_rank()} has {shard.shape[dim]} of {size} along dim {dim}.")
-        # Shards along the first dim lie one behind the other, as they travel; all as long as the longest.
+        own = self._sizes[dist.get_rank(group)]
+        if own != shard.shape[dim]:
+            raise CommError(
+                f"The shard of rank {dist.get_rank()} has size {shard.shape[dim]} along dim {dim}, "
+                f"but its part of {size} has size {own} (see comm.shards.shard_sizes)."
+            )
+        # The shards must lie one behind the other: so the first dim is split. All are padded to the longest.
         rows = shard.movedim(dim, 0)
         if shard.shape[dim] < self._sizes[0]:
             rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
@@ -201,7 +208,7 @@ class InFlightAllGather:
         )
 
     def wait(self) -> Tensor:
-        """Return the full tensor."""
+        """Wait until the all-gather has ended, and return the full tensor."""
         self._work.wait()
         if len(set(self._sizes)) > 1:
             padded = self._full.split(self._sizes[0])
@@ -214,7 +221,7 @@ class InFlightReduceScatter:
 
     def __init__(self, full: Tensor, dim: int, group: Group) -> None:
         size, *_ = _equal_shards(full.shape[dim], dim, group)
-        # The reduce-scatter reads it until it ends.
+        # Kept, because the reduce-scatter reads it until it ends.
         self._rows = full.movedim(dim, 0).contiguous()
         self._dim, self._shard = dim, self._rows.new_empty(size, *self._rows.shape[1:])
         self._work: Work = collectives.reduce_scatter(
@@ -226,7 +233,7 @@ class InFlightReduceScatter:
         )
 
     def wait(self) -> Tensor:
-        """Return this rank's shard of the sum."""
+        """Wait until the reduce-scatter has ended, and return this rank's shard of the sum."""
         self._work.wait()
         return self._shard.movedim(0, self._dim)
 
@@ -270,5 +277,5 @@ def _exchange(x: Tensor, dim: int, group: Group, sent: list[int], received: list
 def _equal_shards(size: int, dim: int, group: Group) -> list[int]:
     ranks = dist.get_world_size(group)
     if size % ranks:
-        raise CommError(f"{size} along dim {dim} cannot be divided among {ranks} ranks.")
+        raise CommError(f"a size of {size} along dim {dim} cannot be divided equally among {ranks} ranks.")
     return [size // ranks] * ranks

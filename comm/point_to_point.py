@@ -1,20 +1,21 @@
-"""Point to point: what two ranks can do for each other, and how four of them lock each other out.
+"""Point to point: one rank sends a tensor to another. This file shows a ring that deadlocks, and two cures.
 
-      blocking       send returns when the tensor may be used again, recv when it is there.
-      non-blocking   isend and irecv return at once; wait() does the rest. Post receives first: the
-                     payload moves only once its receive is posted.
+      blocking       send returns when the tensor may be changed again, recv when the tensor has arrived.
+      non-blocking   isend and irecv return at once, and wait() returns when the message is done. Post the
+                     receive first: the payload moves only after its receive has been posted.
 
-The send-first ring: everyone sends to the right and then receives from the left. On gloo a blocking send
-waits for its receive, so everyone waits for somebody who is still sending: a deadlock, however small
-the message. (MPI may hide it for small messages behind a buffer; it is as wrong there.)
+The ring that deadlocks: every rank sends to its right neighbour, and then receives from its left one. On gloo
+a blocking send waits for its receive, so every rank waits for a neighbour that is still sending, even with
+tiny messages. (MPI may buffer small messages, and then the mistake shows only with large ones.)
 
-      rank 0 ─send─► rank 1 ─send─► rank 2 ─send─► rank 0 ...        nobody receives
+      rank 0 ─send─► rank 1 ─send─► rank 2 ─send─► rank 0 ...        no rank receives
 
-Two cures: break the symmetry (even ranks send first, odd ones receive first; any number of ranks works, for
-with an odd number the two even neighbours resolve one after the other), or do not block.
+The first cure breaks the symmetry: even ranks send first, odd ranks receive first. It works for any number of
+ranks: if n is odd, ranks n-1 and 0 are both even, and their message follows when rank 0 has sent its own. The
+second cure does not block.
 
-How long a message takes: alpha + bytes * beta, the latency and the time of a byte (Hockney, 1994). Ping-pong
-with a tiny message measures alpha, with a large one beta.
+A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta the time of a byte (Hockney,
+1994). A ping-pong with a tiny message measures alpha, and one with a large message beta.
 """
 
 import dataclasses
@@ -41,13 +42,13 @@ from lab.stream_clock import time_when_done
 
 
 class SlowTransfer:
-    """A message behind a slow link, and another one that says when it arrives (transport/slow_link.py)."""
+    """A message on a simulated slow link, with a second one that tells when it arrives (slow_link.py)."""
 
     def __init__(self, payload: Transfer, arrival: Transfer, is_received: bool) -> None:
         self._payload, self._arrival, self._is_received = payload, arrival, is_received
 
     def wait(self) -> None:
-        """As a transfer's; a receiver also waits for the link."""
+        """Block as `Transfer.wait` does. A receiver also waits for the simulated link."""
         self._payload.wait()
         self._arrival.wait()
         if self._is_received:
@@ -55,24 +56,24 @@ class SlowTransfer:
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer | SlowTransfer:
-    """Start sending a contiguous tensor to rank `dst` of the group; `wait()` before you change it.
+    """Start to send a contiguous tensor to rank `dst` of the group. Call `wait()` before you change it.
 
-    Over gloo a GPU's tensor goes by way of host memory, so the call waits until it is computed.
+    With gloo a tensor on a GPU is copied to host memory first, so the call waits until it is computed.
     """
     outgoing = tensor.detach().to("cpu") if goes_by_host(tensor, group) else tensor.detach()
     payload = peer_wire(group).isend(outgoing, dst)
     if slow_link.current() is None:
         return payload
     if outgoing.is_cuda:
-        torch.cuda.current_stream().synchronize()  # the link takes what is computed, not what is launched
+        torch.cuda.current_stream().synchronize()  # the link starts when the tensor is computed
     at = torch.tensor([slow_link.arrival(queue_of(group), tensor.nbytes)], device=outgoing.device)
     return SlowTransfer(payload, peer_wire(group, counted=False).isend(at, dst), is_received=False)
 
 
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | SlowTransfer:
-    """Start receiving from rank `src` into a contiguous tensor of the size and dtype it sends.
+    """Start to receive from rank `src` into a contiguous tensor of the size and dtype that `src` sends.
 
-    The k-th receive from a rank meets its k-th send. Nobody compares sizes here: agree on them first.
+    The k-th receive from a rank gets its k-th send. Sizes are not compared, so both ranks must know them.
     """
     incoming, is_staged = tensor.detach(), goes_by_host(tensor, group)
     if is_staged:
@@ -86,24 +87,24 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
-    """Send and wait. On gloo this returns only when `dst` has posted its receive."""
+    """Send, and wait. On gloo it returns after `dst` has posted its receive."""
     isend(tensor, dst, group).wait()
 
 
 def recv(tensor: torch.Tensor, src: int, group: Group = None) -> None:
-    """Receive and wait."""
+    """Receive, and wait."""
     irecv(tensor, src, group).wait()
 
 
 def ring_send_first(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
-    """Deadlocks: every rank sends to its right neighbour, and nobody is receiving."""
+    """Deadlock: every rank sends to its right neighbour, and no rank receives."""
     left, right = _neighbours(group)
     send(outgoing, right, group)
     recv(incoming, left, group)
 
 
 def ring_even_odd(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
-    """First cure: even ranks send first, odd ranks receive first."""
+    """Let even ranks send first and odd ranks receive first: the first cure."""
     left, right = _neighbours(group)
     if dist.get_rank(group) % 2 == 0:
         send(outgoing, right, group)
@@ -114,10 +115,10 @@ def ring_even_odd(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group =
 
 
 def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
-    """Second cure: post the receive, post the send, wait for both. Both directions move at once.
+    """Post the receive, post the send, then wait for both: the second cure. Both directions move at once.
 
-    On nccl the two are posted as one batch: a pair of ranks has one queue there, first in, first out, and of
-    two ranks that both post the receive first neither would get to its send.
+    On nccl the two are posted as one batch. There a pair of ranks has one first-in-first-out queue: if both
+    ranks posted their receives first, neither send would start.
     """
     left, right = _neighbours(group)
     if message_device(group).type == "cuda":
@@ -134,9 +135,9 @@ def measure_link(
     large_bytes: int = 4 << 20,
     device: torch.device | None = None,
 ) -> Link:
-    """alpha and beta between ranks 0 and 1, by ping-pong, medians; the same numbers on every rank.
+    """Return alpha and beta of the link between ranks 0 and 1: medians of a ping-pong, equal on every rank.
 
-    The messages are tensors on `device`: over gloo a GPU's take longer than the host's.
+    The messages are tensors on `device`. With gloo those of a GPU take longer than those of the host.
     """
     device = device or message_device(group)
     alpha = _ping_pong(torch.zeros(1, device=device), group, repeats) / 2
@@ -148,7 +149,7 @@ def measure_link(
 
 
 def _ping_pong(ball: torch.Tensor, group: Group, repeats: int) -> float:
-    """Median seconds of a round trip, measured on rank 0; the other ranks only wait."""
+    """Return the median seconds of a round trip between ranks 0 and 1; the other ranks only wait."""
     rank, times = dist.get_rank(group), []
     collectives.barrier(group)
     for _ in range(repeats + 1 if dist.get_world_size(group) > 1 else 0):
@@ -174,7 +175,7 @@ MAX_MESSAGE_MB = 1 << 13  # 8 GiB
 
 @dataclasses.dataclass
 class Args:
-    """Point to point: the two rings that work, and this link's alpha and beta."""
+    """Run the two rings that work, and measure this link's alpha and beta."""
 
     mb: float = 4.0
     """Size of the message in the rings, in MiB."""
@@ -183,16 +184,16 @@ class Args:
 
 
 def validate_message(megabytes: float) -> None:
-    """Refuse a size that no message has, and one that a machine cannot hold some copies of."""
+    """Raise WorkbookError for a message of less than a number, or of more than a machine can hold."""
     if not 1e-5 <= megabytes <= MAX_MESSAGE_MB:
-        raise WorkbookError(f"--mb {megabytes:g}: a message has from 0.00001 to {MAX_MESSAGE_MB} MiB.")
+        raise WorkbookError(f"--mb {megabytes:g}: choose a size from 0.00001 to {MAX_MESSAGE_MB} MiB.")
 
 
 def main(cluster: Cluster, args: Args) -> None:
     validate_message(args.mb)
     check_same_start(cluster, torch.empty(0), {"--mb": args.mb})
     if cluster.world_size < 2:
-        raise WorkbookError("Point to point takes two: start at least 2 ranks (WORLD_SIZE=2).")
+        raise WorkbookError("Point to point needs two ranks: start at least 2 (WORLD_SIZE=2).")
     out = sys.stderr if args.json else sys.stdout
     rings: list[Callable[..., None]] = [ring_even_odd, ring_non_blocking]
     figures: dict[str, float | str | int] = {"run_mode": "point_to_point", "world_size": cluster.world_size}
@@ -202,7 +203,7 @@ def main(cluster: Cluster, args: Args) -> None:
         collectives.barrier()
         start = time.perf_counter()
         ring(outgoing, incoming)
-        collectives.barrier()  # which nccl's GPU reaches after the ring, and for which the host waits
+        collectives.barrier()  # on nccl the GPU starts it after the ring, and the host waits for it
         figures[f"{ring.__name__}_seconds"] = seconds = time.perf_counter() - start
         assert incoming[0] == (cluster.rank - 1) % cluster.world_size
         if cluster.is_main:
@@ -210,10 +211,15 @@ def main(cluster: Cluster, args: Args) -> None:
     link = measure_link()
     figures |= {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta}
     if cluster.is_main:
-        print("ring_send_first      is not run: it never ends (tests/comm shows where it hangs)", file=out)
+        print(
+            "ring_send_first      is not run: it never ends (tests/comm/test_point_to_point.py shows where)",
+            file=out,
+        )
         print(f"alpha                {link.alpha * 1e6:8.1f} us for each message", file=out)
         print(
-            f"beta                 {8e-9 / link.beta:8.2f} Gbit/s" if link.beta else "beta too small to see",
+            f"beta                 {8e-9 / link.beta:8.2f} Gbit/s"
+            if link.beta
+            else "beta                 is too small to measure",
             file=out,
         )
         if args.json:

@@ -1,21 +1,23 @@
-"""Rendezvous: how processes that know nothing but an address become ranks of one group.
+"""Rendezvous: processes that know only an address find each other and become ranks of one group.
 
-      rank 0                        rank 1                       everyone
-      opens the store at            connects to it, as often     writes who it is, counts who has come,
-      MASTER_ADDR:MASTER_PORT       as it takes                  says who is missing; then the group forms
-                                                                 (membership/liveness.py: who dies is named)
+      1. store    rank 0 opens a store at MASTER_ADDR:MASTER_PORT; the others retry until they reach it
+      2. meet     each rank writes its name into the store, and waits until all names are there
+      3. watch    each rank connects to rank 0, which notices when a rank dies and tells the others
+      4. group    torch.distributed connects all ranks
 
-The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one, and a
-worker that is started again after a crash finds its dead predecessor's keys in it: so every attempt
-gets a prefix of its own. Whoever finds that something cannot work writes the reason into the store,
-and all that wait there give up with the same sentence instead of timing out one by one.
+The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one. A worker
+that torchrun restarts after a crash finds the keys of the dead worker in it, so each attempt has a key prefix
+of its own. If a rank finds an error, it writes the reason into the store, and all ranks give up with the same
+sentence instead of waiting for their timeouts.
 
-    RANK, WORLD_SIZE            who I am and how many we are; without both: one process alone
-    MASTER_ADDR, MASTER_PORT    where the store is (localhost, 29500)
-    LOCAL_RANK                  which of this machine's GPUs is mine (0)
-    BACKEND                     gloo or nccl (nccl when there is a GPU)
-    JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the others (60), and in one operation (60)
+    RANK, WORLD_SIZE            the number of this rank, and of all ranks; without both: one process alone
+    MASTER_ADDR, MASTER_PORT    the address of the store (localhost, 29500)
+    LOCAL_RANK                  the number of this rank's GPU on its machine (0)
+    BACKEND                     gloo or nccl (nccl if there is a GPU)
+    JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the other ranks (60), and in one operation (60)
     OMP_NUM_THREADS             threads of a rank (the machine's cores, divided by its ranks)
+
+The details stand in membership/: store.py (1), meeting.py (2), liveness.py (3).
 """
 
 import os
@@ -43,11 +45,11 @@ _POLL = 0.05  # seconds between two looks at the others while the group forms
 
 
 def join() -> Cluster:
-    """Meet the other ranks and form the group over all of them.
+    """Meet the other ranks, form the group of all ranks, and return this rank's place in it.
 
-    Raises CommError with one sentence: a variable that makes no sense, a store that cannot be opened or
-    reached, ranks that did not come or died on the way, two that claim the same rank, or different world
-    sizes. What one rank refuses after it has found the store, all refuse.
+    Raise CommError if a variable has an invalid value, if the store cannot be opened or reached, if a rank is
+    missing or has died, if two processes claim the same rank, or if the world sizes differ. An error that one
+    rank finds after it has reached the store is raised on all ranks.
     """
     liveness.forget()
     rank, world_size = rank_and_world_size()
@@ -84,13 +86,13 @@ def join() -> Cluster:
         choose_vector_math()
         _form_group(backend, device, store, rank, world_size, op_timeout)
     except dist.DistError as error:
-        gone = liveness.cause() or "rank 0, which keeps the store, has died; look into its log"
+        gone = liveness.cause() or "rank 0, which hosts the store, has died; look into its log"
         raise CommError(f"The group cannot form: {gone}.") from error
     return Cluster(rank, world_size, local_rank, device, WatchedStore("lab", store, op_timeout))
 
 
 def leave(cluster: Cluster) -> None:
-    """End this rank's part: the rank that hosts the store goes last, so that no rank loses it."""
+    """Leave the group. Rank 0 leaves last, because it hosts the store."""
     liveness.finish()
     dist.destroy_process_group()
     liveness.wait_for_the_others(10.0)
@@ -100,13 +102,13 @@ def leave(cluster: Cluster) -> None:
 def _form_group(
     backend: str, device: torch.device, store: dist.Store, rank: int, world_size: int, op_timeout: float
 ) -> None:
-    """Have torch connect all ranks, in a thread: there it waits for a dead rank until its timeout."""
+    """Let torch connect all ranks, in a thread: torch waits for a dead rank until the timeout."""
     outcome: list[RuntimeError | None] = []
 
     def form() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own
+                torch.cuda.set_device(device)  # the current device belongs to a thread
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("group", store),
@@ -123,7 +125,7 @@ def _form_group(
     thread.start()
     while thread.is_alive():
         thread.join(_POLL)
-        # Not at the store: the thread may hold its lock.
+        # Do not ask the store here: the thread may hold the store's lock.
         if not outcome and (gone := liveness.cause(0)):
             raise CommError(f"The group cannot form: {gone}.")
     if outcome[0] is not None:
@@ -136,14 +138,14 @@ def _form_group(
             why = first_line
         raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from outcome[0]
     if world_size > 1:
-        # A rank that failed now would break the connections that others are still making.
+        # Wait for all: a rank that failed now would break connections that others are still making.
         meeting.wait_for_all(store, rank, world_size, "formed", deadline)
 
 
 def _listen_on_one_interface(world_size: int) -> None:
-    """Let gloo listen on the interface that leads to MASTER_ADDR; on the loopback if all ranks are here."""
+    """Let gloo listen on one interface: the loopback if all ranks are here, else that to MASTER_ADDR."""
     if sys.platform == "win32":
-        return  # gloo knows interfaces by other names there
+        return  # gloo uses other names for interfaces there
     host, _ = master()
     all_are_here = (number("LOCAL_WORLD_SIZE") or 1) == world_size
     if all_are_here or host == "localhost" or host.startswith("127."):

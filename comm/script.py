@@ -1,6 +1,7 @@
-"""How the lessons' scripts start and end: `start(main, Args)`.
+"""Start and end the script of a lesson: `start(main, Args)`.
 
-All ranks meet first. Then what all of them refuse, a wrong argument for one, is said once, by rank 0.
+The ranks meet before they read the command line. So if all ranks refuse an argument, rank 0 alone prints the
+error.
 """
 
 import io
@@ -23,7 +24,7 @@ Arguments = TypeVar("Arguments")
 
 
 class Usage(WorkbookError):
-    """Holds what a script says instead of running: its help, or what is wrong with its command line."""
+    """The text that a script prints instead of running: its help, or an error in its command line."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -38,10 +39,10 @@ def start(main: Callable[[Cluster, Arguments], object], arguments: type[Argument
 
 @contextmanager
 def joined() -> Iterator[Cluster]:
-    """`with joined() as cluster:` joins, and leaves at the end.
+    """Join the other ranks for a `with` block, and leave them at its end.
 
-    An error whose text says it all is printed as one line, and the process exits with its code. Where all
-    ranks raise the same, rank 0 alone prints it.
+    A WorkbookError is printed as one line, and the process exits with its exit code. If all ranks raise the
+    same one, rank 0 alone prints it.
     """
     try:
         cluster = join()
@@ -57,7 +58,7 @@ def joined() -> Iterator[Cluster]:
     except BaseException as error:
         if _is_out_of_memory(error):
             _exit(f"there is not enough memory ({reason(error)}); take a smaller batch or model.", 1)
-        # torch's own techniques communicate past ours.
+        # PyTorch's own techniques (DDP, FSDP) communicate without comm, so their errors are torch's.
         if isinstance(error, RuntimeError) and is_lost_connection(str(error)) and (gone := liveness.cause()):
             _exit(f"a peer has closed its connection: {gone}.", 1)
         liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0], patience=0.0)
@@ -66,7 +67,7 @@ def joined() -> Iterator[Cluster]:
 
 
 def command_line(arguments: type[Arguments]) -> Arguments:
-    """Return the script's arguments. Raises Usage, and prints nothing, where tyro would end the process."""
+    """Return the script's arguments. Raise Usage, and print nothing, where tyro would exit."""
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):
@@ -76,7 +77,7 @@ def command_line(arguments: type[Arguments]) -> Arguments:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation has failed; on a CPU torch has no class of its own for that."""
+    """Return whether an allocation has failed. For a CPU torch has no error class for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -89,5 +90,5 @@ def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:
         liveness.fail(sentence)
         liveness.wait_for_the_others(1.0)
     sys.stdout.flush()
-    # Not sys.exit: destructors of a broken group would wait for peers that are gone.
+    # Not sys.exit: the destructors of a broken group would wait for peers that have gone.
     os._exit(exit_code)

@@ -1,33 +1,31 @@
-"""How a flat tensor is split: into one shard per rank, and a shard into segments on the wire.
+"""Split a flat tensor into one shard per rank, and a shard into the segments that travel as messages.
 
-The first `numel % ranks` shards hold one element more than the others, as in torch.tensor_split, so
-that any number of elements can be split over any number of ranks. With fewer elements than ranks the
-last shards are empty; an empty shard is never sent.
+The first `numel % ranks` shards hold one element more than the others, as in torch.tensor_split, so any
+number of elements can be split over any number of ranks. With fewer elements than ranks the last shards are
+empty. An empty shard is never sent.
 """
 
 import torch
 
-# Small enough that adding one segment overlaps with receiving the next, large enough that the cost
-# of a message is small beside its payload: below 256 KiB gloo slows down.
+# Small enough that a rank adds one segment while it receives the next, and large enough that the latency of a
+# message is small beside the time of its payload: below 256 KiB gloo slows down.
 SEGMENT_BYTES = 1 << 20
-TCP_SEGMENT_BYTES = (
-    1 << 22
-)  # where one loop does everything (transport/socket_ring.py), longer stretches of the same pay
+TCP_SEGMENT_BYTES = 1 << 22  # for transport/socket_ring.py, where one loop receives, adds and sends
 
 
 def shard_sizes(numel: int, ranks: int) -> list[int]:
-    """Elements in each rank's shard."""
+    """Return the number of elements in each rank's shard."""
     base, longer = divmod(numel, ranks)
     return [base + (rank < longer) for rank in range(ranks)]
 
 
 def shards_of(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """The shards of a flat tensor, as views."""
+    """Return the shards of a flat tensor, as views."""
     return list(flat.split(shard_sizes(flat.numel(), ranks)))
 
 
 def segments_of(flat: torch.Tensor, segment_bytes: int | None = None) -> list[torch.Tensor]:
-    """The pieces a flat tensor travels in, as views; none for an empty tensor."""
+    """Return the segments in which a flat tensor travels, as views. An empty tensor has none."""
     if flat.numel() == 0:
         return []
     return list(flat.split(max(1, (segment_bytes or SEGMENT_BYTES) // flat.element_size())))

@@ -1,17 +1,20 @@
-"""A tour of the collectives: what each rank held before and after, what it sent, how long it took.
+"""A tour of the collectives: run each in every pattern, and show what it does, sends and takes.
 
     RUN_MODE=comm docker-compose up --build          make run RUN_MODE=comm WORLD_SIZE=4
 
-Three looks at each operation. A tiny tensor shows what it does. A large one shows what it costs: bytes
-counted as they leave, time measured beside time predicted from this link's alpha and beta (comm.cost).
-And where every rank has a network interface of its own, as in a container, the interface's counter
-shows what really left, for torch's own collectives too, whose insides we cannot count.
+For each operation a table shows what the ranks hold before and after it, in a tiny tensor. Then a large
+tensor shows the cost of each pattern: bytes and messages counted as they leave, and the measured time beside
+the time that is predicted from this link's alpha and beta (comm/cost.py). The textbook's ring (row `ring`,
+comm/algorithms/ring.py) stands beside the same ring with chunks in segments (row `pipelined_ring`).
 
-On GPUs it is a tour of nccl, by torch's own operations; BACKEND=gloo shows our patterns there.
+If each rank has a network interface of its own, as in a container, the column "on eth0" shows how many bytes
+left through it. It also holds for torch's own collectives, whose messages we cannot count.
 
-The prediction holds where each rank has a link for itself. Ranks on one machine share its cores and its
-memory bus: there a pattern that keeps all links busy is slower than predicted. And LINK slows down what a
-container sends, not what it receives: where many send to one root, it is faster than predicted.
+On GPUs the tour shows nccl, by torch's own operations; with BACKEND=gloo it shows our patterns there.
+
+The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
+bus, so a pattern that keeps all links busy is slower than predicted. And LINK slows down what a container
+sends, not what it receives, so many ranks that send to one root are faster than predicted.
 """
 
 import dataclasses
@@ -48,18 +51,18 @@ MAX_REPEATS = 1000
 
 @dataclasses.dataclass
 class Args:
-    """A tour of the collectives."""
+    """Run every collective in every pattern, and compare bytes and time with their formulas."""
 
     mb: float = 4.0
-    """Size of the large tensor in MiB, all shards together."""
+    """Size of the large tensor in MiB: all shards together."""
     repeats: int = 5
-    """Timed runs of each operation; the median counts. Slow links take fewer."""
+    """Timed runs of each operation; the median counts. An operation that takes long gets fewer."""
     json: bool = False
     """Print all figures as one JSON line at the end."""
 
 
 def call(op: str, pattern: str, t: Tensors) -> None:
-    """One collective on `full`, the whole tensor, and `shard`, this rank's part of it."""
+    """Call one collective on the full tensor and on this rank's shard."""
     full, shard, root = t["full"], t["shard"], 0
     operations: dict[str, Callable[[], object]] = {
         "barrier": lambda: c.barrier(pattern=pattern),
@@ -75,7 +78,7 @@ def call(op: str, pattern: str, t: Tensors) -> None:
     operations[op]()
 
 
-TOUCHED = {  # the others: full and shard
+TOUCHED = {  # the tensors that an operation uses; if it is not listed, full and shard
     "barrier": (),
     "broadcast": ("full",),
     "reduce": ("full",),
@@ -85,7 +88,7 @@ TOUCHED = {  # the others: full and shard
 
 
 def tensors(cluster: Cluster, numel: int) -> Tensors:
-    """`full` counts 10 * rank + position, so that a number tells where it came from."""
+    """Return the tensors of a call. Element i of `full` is 10 * rank + i, so that it shows its origin."""
     device = message_device(None)
     full = torch.arange(numel, dtype=torch.float32, device=device) + 10 * cluster.rank
     mine = shard_sizes(numel, cluster.world_size)[cluster.rank]
@@ -94,12 +97,12 @@ def tensors(cluster: Cluster, numel: int) -> Tensors:
 
 
 def patterns_of(op: str) -> tuple[str, ...]:
-    """Return who can do the work here: ours and torch's own on gloo, only torch's on nccl."""
+    """Return the patterns to show: on gloo ours and torch's own, on nccl torch's own."""
     return ("torch",) if dist.get_backend() == "nccl" else (*c.PATTERNS[op], "torch")
 
 
 def show(cluster: Cluster, op: str, console: Console) -> None:
-    """A table of what every rank held before and after, with one element for each rank."""
+    """Print what every rank holds before and after the operation, with one element for each rank."""
     t = tensors(cluster, cluster.world_size)
     names = TOUCHED.get(op, ("full", "shard"))
     before = {name: t[name].int().tolist() for name in names}
@@ -120,9 +123,9 @@ def show(cluster: Cluster, op: str, console: Console) -> None:
 
 
 def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link) -> dict:
-    """Time and traffic of one operation on the large tensor; the same on every rank but for the bytes."""
+    """Return time and traffic of one operation on the large tensor. The time is the slowest rank's."""
     n = cluster.world_size
-    numel = int(args.mb * (1 << 18)) // n * n  # torch's own takes equal shards only
+    numel = int(args.mb * (1 << 18)) // n * n  # torch's own needs equal shards
     t = tensors(cluster, numel)
     call(op, pattern, t)
     times: list[float] = []
@@ -135,7 +138,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
         took = (time_when_done(t["full"].device) - start) / 1e9
         elapsed = torch.tensor([took], dtype=torch.float64, device=t["full"].device)
         traffic = LEDGER.total() - sent
-        # The last rank to finish has seen all the traffic; the others wait for it before they look.
+        # Wait for the last rank: then all traffic of the operation has left.
         c.barrier()
         barrier = cost.header_traffic("barrier", n).bytes_sent
         now_on_wire = own_interface_bytes()
@@ -158,7 +161,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
 
 
 def own_interface_bytes() -> int | None:
-    """This rank's interface counter; None where ranks share a machine and so its interfaces."""
+    """Return the bytes that this rank's interface has sent; None if ranks share a machine."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
     return interface_bytes_sent() if alone else None
 
@@ -166,7 +169,7 @@ def own_interface_bytes() -> int | None:
 def main(cluster: Cluster, args: Args) -> None:
     validate_message(args.mb)
     if not 1 <= args.repeats <= MAX_REPEATS:
-        raise WorkbookError(f"--repeats {args.repeats}: there are from 1 to {MAX_REPEATS}.")
+        raise WorkbookError(f"--repeats {args.repeats}: choose a number from 1 to {MAX_REPEATS}.")
     check_same_start(cluster, torch.empty(0), {"--mb": args.mb, "--repeats": args.repeats})
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     for op in c.PATTERNS:
@@ -194,9 +197,9 @@ def main(cluster: Cluster, args: Args) -> None:
             )
     if cluster.is_main:
         console.print(table)
-        console.print("* by formula: torch's own messages cannot be counted from here.")
+        console.print("* by formula: the messages of torch's own collectives cannot be counted.")
         if dist.get_backend() == "nccl":
-            console.print("Our own patterns speak gloo: BACKEND=gloo shows them beside torch's.")
+            console.print("Our patterns need gloo: BACKEND=gloo shows them beside torch's.")
     if cluster.is_main and args.json:
         figures = {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta, "rows": rows}
         print(json.dumps({"run_mode": "comm", "world_size": cluster.world_size, **figures}), flush=True)

@@ -1,1 +1,1 @@
-"""Which ranks there are: how they find the store and each other, and who has died."""
+"""Find the store and the other ranks, and notice when a rank dies."""

@@ -1,7 +1,8 @@
-"""Which GPU a rank computes on, and which backend speaks for it.
+"""Choose the GPU and the backend of a rank, and refuse two ranks on one GPU.
 
-A launcher shows each rank all GPUs of its machine (torchrun), or its own alone (Slurm's --gpus-per-task=1),
-whose number is 0 then. So LOCAL_RANK does not tell whether there are enough; two ranks with one GPU do.
+Some launchers show all GPUs of the machine to each rank (torchrun). Others show each rank its own GPU only,
+as number 0 (Slurm's --gpus-per-task=1). So LOCAL_RANK does not tell whether there are enough GPUs. The ranks
+compare the names of their GPUs instead.
 """
 
 import os
@@ -14,14 +15,16 @@ from lab.devices import device_of, num_gpus
 
 
 def choose_device(local_rank: int) -> tuple[torch.device, str]:
-    """Return this rank's device and backend: its GPU and nccl where there are GPUs, else the CPU and gloo."""
+    """Return this rank's device and backend: its GPU and nccl if there are GPUs, else the CPU and gloo."""
     gpus = num_gpus()
     backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
     if backend not in ("gloo", "nccl"):
         raise CommError(f"BACKEND is {backend!r}; it must be gloo or nccl.")
     if not gpus:
         if backend == "nccl":
-            raise CommError("BACKEND is nccl, but there is no GPU here; leave it out or choose gloo.")
+            raise CommError(
+                "BACKEND is nccl, but this machine has no GPU; leave BACKEND out or set it to gloo."
+            )
         return torch.device("cpu"), backend
     device = device_of(local_rank)
     torch.cuda.set_device(device)
@@ -29,17 +32,17 @@ def choose_device(local_rank: int) -> tuple[torch.device, str]:
 
 
 def name_of(device: torch.device, backend: str) -> str:
-    """Return the name that no other GPU has, in whatever machine; empty where ranks may share the device."""
+    """Return the GPU's unique name, or an empty one if ranks may share the device (on gloo)."""
     return str(torch.cuda.get_device_properties(device).uuid) if backend == "nccl" else ""
 
 
 def refusal_of(names: Mapping[int, str]) -> str:
-    """Return the sentence that refuses one GPU of two ranks; `names` has each rank's `name_of`."""
+    """Return an error text if two ranks have one GPU, else "". `names` holds each rank's `name_of`."""
     first: dict[str, int] = {}
     for rank, name in sorted(names.items()):
         if name and first.setdefault(name, rank) != rank:
             return (
-                f"Ranks {first[name]} and {rank} have one GPU ({name}), and nccl wants one for each rank; "
+                f"Ranks {first[name]} and {rank} have one GPU ({name}), and nccl needs one for each rank; "
                 "start fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
             )
     return ""

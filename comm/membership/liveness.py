@@ -1,13 +1,15 @@
-"""Tell who is gone: each rank holds a connection to rank 0, and the kernel closes it when the rank dies.
+"""Find out which rank has died: each rank has a connection to rank 0, and the kernel closes it at a death.
 
       rank 1 ──┐
-      rank 2 ──┼──► rank 0, whose thread tells all others which ranks have gone, and how, in order
+      rank 2 ──┼──► rank 0, whose thread tells all others which rank has gone, and how, in order
       rank 3 ──┘
 
-gloo shows a death to the dead rank's neighbours alone. They give up, their own neighbours lose *them*, and in
-the end three ranks blame three different ones. With these connections all can name the first. A rank
-also tells here that it has finished, or has failed and why, for then it has not died. Whoever connects
-must show a token from the store. A rank that is stuck or paused stays connected: only timeouts tell of it.
+gloo shows a death to the neighbours of the dead rank only. They give up, then their own neighbours lose
+*them*, and in the end three ranks blame three different ranks. With these connections all ranks name the
+first one.
+
+A rank also announces here that it has finished, or that it has failed and why. A client must show a token
+from the store. A rank that is stuck or paused stays connected: only a timeout shows it.
 """
 
 import json
@@ -25,13 +27,13 @@ import torch.distributed as dist
 from lab.interface import own_address
 
 _KEY = "liveness"
-_PATIENCE = 1.0  # seconds until what one connection has shown is known to all
+_PATIENCE = 1.0  # seconds until all ranks know what one connection has shown
 _LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Gone:
-    """A rank that takes part no more, as the end of a sentence."""
+    """A rank that has left, and how. `str()` gives the end of a sentence."""
 
     rank: int
     how: Literal["died", "failed", "finished"]
@@ -46,16 +48,16 @@ class Gone:
 
 
 class Liveness:
-    """Hold what one rank knows about the others: `LivenessServer` on rank 0, `LivenessClient` elsewhere."""
+    """Hold what one rank knows about the others: a LivenessServer on rank 0, a LivenessClient elsewhere."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.gone: list[Gone] = []  # in the order in which rank 0 noticed
 
     def cause(self, patience: float = _PATIENCE) -> Gone | None:
-        """Return the first rank that died or failed, else the first that finished; None if all are here.
+        """Return the first rank that died or failed, else the first that finished, else None.
 
-        It waits so many seconds for news, since one connection may show a death before another.
+        It waits `patience` seconds for news, because one connection may show a death before another.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -72,19 +74,19 @@ class Liveness:
         raise NotImplementedError
 
     def fail(self, why: str, patience: float = _PATIENCE) -> bool:
-        """Tell the others why this rank gives up; return whether rank 0 fails of the same and will say so.
+        """Tell the others why this rank gives up. Return whether rank 0 fails for the same reason.
 
-        It waits at most so many seconds for rank 0's word, and not if another failure is known already.
+        It waits at most `patience` seconds for rank 0, and does not wait if another failure is known already.
         """
         raise NotImplementedError
 
     def _hear(self, seconds: float) -> None:
-        """Wait so long for news."""
+        """Wait at most `seconds` for news."""
         raise NotImplementedError
 
 
 class LivenessServer(Liveness):
-    """Rank 0's side. Its thread ends when all others have left."""
+    """Rank 0's side of all connections. Its thread ends when all other ranks have left."""
 
     def __init__(self, store: dist.Store, world_size: int) -> None:
         super().__init__(0)
@@ -105,7 +107,7 @@ class LivenessServer(Liveness):
         return False
 
     def wait_until_alone(self, seconds: float) -> None:
-        """Return when all others have left, or after so many seconds."""
+        """Return when all other ranks have left, at the latest after `seconds`."""
         with self._news:
             self._news.wait_for(lambda: not self._absent and not self._clients, seconds)
 
@@ -142,7 +144,7 @@ class LivenessServer(Liveness):
                     self._listener.close()
 
     def _take(self, lines: "_Lines") -> bool:
-        """Handle what has come over a connection; False if it has ended, or is none of ours."""
+        """Handle what a connection has received. Return False if it has ended or shows no valid token."""
         messages, is_open = lines.read()
         for message in messages:
             if lines.rank is not None:
@@ -165,7 +167,7 @@ class LivenessServer(Liveness):
 
 
 class LivenessClient(Liveness):
-    """The side of a rank that is not 0. OSError if rank 0 cannot be reached."""
+    """Another rank's side of its connection to rank 0. Raise OSError if rank 0 cannot be reached."""
 
     def __init__(self, rank: int, host: str, port: int, token: str) -> None:
         super().__init__(rank)
@@ -187,7 +189,7 @@ class LivenessClient(Liveness):
             if self.gone and self.gone[0].how != "died" and Gone(0, "failed", why) in self.gone:
                 return True
             left = deadline - time.monotonic()
-            if left <= 0 or any(gone.why != why for gone in self.gone):  # not refused by all alike
+            if left <= 0 or any(gone.why != why for gone in self.gone):  # rank 0 fails for another reason
                 return False
             self._hear(left)
 
@@ -213,7 +215,7 @@ class LivenessClient(Liveness):
 
 
 class _Lines:
-    """JSON, one object a line, from a non-blocking socket."""
+    """Read JSON objects, one a line, from a non-blocking socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
@@ -221,7 +223,7 @@ class _Lines:
         self._rest = b""
 
     def read(self) -> tuple[list[dict], bool]:
-        """Return the objects that have come, and whether more may."""
+        """Return the objects that have arrived, and whether more may arrive."""
         is_open = True
         try:
             data = self.end.recv(_LONGEST_LINE)
@@ -240,7 +242,7 @@ class _Lines:
 
 
 def _follows(gone: Gone, others: list[Gone]) -> bool:
-    """Return whether a rank has failed because of what another one did, as its own sentence says."""
+    """Return whether a rank has failed because of another one: its reason quotes the other one's."""
     return any(str(other) in gone.why for other in others if other is not gone)
 
 
@@ -252,7 +254,7 @@ _of_this_process: Liveness | None = None
 
 
 def connect(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Connect to rank 0, once it can be found in the store; return False if it cannot yet."""
+    """Connect to rank 0. Return False if its address is not in the store yet."""
     global _of_this_process
     if rank == 0:
         _of_this_process = LivenessServer(store, world_size)
@@ -264,12 +266,12 @@ def connect(store: dist.Store, rank: int, world_size: int) -> bool:
 
 
 def current() -> Liveness | None:
-    """Return what this process knows about its peers; None without `comm.rendezvous.join`."""
+    """Return what this process knows about its peers; None before `comm.rendezvous.join`."""
     return _of_this_process
 
 
 def cause(patience: float = _PATIENCE) -> Gone | None:
-    """Return the rank whose end explains a failure of this rank, as Liveness.cause."""
+    """Return the rank that has caused a failure of this rank, see Liveness.cause."""
     return None if _of_this_process is None else _of_this_process.cause(patience)
 
 
@@ -280,12 +282,12 @@ def finish() -> None:
 
 
 def fail(why: str, patience: float = _PATIENCE) -> bool:
-    """Tell the others why this rank gives up; return whether rank 0 says the same, as Liveness.fail."""
+    """Tell the others why this rank gives up, and return whether rank 0 does too, see Liveness.fail."""
     return _of_this_process is not None and _of_this_process.fail(why, patience)
 
 
 def wait_for_the_others(seconds: float) -> bool:
-    """On rank 0, return True when all others have gone or so many seconds have passed; else False at once."""
+    """Wait on rank 0 until all others have left, at most `seconds`. Elsewhere return False at once."""
     if not isinstance(_of_this_process, LivenessServer):
         return False
     _of_this_process.wait_until_alone(seconds)
@@ -293,6 +295,6 @@ def wait_for_the_others(seconds: float) -> bool:
 
 
 def forget() -> None:
-    """Know nothing about peers of an earlier group."""
+    """Forget the peers of an earlier group."""
     global _of_this_process
     _of_this_process = None

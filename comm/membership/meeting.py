@@ -1,7 +1,7 @@
-"""How ranks that have found the store meet: who is here, who is missing, and why it cannot work.
+"""Let the ranks meet at the store: see which ranks are here and which are missing, and check that they fit.
 
-Each rank writes who it is and counts who has come. A rank that finds that something cannot work writes the
-reason into the store, and all that wait there give up with the same sentence, instead of waiting on.
+Each rank writes its name into the store, and waits until all names are there. A rank that finds an error
+writes it into the store. Then all ranks that wait give up with the same sentence.
 """
 
 import json
@@ -18,13 +18,17 @@ from comm.membership import gpus, liveness
 
 _POLL = 0.05  # seconds between two looks at the store
 _TELL = 2.0  # seconds between two lines about who is missing
-_STUCK = "came and did not go on; look whether it is stuck or paused"
-_LINGER = 1.0  # seconds a failed host keeps its store open, so that others can read why
+_STUCK = "has come and does not go on; look whether it is stuck or paused"
+_LINGER = 1.0  # seconds for which a failed rank 0 keeps its store open, so that others can read the reason
 
 
 def meet(
     store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str, refusal: str
 ) -> None:
+    """Return when all ranks are here. `refusal` is an error that this rank has found before, or "".
+
+    Raise CommError, on all ranks the same, if a rank is missing at the deadline or the ranks do not fit.
+    """
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
     entry = json.dumps(me)
     seated = store.compare_set(f"rank/{rank}", "", entry).decode()
@@ -57,7 +61,7 @@ def meet(
         now = time.monotonic()
         if missing and now > deadline:
             lonely = (
-                f"{_ranks(missing)} of {world_size} did not come within {timeout:g} s; look into their logs, "
+                f"{_ranks(missing)} of {world_size} did not join within {timeout:g} s; look into their logs, "
                 "or start them with the same MASTER_ADDR and MASTER_PORT (JOIN_TIMEOUT waits longer)."
             )
             raise give_up(store, rank, refusal or lonely)
@@ -67,31 +71,31 @@ def meet(
         if missing:
             time.sleep(_POLL)
     if refusal:
-        raise give_up(store, rank, f"{refusal} (Rank {rank} says so.)")
+        raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
     if refusal := gpus.refusal_of({peer: entry["gpu"] for peer, entry in present.items()}):
         raise give_up(store, rank, refusal)
-    # A rank that failed now would find nobody listening: all stay until all have seen all.
+    # All stay until all have seen all: a rank that failed now could not tell a rank that has gone on.
     wait_for_all(store, rank, world_size, "seen", deadline)
     if rank == 0:
         _say(rank, world_size, f"all {world_size} ranks have met")
 
 
 def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
-    """Let the others see when this rank dies; False if rank 0 has not come in so many seconds."""
+    """Connect to rank 0, which notices if this rank dies. Return False if it is not there in `seconds`."""
     deadline = time.monotonic() + seconds
     try:
         while not (is_connected := liveness.connect(store, rank, world_size)) and time.monotonic() < deadline:
             time.sleep(_POLL / 10)
         return is_connected
     except OSError as error:
-        if not refusal:  # which may be about the network itself
+        if not refusal:  # the refusal may be about the network itself
             trouble = f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
             _say(rank, world_size, trouble)
         return True
 
 
 def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
-    """Return when all ranks have come to this stage."""
+    """Return when all ranks have reached this stage."""
     store.set(f"{stage}/{rank}", "")
     while missing := _absent(store, world_size, stage):
         raise_if_given_up(store, rank)
@@ -101,7 +105,7 @@ def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, dead
 
 
 def who_is_stuck(store: dist.Store, rank: int, world_size: int) -> str:
-    """Return, as a clause, which ranks do not time out with the others while the group forms."""
+    """Return a clause that names the ranks that do not time out with the others: they are stuck."""
     store.set(f"timed out/{rank}", "")
     deadline = time.monotonic() + _LINGER
     while (missing := _absent(store, world_size, "timed out")) and time.monotonic() < deadline:
@@ -115,17 +119,17 @@ def _absent(store: dist.Store, world_size: int, stage: str) -> list[int]:
 
 
 def raise_if_given_up(store: dist.Store, rank: int) -> None:
-    """Raise the reason for which a rank has given up, or name the rank that has died."""
-    gone = liveness.cause(0)  # before the look: a rank writes its reason before it ends
+    """Raise the error with which a rank has given up, or one that names the rank that has died."""
+    gone = liveness.cause(0)  # before the check below: a rank writes its reason before it ends
     if store.check(["failed"]):
         raise give_up(store, rank, "")
-    # A rank that has finished has met all others: this one has only not seen that yet.
+    # If a rank has finished, it has met all others, and this rank will see that soon.
     if gone is not None and gone.how != "finished":
         raise give_up(store, rank, f"The group cannot form: {gone}.")
 
 
 def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
-    """Return the error to raise: the first reason that any rank has written down, the same for all."""
+    """Write `reason` into the store unless one is there. Return it as an error, the same on all ranks."""
     with suppress(RuntimeError):
         reason = store.compare_set("failed", "", reason).decode()
         if rank == 0:
@@ -140,5 +144,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _say(rank: int, world_size: int, what: str) -> None:
-    """One line about the rendezvous, on stderr."""
+    """Print one line about the rendezvous to stderr."""
     print(f"rank {rank} of {world_size}: {what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The environment variables of a rendezvous, read and validated."""
+"""Read and validate the environment variables of a rendezvous."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from lab.units import MAX_SECONDS
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE; without both, one process is alone."""
+    """Return RANK and WORLD_SIZE, or 0 and 1 if both are unset: a process of its own."""
     rank, world_size = number("RANK"), number("WORLD_SIZE")
     if rank is None and world_size is None:
         return 0, 1
@@ -24,15 +24,15 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def number(name: str) -> int | None:
-    """Return the number in that variable, None where it is unset or empty."""
+    """Return the number in an environment variable, or None if it is unset or empty."""
     text = os.environ.get(name, "")
     if text and not (text.isdecimal() and len(text) < 10):
-        raise CommError(f"{name} is {text!r}; it must be a whole number.")
+        raise CommError(f"{name} is {text!r}; it must be a non-negative integer.")
     return int(text) if text else None
 
 
 def seconds(name: str, default: float) -> float:
-    """Return the seconds in that variable, or `default`; at least one of the milliseconds torch counts in."""
+    """Return the seconds in an environment variable, or `default`: at least 1 ms, as torch counts in ms."""
     text = os.environ.get(name, "")
     try:
         value = float(text) if text else default
@@ -46,11 +46,11 @@ def seconds(name: str, default: float) -> float:
 
 
 def master() -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT: where rank 0 opens the store."""
+    """Return MASTER_ADDR and MASTER_PORT, the address at which rank 0 opens the store."""
     host, port = os.environ.get("MASTER_ADDR") or "localhost", number("MASTER_PORT")
     if host in ("0.0.0.0", "::"):
         raise CommError(
-            f"MASTER_ADDR is {host}, which is every interface; it must be the address of rank 0's machine "
+            f"MASTER_ADDR is {host}, which means every interface; it must be the address of rank 0's machine "
             "in the network of the ranks, or 127.0.0.1 if all run here."
         )
     try:
@@ -63,11 +63,11 @@ def master() -> tuple[str, int]:
 
 
 def check_interface() -> None:
-    """Refuse a network interface for gloo that this machine does not have."""
+    """Raise CommError if GLOO_SOCKET_IFNAME names an interface that this machine does not have."""
     here = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in here:
             raise CommError(
-                f"GLOO_SOCKET_IFNAME is {name!r}, and there is no such network interface here; "
-                f"there are {', '.join(here)}."
+                f"GLOO_SOCKET_IFNAME is {name!r}, but this machine has no such network interface; "
+                f"choose one of {', '.join(here)}."
             )

@@ -1,7 +1,7 @@
-"""The store of a rendezvous: rank 0 opens it on the interface of MASTER_ADDR, the others connect to it.
+"""Open the store of a rendezvous on rank 0, on the interface of MASTER_ADDR, and connect the others to it.
 
-Under torchrun the agent has opened it already. torchrun's own listens on all interfaces, and nothing that is
-started by it can change that; `make run` has a launcher whose store does not (lab.local_rendezvous).
+Under torchrun the agent has opened a store already. It listens on all interfaces, and the processes that
+torchrun starts cannot change that. The launcher of `make run` opens one on 127.0.0.1 (lab.local_rendezvous).
 """
 
 import errno
@@ -20,11 +20,11 @@ from lab.interface import is_loopback, resolved
 from lab.store import open_store
 
 _POLL = 0.05  # seconds between two attempts to connect
-_TELL = 2.0  # seconds between two lines about a store that is not there
+_TELL = 2.0  # seconds between two lines about a store that does not answer
 
 
 def meeting_store(rank: int, deadline: float) -> dist.Store:
-    """Return the store that all ranks share. Raises CommError with a sentence if it cannot be had."""
+    """Return the store that all ranks share. Raise CommError if it cannot be opened or reached."""
     host, port = master()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not by_agent:
@@ -34,7 +34,7 @@ def meeting_store(rank: int, deadline: float) -> dist.Store:
         return _connect(host, port, _left(deadline))
     except RuntimeError as error:
         raise CommError(
-            f"What answers at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
+            f"The program at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
         ) from error
 
 
@@ -65,7 +65,7 @@ def _left(deadline: float) -> timedelta:
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
-    """A client of the store. In a thread, for torch waits for the first answer without a timeout."""
+    """Return a client of the store. A thread connects, because torch waits without a timeout."""
     answer: list[dist.Store | RuntimeError] = []
 
     def connect() -> None:

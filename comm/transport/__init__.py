@@ -1,1 +1,1 @@
-"""How bytes move between ranks: messages, connections, the handshake, the work queue, the slow link."""
+"""Move bytes between ranks: messages, connections, the handshake, the work queue, the slow link."""

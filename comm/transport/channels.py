@@ -1,21 +1,21 @@
-"""Channels let plain messages travel in both directions between two ranks without waiting for each other.
+"""Let plain messages between two ranks travel in both directions without a deadlock, on nccl too.
 
-      gloo    a message waits for its receive, and for nothing else
-      nccl    a pair of ranks has one queue, first in, first out, for both directions:
+On gloo a message waits for its receive, and for nothing else. On nccl a pair of ranks has one queue, first
+in, first out, for both directions. That can be a deadlock:
 
-              rank 0   receive b   send a ...      the send of a stands behind a receive that waits for b,
-              rank 1   receive a   send b ...      the send of b behind one that waits for a: for ever
+      rank 0   receive b   send a         the send of a waits behind a receive that waits for b
+      rank 1   receive a   send b         the send of b waits behind a receive that waits for a
 
-So on nccl messages to lower ranks get a group of their own. Then each queue has one direction, in which the
-order of the sends is that of the receives.
+So on nccl the messages to lower ranks use a group of their own. Then each queue has one direction, in which
+the order of the sends is the order of the receives.
 
-And nccl connects two ranks at their first message, which holds up each one's host until the other one has
-come to that message too. In a schedule that can be a circle:
+Also, nccl connects two ranks at their first message, and blocks the host of each rank until the other one
+reaches that message too. In a pipeline schedule that can be a deadlock as well:
 
-      rank 0   posts the receive of a gradient early, and is held up until rank 1 sends it
-      rank 1   computes no gradient before it has the second activation, which rank 0 has not sent
+      rank 0   posts the receive of a gradient, and is blocked until rank 1 sends the gradient
+      rank 1   computes no gradient before it has the second activation, which rank 0 has not sent yet
 
-So all pairs are connected beforehand, by all ranks in the same order.
+So all ranks connect all pairs beforehand, in the same order.
 """
 
 from collections.abc import Iterable
@@ -27,11 +27,11 @@ from comm.transport.wire import Group, global_ranks, group_of, message_device, p
 
 
 class Channels:
-    """The group to use for messages from one rank to another.
+    """Choose the group in which a message travels, by its direction.
 
-    `group` is the caller's own, perhaps another one on other ranks: *all* ranks there are make it together.
-    `pairs`: who sends to whom, (source, destination) in ranks of the group; the same on all of its ranks.
-    `apart`: whether the directions get groups of their own; None is yes on nccl, and no elsewhere.
+    All ranks of the job create their channels together, also those of other groups. `group` is the caller's
+    own. `pairs` lists (source, destination) of all messages, in ranks of the group, and is equal on all its
+    ranks. `apart` says whether each direction gets a group of its own. By default it does on nccl only.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Channels:
         self._up = self._down = group
         if dist.get_backend(group) == "nccl" if apart is None else apart:
             for members in _everyones(global_ranks(group_of(group))):
-                made = dist.new_group(members)  # which every rank has to call, of the group or not
+                made = dist.new_group(members)  # every rank has to call it, member or not
                 self._down = made if dist.get_rank() in members else self._down
             self._connect(sorted(set(pairs)))
 
     def of(self, source: int, destination: int) -> Group:
-        """Where `source` sends to `destination`, and that one receives from `source`: ranks of the group."""
+        """Return the group in which rank `source` sends to rank `destination`, both ranks of the group."""
         return self._up if source < destination else self._down
 
     def _connect(self, pairs: list[tuple[int, int]]) -> None:
@@ -59,7 +59,7 @@ class Channels:
 
 
 def _everyones(members: list[int]) -> list[list[int]]:
-    """The groups of all ranks, each once, in the same order everywhere."""
+    """Return the groups of all ranks, each once, in the same order on all ranks."""
     mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=message_device(None))
     mine[members] = 1
     rows = [torch.empty_like(mine) for _ in range(len(mine))]

@@ -1,4 +1,4 @@
-"""The two ends of a ring's connection over a stream of bytes; cross_memory.py has those within a machine."""
+"""Send and receive over a socket to a ring neighbour. cross_memory.py does it by memory, on one machine."""
 
 import select
 import socket
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class SocketOut:
-    """What leaves for the right neighbour."""
+    """Send to the right neighbour."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -14,16 +14,16 @@ class SocketOut:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something has left in part."""
+        """Return whether a message has left only in part."""
         return self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the kernel has still to take the rest of it."""
+        """Return whether the kernel has not taken all of a message yet."""
         return bool(self._leaving)
 
     def push(self, queue: deque[memoryview]) -> int:
-        """Send what the kernel takes of the first in `queue`; returns how many bytes."""
+        """Send as much of the first message in `queue` as the kernel takes; return the number of bytes."""
         if not self._leaving:
             if not queue:
                 return 0
@@ -36,28 +36,28 @@ class SocketOut:
         return sent
 
     def waits_for(self) -> int:
-        """What select.poll is to look for."""
+        """Return the events for which select.poll should wait."""
         return select.POLLOUT if self._leaving else 0
 
 
 class SocketIn:
-    """What comes from the left neighbour."""
+    """Receive from the left neighbour."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket, self._wakes_at = end, 1
 
     def receive(self, into: memoryview) -> int:
-        """Fill the beginning of `into`; returns how many bytes, 0 when nothing is there yet."""
+        """Fill the beginning of `into`; return the number of bytes, 0 if none has arrived."""
         try:
             received = self.socket.recv_into(into)
         except BlockingIOError:
             return 0
         if not received:
-            raise ConnectionError("hung up")
+            raise ConnectionError("it closed the connection")
         return received
 
     def waits_for(self, num_bytes: int) -> int:
-        """What select.poll is to look for. The kernel wakes us when so much is here, not for each packet."""
+        """Return the events for which select.poll should wait, until `num_bytes` are here, not one packet."""
         if num_bytes != self._wakes_at:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._wakes_at = num_bytes

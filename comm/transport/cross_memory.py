@@ -33,9 +33,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_INLINE_BYTES = 1 << 16  # up to here the socket's two copies cost less than being told, and telling
+_INLINE_BYTES = 1 << 16  # up to this size two copies take less time than a frame and its answer
 _MOST_UNREAD = 64
-_FRAME = struct.Struct("=qq")  # address, or 0 for what follows at once; length
+_FRAME = struct.Struct("=qq")  # address, or 0 if the payload follows; length
 _NONCE_BYTES = 16
 _ADDRESS = struct.Struct("=q")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
@@ -44,7 +44,7 @@ _READ, _REFUSED = b"\1", b"\0"
 
 
 class CmaOut:
-    """What leaves for the right neighbour."""
+    """Send to the right neighbour, which reads this rank's memory."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -52,16 +52,16 @@ class CmaOut:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the neighbour has still to come for something."""
+        """Return whether the neighbour has not read all messages yet."""
         return bool(self._frames or self._unread)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the kernel has still to take something."""
+        """Return whether the kernel has not taken all frames yet."""
         return bool(self._frames)
 
     def push(self, queue: deque[memoryview]) -> int:
-        """Announce what is in `queue`, send what is small, hear what was read. Returns 0 if nothing moved."""
+        """Announce large messages, send small ones, note what was read. Return 0 if nothing moved."""
         while queue and self._unread < _MOST_UNREAD:
             data = queue.popleft()
             if len(data) <= _INLINE_BYTES:
@@ -82,12 +82,12 @@ class CmaOut:
         return moved
 
     def waits_for(self) -> int:
-        """What select.poll is to look for."""
+        """Return the events for which select.poll should wait."""
         return (select.POLLOUT if self._frames else 0) | (select.POLLIN if self._unread else 0)
 
 
 class CmaIn:
-    """What comes from the left neighbour, of that process id."""
+    """Receive from the left neighbour, by reading the memory of its process."""
 
     def __init__(self, end: socket.socket, pid: int) -> None:
         self.socket, self._pid = end, pid
@@ -96,7 +96,7 @@ class CmaIn:
         self._hangup.register(end, select.POLLRDHUP)
 
     def receive(self, into: memoryview) -> int:
-        """Fill the beginning of `into`; returns how many bytes, 0 when nothing is there yet."""
+        """Fill the beginning of `into`; return the number of bytes, 0 if none has arrived."""
         try:
             if not self._left:
                 self._head += _received(self.socket, _FRAME.size - len(self._head))
@@ -109,7 +109,7 @@ class CmaIn:
         except BlockingIOError:
             return 0
         if not num_bytes:
-            raise ConnectionError("hung up")
+            raise ConnectionError("it closed the connection")
         self._left -= num_bytes
         if self._address:
             self._address += num_bytes
@@ -118,14 +118,14 @@ class CmaIn:
         return num_bytes
 
     def waits_for(self, num_bytes: int) -> int:
-        """What select.poll is to look for; `num_bytes` are expected."""
+        """Return the events for which select.poll should wait. `num_bytes` is how many are expected."""
         return select.POLLIN
 
     def _read(self, into: memoryview) -> int:
         num_bytes = _read_memory(self._pid, self._address, into)
-        # A neighbour that gives up hangs up before its memory is used for something else.
+        # A neighbour that gives up closes the connection before it uses its memory for something else.
         if self._hangup.poll(0):
-            raise ConnectionError("hung up")
+            raise ConnectionError("it closed the connection")
         return num_bytes
 
 
@@ -135,19 +135,19 @@ def is_possible() -> bool:
 
 
 def is_local(end: socket.socket) -> bool:
-    """Return whether the kernel tells which process is at the other end, and its memory may be readable."""
+    """Return whether the process at the other end is on this machine, so that its memory may be readable."""
     return is_possible() and end.family == socket.AF_UNIX
 
 
 def challenge(left: socket.socket) -> bytes:
-    """Send the left neighbour random bytes that it has to show in its memory; returns them."""
+    """Send the left neighbour random bytes to store in its memory; return them."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     left.sendall(nonce)
     return nonce
 
 
 def prove(right: socket.socket) -> ctypes.Array:
-    """Show the right neighbour its random bytes in this memory; keep what is returned until `answer`."""
+    """Store the right neighbour's random bytes and send it their address. Keep the result until `answer`."""
     proof = ctypes.create_string_buffer(_exactly(right, _NONCE_BYTES), _NONCE_BYTES)
     _allow(_peer(right))
     right.sendall(_ADDRESS.pack(ctypes.addressof(proof)))
@@ -155,7 +155,7 @@ def prove(right: socket.socket) -> ctypes.Array:
 
 
 def verify(left: socket.socket, nonce: bytes) -> int:
-    """Return the process id of the left neighbour if its memory can be read, else 0; it is told which."""
+    """Return the process id of the left neighbour if its memory can be read, else 0, and tell it so."""
     (address,) = _ADDRESS.unpack(_exactly(left, _ADDRESS.size))
     pid, seen = _peer(left), bytearray(len(nonce))
     try:
@@ -168,12 +168,12 @@ def verify(left: socket.socket, nonce: bytes) -> int:
 
 
 def answer(right: socket.socket) -> bool:
-    """Return whether the right neighbour can read this rank's memory."""
+    """Return whether the right neighbour can read this rank's memory, as it answers."""
     return _exactly(right, 1) == _READ
 
 
 def _peer(end: socket.socket) -> int:
-    """The id of the process that connected or listened, as the kernel tells; 0 if it is not visible here."""
+    """Return the process id at the other end, from the kernel; 0 if it is in another container."""
     pid, _, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid
 
@@ -206,7 +206,7 @@ def _is_launched() -> bool:
 
 def _parent_of(pid: int) -> int | None:
     with suppress(OSError):
-        # The name, in brackets, may hold anything; the state and the parent's id follow it.
+        # The name, in brackets, may contain any character. The state and the parent's id follow it.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
@@ -242,15 +242,15 @@ def _address(data: memoryview) -> int:
 
 
 def _exactly(end: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, waited for."""
+    """Wait for exactly `num_bytes`, and return them."""
     data = end.recv(num_bytes, socket.MSG_WAITALL)
     if len(data) < num_bytes:
-        raise ConnectionError("hung up")
+        raise ConnectionError("it closed the connection")
     return data
 
 
 def _received(end: socket.socket, num_bytes: int) -> bytes:
     data = end.recv(num_bytes)
     if not data:
-        raise ConnectionError("hung up")
+        raise ConnectionError("it closed the connection")
     return data

@@ -1,10 +1,11 @@
-"""Hand a GPU's tensors to another thread: it uses them once they are computed, on a stream of its own.
+"""Hand tensors on a GPU to another thread, which uses them on its own stream once they are computed.
 
       caller's stream           |■■ a ■■|■■ b ■■|■■ c ■■|■■ d ■■|       launched far ahead of the device
-      the thread's own stream           |copy a|                        as soon as a is there
+      the thread's own stream           |copy a|                        as soon as a is computed
 
-On the caller's stream the copy of a would stand behind d. On another one it would be too early, unless it
-waits for the event that stands behind a. And when the thread says that it is done, its stream has to be.
+On the caller's stream the copy of a would run after d. On another stream it would run too early, unless it
+waits for an event that the caller records after a. When the thread reports that it is done, its stream must
+be done too.
 """
 
 import threading
@@ -17,7 +18,7 @@ _streams = threading.local()
 
 
 class Handover:
-    """Marks what the caller has given its GPU to do so far, before another thread may touch the tensors."""
+    """An event behind all work that the caller has launched so far. Another thread waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,16 +26,16 @@ class Handover:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait until it is done; the block's own work on the GPU is done at its end."""
+        """Wait for the event, run the block on the thread's own stream, and wait for that stream."""
         self._event.synchronize()
         stream = _own_stream(self._device)
-        with torch.cuda.stream(stream):  # and on this device: a thread begins with the first one
+        with torch.cuda.stream(stream):  # this also selects the device: a thread starts with device 0
             yield
             stream.synchronize()
 
 
 def handover_of(tensors: Iterable[torch.Tensor]) -> Handover | None:
-    """Return the handover of the caller's tensors; None where all are in host memory."""
+    """Return a handover for the caller's tensors, or None if all are in host memory."""
     for tensor in tensors:
         if tensor.is_cuda:
             return Handover(tensor.device)
@@ -42,7 +43,7 @@ def handover_of(tensors: Iterable[torch.Tensor]) -> Handover | None:
 
 
 def taken(handover: Handover | None) -> AbstractContextManager[None]:
-    """Return `handover.taken()`, if there is one."""
+    """Return `handover.taken()`, or a context that does nothing if there is no handover."""
     return nullcontext() if handover is None else handover.taken()
 
 

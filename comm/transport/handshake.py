@@ -1,12 +1,15 @@
-"""The entrance of every collective: the ranks show each other what they have come for.
+"""Check at the start of every collective that all ranks have called the same one, with tensors that fit.
 
-gloo kills a receiver whose buffer has the wrong size, turns a wrong dtype into garbage without a word, and
-leaves ranks that call different operations waiting for each other. So before the payload moves, every
-rank's 64-byte header goes to every other one in ceil(log2 n) rounds (Bruck's all-gather), and when
-they do not fit, *all* ranks raise the same sentence, and the group stays usable.
+      rank 0   all_reduce(ring, sum) of 5 float32 ─┐              ┌─► compares all headers: either all ranks
+      rank 1   all_reduce(ring, sum) of 6 float32 ─┴── exchange ──┴─► raise the same Mismatch, or all go on
 
-The rounds cost latency, and on busy cores a wake-up can cost milliseconds. The patterns that matter most
-therefore start their first messages while the headers are under way (comm.transport.wire, "early").
+gloo kills a receiver whose buffer has the wrong size, delivers garbage for a wrong dtype, and leaves ranks
+that call different operations waiting for each other. So before the payload moves, every rank sends a 64-byte
+header to every other rank, in ceil(log2 n) rounds (Bruck's all-gather). If the headers do not fit, *all*
+ranks raise the same error, and the group stays usable.
+
+The rounds cost latency, and on busy cores a wake-up can take milliseconds. So the fastest patterns send their
+first messages while the headers are in flight (eager messages, comm/transport/wire.py).
 """
 
 import struct
@@ -46,9 +49,10 @@ ROW_BYTES = _ROW.size
 
 @dataclass(frozen=True)
 class Header:
-    """What one rank brings. `shard` and `full` count elements; 0 where a rank brings none.
+    """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
 
-    `ready` is not compared: since when a slow link could carry it (transport/slow_link.py), in nanoseconds.
+    `ready` is not compared. It is the time, in nanoseconds, from which a simulated slow link could carry the
+    payload (transport/slow_link.py).
     """
 
     op: str
@@ -85,10 +89,10 @@ class Header:
 
 
 class RowExchange:
-    """All ranks' rows, by Bruck's all-gather; the first round is under way from the start.
+    """An all-gather of one row from each rank, by Bruck's algorithm. The constructor starts the first round.
 
-    After round k a rank holds the rows of 2^(k+1) consecutive ranks from itself on (Bruck et al.,
-    "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997).
+    After round k a rank holds the rows of 2^(k+1) consecutive ranks, its own first (Bruck et al., "Efficient
+    algorithms for all-to-all communications in multiport message-passing systems", 1997).
     """
 
     def __init__(self, wire: Wire, row: torch.Tensor) -> None:
@@ -108,7 +112,7 @@ class RowExchange:
             self._leaving = self._wire.isend(self._rows[: self._count], (r - have) % n, header=True)
 
     def finish(self) -> torch.Tensor:
-        """Shape (ranks, len(row)), in rank order."""
+        """Return all rows in rank order, of shape (ranks, len(row))."""
         while self._have < self._wire.size:
             self._arriving.wait()
             self._leaving.wait()
@@ -118,24 +122,24 @@ class RowExchange:
 
 
 class HeaderExchange:
-    """The exchange of headers, under way from the start."""
+    """The exchange of headers. The constructor starts it."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
         row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
         self._rows, self._names = RowExchange(wire, row), global_ranks(wire.group)
 
     def finish(self) -> int:
-        """As `check_rows`."""
+        """Wait for all headers, and check them as `check_rows` does."""
         return check_rows(self._rows.finish().numpy().tobytes(), self._names)
 
 
 def wait_until_all_have_read(wire: Wire) -> None:
-    """Return when all ranks have read all headers, so that this one may leave with a Mismatch.
+    """Return when all ranks have read all headers, so that this rank may leave with a Mismatch.
 
-    A rank that left at once would close connections on which a slower one still sends what comes behind its
-    header: it would find them lost, and not read why. This is a dissemination barrier (Hensgen,
-    Finkel and Manber, "Two algorithms for barrier synchronization", 1988). A peer that is lost here is past
-    the barrier, or has died: both let this rank leave.
+    A rank that left at once would close its connections while a slower rank still sends on them. That rank
+    would find a lost connection instead of the Mismatch. This is a dissemination barrier (Hensgen, Finkel and
+    Manber, "Two algorithms for barrier synchronization", 1988). A connection that is lost here is ignored:
+    the peer has passed the barrier, or has died.
     """
     n, r, distance = wire.size, wire.rank, 1
     while distance < n:
@@ -149,20 +153,20 @@ def wait_until_all_have_read(wire: Wire) -> None:
 
 
 def check_rows(rows: bytes, names: list[int]) -> int:
-    """When the last of the ranks was ready, from all packed headers in rank order.
+    """Return the time when the last rank was ready, from all packed headers in rank order.
 
-    Raises Mismatch, with the ranks' names, unless they fit together.
+    Raise Mismatch, which names the ranks, unless the headers fit together.
     """
     packed = [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
     ready = [_ROW.unpack(row)[-1] for row in packed]
-    # What is the same on all ranks fits, but for shards; and this is done for each collective.
+    # Equal headers fit, except for shards. Comparing bytes first saves time in every collective.
     if len({row[:-8] for row in packed}) > 1 or Header.unpack(packed[0]).op in SHARDED:
         check_headers([Header.unpack(row) for row in packed], names)
     return max(ready)
 
 
 def check_headers(headers: list[Header], names: list[int]) -> None:
-    """Raises Mismatch, with the ranks' names, unless all agree and each shard is its part of the whole."""
+    """Raise Mismatch unless all headers agree and each shard has the size of its part of the full tensor."""
     op = headers[0].op
     if op == "barrier":
         same = all(header.op == op for header in headers)
@@ -171,18 +175,18 @@ def check_headers(headers: list[Header], names: list[int]) -> None:
     else:
         same = len({(*_common(header), header.full) for header in headers}) == 1
     if not same:
-        raise Mismatch(f"The ranks do not fit together: {_who_brings_what(headers, names)}. {_cure(headers)}")
+        raise Mismatch(f"The ranks do not fit together: {_calls_by_rank(headers, names)}. {_cure(headers)}")
     if op in SHARDED:
         _check_shards(headers, names)
 
 
 def _check_shards(headers: list[Header], names: list[int]) -> None:
-    whole = max(header.full for header in headers)
-    for rank, size in enumerate(shard_sizes(whole, len(headers))):
+    full = max(header.full for header in headers)
+    for rank, size in enumerate(shard_sizes(full, len(headers))):
         if headers[rank].shard != size:
             raise Mismatch(
                 f"{headers[0].op}: the shard of rank {names[rank]} has {headers[rank].shard} elements, "
-                f"but its part of {whole} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
+                f"but its part of {full} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
             )
 
 
@@ -190,7 +194,7 @@ def _common(header: Header) -> tuple:
     return header.op, header.pattern, header.dtype, header.reduction, header.root
 
 
-def _who_brings_what(headers: list[Header], names: list[int]) -> str:
+def _calls_by_rank(headers: list[Header], names: list[int]) -> str:
     parties: dict[str, list[int]] = defaultdict(list)
     for name, header in zip(names, headers, strict=True):
         parties[str(header)].append(name)
@@ -204,12 +208,12 @@ def _cure(headers: list[Header]) -> str:
     if len({header.op for header in headers}) > 1:
         return "Every rank must call the same collectives in the same order."
     if len({header.dtype for header in headers}) > 1:
-        return "Every rank must bring the same dtype."
-    return "Every rank must bring the same size and ask for the same."
+        return "Every rank must pass tensors of the same dtype."
+    return "Every rank must pass tensors of the same size, and the same pattern, reduction and root."
 
 
 def check_parts(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
-    """Raise Mismatch on every rank unless the parts that each rank sends are those that the others expect."""
+    """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect."""
     table = (
         RowExchange(wire, torch.tensor([out_sizes, in_sizes]).flatten())
         .finish()

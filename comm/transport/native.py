@@ -1,7 +1,8 @@
-"""The same collectives done by torch.distributed itself, for comparison and for nccl.
+"""Run the same collectives by torch.distributed, for comparison and for nccl: the pattern "torch".
 
-What torch sends cannot be counted from outside, so the ledger takes the formula of the best-known algorithm
-and marks it as `by_formula`. On a container's interface one can see what really moves (comm.tour).
+The messages of torch cannot be counted from outside. So the ledger adds what the best-known algorithm would
+send, by its formula, and marks the entry as `by_formula`. In containers comm/tour.py reads the network
+interface's own counter beside it.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ Work = Handle | NativeHandle
 
 def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
-    _book("broadcast", flat, group, root)
+    _add_formula("broadcast", flat, group, root)
     return _start(
         "broadcast",
         group,
@@ -50,9 +51,9 @@ def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> 
 
 def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(shard, group)
-    whole, _ = _flat(full, group) if full is not None else (None, None)
-    parts = _equal_parts("scatter", whole, flat, group) if whole is not None else None
-    _book("scatter", flat, group, root, times=dist.get_world_size(group))
+    full_flat, _ = _flat(full, group) if full is not None else (None, None)
+    parts = _equal_parts("scatter", full_flat, flat, group) if full_flat is not None else None
+    _add_formula("scatter", flat, group, root, times=dist.get_world_size(group))
     return _start(
         "scatter",
         group,
@@ -65,9 +66,9 @@ def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Gr
 
 def gather(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
     flat, _ = _flat(shard, group)
-    whole, restore = _flat(full, group) if full is not None else (None, None)
-    parts = _equal_parts("gather", whole, flat, group) if whole is not None else None
-    _book("gather", flat, group, root, times=dist.get_world_size(group))
+    full_flat, restore = _flat(full, group) if full is not None else (None, None)
+    parts = _equal_parts("gather", full_flat, flat, group) if full_flat is not None else None
+    _add_formula("gather", flat, group, root, times=dist.get_world_size(group))
     return _start(
         "gather",
         group,
@@ -81,9 +82,9 @@ def gather(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Gro
 def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     if dist.get_rank(group) != root:
-        flat, restore = flat.clone(), None  # torch leaves partial results in it
+        flat, restore = flat.clone(), None  # torch writes partial results to it
     op = _divide_first(op, flat, group)
-    _book("reduce", flat, group, root)
+    _add_formula("reduce", flat, group, root)
     return _start(
         "reduce",
         group,
@@ -96,41 +97,41 @@ def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: boo
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Work:
     flat, _ = _flat(shard, group)
-    whole, restore = _flat(full, group)
-    _equal_parts("all_gather", whole, flat, group)
-    _book("all_gather", whole, group)
+    full_flat, restore = _flat(full, group)
+    _equal_parts("all_gather", full_flat, flat, group)
+    _add_formula("all_gather", full_flat, group)
     return _start(
         "all_gather",
         group,
-        whole.nbytes,
+        full_flat.nbytes,
         async_op,
         restore,
-        lambda: dist.all_gather_single(whole, flat, group=group, async_op=True),
+        lambda: dist.all_gather_single(full_flat, flat, group=group, async_op=True),
     )
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(shard, group)
-    whole, _ = _flat(full, group)
-    _equal_parts("reduce_scatter", whole, flat, group)
-    if divisor_before(op, whole.dtype, dist.get_world_size(group)) > 1:
-        whole = whole.clone()
-        op = _divide_first(op, whole, group)
-    _book("reduce_scatter", whole, group)
+    full_flat, _ = _flat(full, group)
+    _equal_parts("reduce_scatter", full_flat, flat, group)
+    if divisor_before(op, full_flat.dtype, dist.get_world_size(group)) > 1:
+        full_flat = full_flat.clone()
+        op = _divide_first(op, full_flat, group)
+    _add_formula("reduce_scatter", full_flat, group)
     return _start(
         "reduce_scatter",
         group,
-        whole.nbytes,
+        full_flat.nbytes,
         async_op,
         restore,
-        lambda: dist.reduce_scatter_single(flat, whole, op=_REDUCTIONS[op], group=group, async_op=True),
+        lambda: dist.reduce_scatter_single(flat, full_flat, op=_REDUCTIONS[op], group=group, async_op=True),
     )
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     op = _divide_first(op, flat, group)
-    _book("all_reduce", flat, group)
+    _add_formula("all_reduce", flat, group)
     return _start(
         "all_reduce",
         group,
@@ -150,22 +151,22 @@ def all_to_all(
     async_op: bool,
 ) -> Work:
     flat, restore = _flat(output, group)
-    whole, _ = _flat(full, group)
+    full_flat, _ = _flat(full, group)
     LEDGER.add_formula(
-        "all_to_all", "torch", cost.pairwise_traffic(in_sizes, whole.element_size(), dist.get_rank(group))
+        "all_to_all", "torch", cost.pairwise_traffic(in_sizes, full_flat.element_size(), dist.get_rank(group))
     )
     return _start(
         "all_to_all",
         group,
-        whole.nbytes,
+        full_flat.nbytes,
         async_op,
         restore,
-        lambda: dist.all_to_all_single(flat, whole, out_sizes, in_sizes, group=group, async_op=True),
+        lambda: dist.all_to_all_single(flat, full_flat, out_sizes, in_sizes, group=group, async_op=True),
     )
 
 
 def barrier(group: Group, async_op: bool) -> Work:
-    # nccl's barrier is an all-reduce, on the GPU that it is told: else it guesses one by the rank.
+    # nccl's barrier is an all-reduce on a GPU. Without `device_ids` it would guess the GPU from the rank.
     gpu = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
     return _start(
         "barrier", group, 0, async_op, None, lambda: dist.barrier(group, async_op=True, device_ids=gpu)
@@ -202,7 +203,7 @@ def _start_slowly(
     finish: Callable[[], object] | None,
     start: Callable[[], dist.Work | None],
 ) -> Handle:
-    """In its turn on the group's communication thread, as ours: a link carries one thing at a time."""
+    """Start it in the group's queue, like our own: a simulated link carries one operation at a time."""
     queue, posted = queue_of(group), timeline.now()
     on_gpu = torch.cuda.is_initialized()
     handover = Handover(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
@@ -211,18 +212,18 @@ def _start_slowly(
         with taken(handover), timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
             ready = posted if handover is None else timeline.now()
             over_gloo = dist.get_backend(group) == "gloo"
-            # gloo's reduce-scatter is an all-reduce and a slice (comm.tour shows it), so that is its price.
+            # gloo's reduce-scatter is an all-reduce and a slice (comm.tour shows it), and takes its time.
             charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
             delay = slow_link.LinkDelay(queue, ready, charged, "torch", num_bytes, dist.get_world_size(group))
             if over_gloo:
-                # Not torch's message but the link's: on a real one nothing moves before all are ready.
+                # This message is for the simulated link: on a real one nothing moves before all are ready.
                 wire = Wire(group, op, "torch", sequence, counted=False)
                 delay.start(int(RowExchange(wire, torch.tensor([delay.ready])).finish().max()))
             try:
                 NativeHandle(op, start(), finish).end()
             except RuntimeError as error:
                 raise failed(op, error) from error
-            if on_gpu:  # nccl's wait holds up this thread's stream, not the thread
+            if on_gpu:  # nccl's wait blocks this thread's stream, not the thread
                 torch.cuda.current_stream().synchronize()
             delay.wait()
 
@@ -230,15 +231,16 @@ def _start_slowly(
 
 
 def _record(op: str, num_bytes: int, started: timeline.Moment) -> None:
-    # nccl's callback comes at once, but on a stream that waits for the operation.
+    # nccl calls back at once, but on a stream that waits for the operation.
     ended, lane = timeline.mark(), "communication"
     timeline.record(op, "communication", started, ended, lane=lane, pattern="torch", bytes=num_bytes)
 
 
 def _divide_first(op: str, flat: torch.Tensor, group: Group) -> str:
-    """Divide a tensor whose sum might overflow, as DDP does; returns the reduction that makes it the mean.
+    """Divide a tensor whose sum might overflow, as DDP does; return the reduction that then gives the mean.
 
-    In place and completely: DDP's hook waits for the work's future, which knows of nothing after the sum.
+    It divides in place, by the number of ranks, before the sum. DDP's communication hook waits for the future
+    of torch's sum only, so a division after it would be too late.
     """
     if divisor_before(op, flat.dtype, dist.get_world_size(group)) == 1:
         return op
@@ -263,13 +265,13 @@ def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group)
     n = dist.get_world_size(group)
     if full.numel() != n * shard.numel():
         raise CommError(
-            f"{op}: torch's own needs equal shards, but {full.numel()} elements on {n} ranks are not "
-            f"{shard.numel()} for each; pad the tensor or take one of our patterns."
+            f"{op}: pattern 'torch' needs equal shards, but {full.numel()} elements on {n} ranks are not "
+            f"{shard.numel()} for each; pad the tensor or take another pattern."
         )
     return shards_of(full, n)
 
 
-def _book(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:
+def _add_formula(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     LEDGER.add_formula(
         op, "torch", cost.traffic(op, "torch", flat.numel() * times, flat.element_size(), n, rank, root)

@@ -1,4 +1,4 @@
-"""torch's own work under way, with the interface of the handles of comm.transport.work_queue."""
+"""A handle for an operation of torch.distributed, with the interface of work_queue.Handle."""
 
 from collections.abc import Callable
 
@@ -11,20 +11,20 @@ from lab import timeline
 
 
 class NativeHandle:
-    """torch's own work under way, with the interface of comm.transport.work_queue.Handle."""
+    """An operation of torch.distributed in flight, with the interface of comm.transport.work_queue.Handle."""
 
     def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
         self._op, self._work, self._finish = op, work, finish
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
-        """Block until the operation has ended; raises CommError when a peer is gone or the time is up."""
+        """Block until the operation has ended. Raise CommError if a peer has gone, or at the timeout."""
         if self._work is not None:
             with timeline.span("wait", "wait"):
                 self.end()
 
     def end(self) -> None:
-        """As `wait()`, on a thread that nobody would miss meanwhile."""
+        """Do what `wait()` does, but record no waiting: for a thread that does nothing else meanwhile."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -39,20 +39,20 @@ class NativeHandle:
         self._call_back(None)
 
     def is_completed(self) -> bool:
-        """True once `wait()` would not block."""
+        """Return whether `wait()` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Have `callback(error)` called when it has ended: on torch's thread, or at once if it has.
+        """Call `callback(error)` when the operation has ended: on torch's thread, or at once if it has.
 
-        Where torch cannot tell (gloo's reduce-scatter), it is called by `wait()`.
+        Where torch offers no callback (gloo's reduce-scatter), `wait()` calls it.
         """
         if self._work is None:
             callback(None)
             return
         try:
             future = self._work.get_future()
-        except RuntimeError:  # gloo's reduce-scatter has none: its last part, a slice, is done in wait()
+        except RuntimeError:  # gloo's reduce-scatter has none: wait() does its last part, a slice
             self._callbacks.append(callback)
         else:
             future.add_done_callback(lambda future: callback(_error_of(self._op, future)))
@@ -64,7 +64,7 @@ class NativeHandle:
 
 
 def failed(op: str, error: RuntimeError) -> CommError:
-    """The sentence for an error of torch's."""
+    """Return torch's error as a CommError that names this rank and, if known, the peer."""
     if isinstance(error, CommError):
         return error
     return CommError(f"{op} (torch): rank {dist.get_rank()} gave up: {peer_trouble(str(error), 'a peer')}.")

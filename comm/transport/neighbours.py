@@ -1,10 +1,10 @@
-"""How a rank finds its neighbours on a ring: it listens, tells all where, and connects to the right one.
+"""Connect a rank to its neighbours on a ring: it listens for the left one, and connects to the right one.
 
-    TCP           on the interface that leads to the others
-    Unix socket   where memory is to be read (cross_memory.py): neighbours on one machine meet there,
-                  and the kernel tells each which process the other is
+    TCP           on the interface that leads to the other ranks
+    Unix socket   between neighbours on one machine that read each other's memory (cross_memory.py): over it
+                  the kernel tells each neighbour the process id of the other
 
-Another program may find the port or the name, so the left neighbour has to show a token.
+Another program may find the port or the name of the socket, so the left neighbour must show a token.
 """
 
 import secrets
@@ -19,12 +19,12 @@ from comm.membership import liveness
 from lab.interface import own_address
 
 _TOKEN = struct.Struct("!q")
-_TOKEN_SECONDS = 2.0  # for a connection to show the token
-_LOOK_SECONDS = 0.2  # between two looks whether a rank has died
+_TOKEN_SECONDS = 2.0  # within which a connection must show the token
+_LOOK_SECONDS = 0.2  # between two checks whether a rank has died
 
 
 class Listeners:
-    """Listens for the left neighbour; leaving the `with` stops listening."""
+    """Sockets that listen for the left neighbour, until the end of a `with` block."""
 
     def __init__(self, unix: bool) -> None:
         self._token = secrets.randbits(62)
@@ -44,14 +44,14 @@ class Listeners:
             listener.close()
 
     def row(self) -> tuple[int, int, int]:
-        """Return what the left neighbour needs: IPv4 address, port (0 without a network) and token."""
+        """Return what the left neighbour needs to connect: IPv4 address, port (0 if there is none), token."""
         host, port = self._tcp.getsockname()
         return struct.unpack("!I", socket.inet_aton(host))[0], port, self._token
 
     def accept(self, deadline: float) -> socket.socket:
-        """Return the connection that shows the token; any other, a silent one too, is closed.
+        """Return the connection that shows the token, and close all others.
 
-        OSError when the time is up, or a rank has died meanwhile: it may be the one that should connect.
+        Raise OSError at the deadline, or if a rank has died, which may be the one that should connect.
         """
         while (left := deadline - time.monotonic()) > 0:
             if (gone := liveness.cause(0)) and gone.how != "finished":
@@ -70,7 +70,7 @@ class Listeners:
 
 
 def connect(row: tuple[int, int, int], unix: bool, deadline: float) -> socket.socket:
-    """Connect to the right neighbour, which listens at `row`; if wanted, by its Unix socket where that is."""
+    """Connect to the right neighbour, which listens at `row`: by Unix socket if wanted and possible."""
     address, port, token = row
     host = socket.inet_ntoa(struct.pack("!I", address))
     seconds = max(0.01, deadline - time.monotonic())
@@ -94,7 +94,7 @@ def _local(token: int, seconds: float) -> socket.socket | None:
 
 
 def _tcp_listener() -> socket.socket:
-    """A listening socket on the interface that leads to the others; an unbound one if there is none."""
+    """Return a socket that listens on the interface that leads to the others, or an unbound one."""
     try:
         return socket.create_server((own_address(), 0))
     except OSError:
@@ -102,5 +102,5 @@ def _tcp_listener() -> socket.socket:
 
 
 def _name(token: int) -> str:
-    """The name of the Unix socket: an abstract one (Linux), which leaves no file."""
+    """Return the name of the Unix socket. It is abstract (Linux), so it leaves no file."""
     return f"\0workbook-{token:016x}"

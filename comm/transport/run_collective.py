@@ -23,9 +23,9 @@ from comm.transport.wire import Group, Wire
 from comm.transport.work_queue import GroupQueue, Handle, queue_of
 from lab.timeline import span
 
-RINGS = ("tcp", "cma")  # of our own connections
+SOCKET_PATTERNS = ("tcp", "cma")  # these use connections of our own
 
-# Those whose first messages are segments, and may leave while the headers are under way.
+# The first messages of these are segments, and may leave while the headers are in flight.
 EAGER_PATTERNS = {
     ("all_gather", "pipelined_ring"),
     ("reduce_scatter", "pipelined_ring"),
@@ -41,7 +41,8 @@ def run_collective(
     for buffer in buffers:
         if buffer.tensor.dtype != header.dtype:
             raise CommError(
-                f"{header.op}: the tensors of one call must have one dtype, not {buffer.tensor.dtype} too."
+                f"{header.op}: the tensors of one call must have one dtype, not {header.dtype} and "
+                f"{buffer.tensor.dtype}."
             )
     num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
     handover = handover_of(buffer.tensor for buffer in buffers)
@@ -62,7 +63,7 @@ def run_collective(
                 )
                 mine = dataclasses.replace(header, ready=delay.ready)
                 try:
-                    if header.pattern in RINGS:
+                    if header.pattern in SOCKET_PATTERNS:
                         _over_sockets(mine, group, sequence, delay, run)
                     else:
                         _over_gloo(mine, group, queue, sequence, delay, run)
@@ -82,7 +83,7 @@ def _over_sockets(
         ring.exchange_headers(header, delay.start)
         run(ring)
     except CommError:
-        sockets.forget(group, header.pattern)  # the streams may be out of step: the next use connects anew
+        sockets.forget(group, header.pattern)  # its streams may be out of step: the next use connects again
         raise
 
 
@@ -114,6 +115,6 @@ def _over_gloo(
 
 
 def _shard_fits(header: Header, wire: Wire) -> bool:
-    """False if this rank's own shard has the wrong size; the headers will tell everyone."""
+    """Return whether this rank's own shard has the right size. If not, the header check will fail."""
     fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
     return fits or header.op not in ("all_gather", "reduce_scatter")

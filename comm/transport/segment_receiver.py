@@ -1,4 +1,4 @@
-"""A stream of segments from one rank: received ahead, handed out in order."""
+"""Receive many segments from one rank: post a few receives ahead, and return segments in order."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,11 @@ AHEAD = 8
 
 
 class SegmentReceiver:
-    """The next `len(sizes)` segments that `src` sends, `sizes` in elements, and behind them those for `then`.
+    """An iterator over the next segments that `src` sends, one for each of `sizes` (in elements).
 
-    Receives are posted ahead, for a payload moves only once its receive is posted, but only a few, so that
-    the memory they arrive in stays small and in the cache. The tensors of `then` are the places where the
-    last segments shall arrive; `last` has their transfers once the others are under way.
+    Receives are posted ahead, because a payload moves only after its receive has been posted. Only a few are,
+    so that the memory into which they arrive is small and stays in the cache. After these segments the ones
+    for the tensors of `then` arrive, directly in place; `last` holds their transfers.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SegmentReceiver:
             self.last = [self._wire.irecv(place, self._src) for place in self._then]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Each segment may be used until the next one is asked for."""
+        """Yield the segments in order. A segment is valid until the next one is requested."""
         for position in range(len(self._sizes)):
             self._posted[position].wait()
             yield self._posted[position].tensor

@@ -1,18 +1,18 @@
-"""A slow link without root: every collective takes at least as long as it would on a link of chosen speed.
+"""Simulate a slow link in software: every collective takes at least as long as on a link of chosen speed.
 
       real link   |== header ==|======== payload at 1 Gbit/s ========|
       here        |== header ==|= payload =|......... sleep .........|
 
-The clock starts when all ranks have posted the collective and the link is free: on a real one nobody's
-bytes move before either. The payload then moves at this machine's own speed, and what is left of the
-time that the alpha-beta model gives (comm.cost) is slept away on the communication thread. So the
-processors are as free as behind a real network card, and what a technique hides stays hidden.
+The clock starts when all ranks have posted the collective and the link is free, because on a real link no
+bytes move before. Then the payload moves at this machine's own speed. The communication thread sleeps for the
+rest of the time that the alpha-beta model predicts (comm/cost.py). So the processors are as free as with a
+real network card, and communication hides behind computing as it would there.
 
-A plain message (comm.point_to_point) brings the time along at which it would arrive: when its sender has
-posted it, the sender's link is free, and alpha + bytes * beta have passed. Its receiver sleeps until then.
+A plain message (comm/point_to_point.py) carries the time at which it would arrive: alpha + bytes * beta after
+it was posted and the sender's link was free. Its receiver sleeps until then.
 
-A machine slower than the link cannot be sped up. And there is one link for each group: two groups that
-would share a network card do not slow each other down.
+Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one
+network card. The simulation cannot make a link faster than the machine is.
 """
 
 import time
@@ -29,7 +29,7 @@ _link: Link | None = None
 
 
 def parse(text: str) -> Link:
-    """A link from its rate and, perhaps, its latency: "1gbit" or "1gbit,0.2ms"."""
+    """Return the link that a text describes, by its rate and perhaps its latency: "1gbit,0.2ms"."""
     rate, comma, latency = text.partition(",")
     try:
         beta = 1 / units.bytes_per_second(rate)
@@ -39,19 +39,19 @@ def parse(text: str) -> Link:
 
 
 def use(link: Link | None) -> None:
-    """Slow all collectives of this process down from here on; None for no longer."""
+    """Simulate this link for all communication of this process from now on; None ends it."""
     global _link
     _link = link
 
 
 def current() -> Link | None:
-    """The link in use, if any."""
+    """Return the simulated link in use, or None."""
     return _link
 
 
 @contextmanager
 def slowed(link: Link | None) -> Iterator[None]:
-    """Slow down what happens in the block."""
+    """Simulate the link for a `with` block."""
     before = _link
     use(link)
     try:
@@ -61,10 +61,10 @@ def slowed(link: Link | None) -> Iterator[None]:
 
 
 class LinkDelay:
-    """The time one collective owes the link of its group, if there is one.
+    """The time that one collective takes on the simulated link of its group, if there is one.
 
-    All ranks reckon from the same start: when the last of them had posted the collective, and its link
-    had nothing else to carry. So a late wake-up of a thread is not charged again to what waits behind it.
+    All ranks count from the same start: the time when the last rank had posted the collective and its link
+    was free. So a late wake-up of a thread does not delay the next operation a second time.
     """
 
     def __init__(self, queue: GroupQueue, posted: int, op: str, pattern: str, num_bytes: int, ranks: int):
@@ -75,20 +75,22 @@ class LinkDelay:
         self._start = self.ready
 
     def start(self, ready: int) -> None:
-        """All ranks are here, and the last one was ready then."""
-        # Not in the future: machines with clocks of their own may call anything by that name.
+        """Start the clock. All ranks have posted the collective, the last one at the time `ready`."""
+        # Never in the future: another machine's clock may show any time.
         self._start = min(ready, time.perf_counter_ns())
 
     def wait(self) -> None:
-        """Sleep until the link would be done."""
+        """Sleep until the simulated link would be done."""
         if self._cost:
             self._queue.link_free_at = end = self._start + self._cost
             time.sleep(max(0, end - time.perf_counter_ns()) / 1e9)
 
 
 def arrival(queue: GroupQueue, num_bytes: int) -> int:
-    """When a message of so many bytes, posted now, arrives: nanoseconds. It keeps the sender's link busy,
-    but for its latency. Only with a link in use."""
+    """Return the time, in nanoseconds, at which a message that is posted now arrives.
+
+    The message keeps the sender's link busy, except for its latency. Needs a simulated link in use.
+    """
     assert _link is not None
     departs = max(time.perf_counter_ns(), queue.link_free_at)
     queue.link_free_at = departs + int(num_bytes * _link.beta * 1e9)
@@ -96,10 +98,10 @@ def arrival(queue: GroupQueue, num_bytes: int) -> int:
 
 
 def wait_for_arrival(at: int, num_bytes: int) -> None:
-    """Sleep until a message has arrived, as its sender says; call it once the bytes are here."""
+    """Sleep until the time `at`, which the sender computed. Call it after the bytes have arrived."""
     if _link is not None:
         now, takes = time.perf_counter_ns(), int((_link.alpha + num_bytes * _link.beta) * 1e9)
-        # As if it had left just now, at the latest: machines with clocks of their own may say anything.
+        # At the latest as if it left now: another machine's clock may show any time.
         at = min(at, now + takes)
         time.sleep(max(0, at - now) / 1e9)
         timeline.record("message", "communication", at - takes, at, lane="communication", bytes=num_bytes)

@@ -1,15 +1,17 @@
-"""A transport of our own: the ring on plain TCP sockets, with one loop that polls and no thread.
+"""The ring on plain TCP sockets, with one polling loop and no thread: the patterns "tcp" and "cma".
 
-      left ──► [receive a piece, add it, queue it] ──► right        each rank, all the time
+      left ──► [receive a piece, add it, queue it] ──► right        on each rank, in one loop
 
-gloo hands every message to a thread of its own: the caller posts, sleeps, and is woken when the payload has
-come. On a few busy cores the wake-ups cost more than the copies. Here the rank itself reads from its
-left neighbour and writes to its right one whenever the kernel lets it (sockets.py).
+gloo hands every message to a thread of its own: the caller posts it, sleeps, and is woken when the payload
+has arrived. On a few busy cores the wake-ups take longer than the copies. Here the rank itself reads from its
+left neighbour and writes to its right one whenever the kernel allows it (sockets.py). The chunks and their
+order are those of pipelined_ring.py.
 
 The pattern "cma" is the same ring, with another connection where two neighbours share a machine
 (cross_memory.py).
 
-A rank that asks for another pattern is not here and does not see the headers: that mistake ends in a timeout.
+A rank that calls another pattern uses other connections and does not see the headers, so that mistake is
+noticed at the timeout.
 """
 
 import ctypes
@@ -25,7 +27,7 @@ from lab.ledger import LEDGER
 
 
 def reduce_scatter(sockets: RingSockets, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """`shard` becomes this rank's part of the reduction of all ranks' `full`; `full` is left alone."""
+    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
     n, r = sockets.size, sockets.rank
     chunks = shards_of(full, n)
     sizes = [chunks[chunk_sent(r, step + 1, n)].numel() for step in range(n - 2)]
@@ -34,7 +36,7 @@ def reduce_scatter(sockets: RingSockets, shard: torch.Tensor, full: torch.Tensor
 
 
 def all_gather(sockets: RingSockets, full: torch.Tensor, shard: torch.Tensor) -> None:
-    """`full` becomes all ranks' shards in rank order."""
+    """Write the shards of all ranks, in rank order, to `full`."""
     chunks = shards_of(full, sockets.size)
     if chunks[sockets.rank].data_ptr() != shard.data_ptr():
         chunks[sockets.rank].copy_(shard)
@@ -42,7 +44,7 @@ def all_gather(sockets: RingSockets, full: torch.Tensor, shard: torch.Tensor) ->
 
 
 def all_reduce(sockets: RingSockets, full: torch.Tensor, op: str) -> None:
-    """In place: a reduce-scatter whose finished segments set out on the all-gather at once."""
+    """Replace `full` by the reduction of all: a reduce-scatter whose results start to all-gather at once."""
     n, r = sockets.size, sockets.rank
     chunks = shards_of(full, n)
     sums = [chunks[chunk_sent(r, step + 1, n)] for step in range(n - 1)]
@@ -57,7 +59,7 @@ def _ring(
     op: str,
     gather: bool,
 ) -> None:
-    """A reduce-scatter round into `sums`, if there are any, and an all-gather round, if asked for."""
+    """Do a reduce-scatter into `sums`, if there are any, and an all-gather, if `gather`."""
     n, r = sockets.size, sockets.rank
     queue: deque[memoryview] = deque()
 
@@ -65,7 +67,7 @@ def _ring(
         LEDGER.count(name, sockets.pattern, segment.nbytes)
         queue.append(_bytes_of(segment))
 
-    # What arrives is added in pieces that stay in the cache; a whole segment of sums goes on.
+    # A piece is added as it arrives and stays in the cache. A segment goes on when all its pieces are added.
     adding: list[tuple[torch.Tensor, torch.Tensor, bool, torch.Tensor | None]] = []
     for step, total in enumerate(sums):
         is_last = step == n - 2
@@ -86,7 +88,7 @@ def _ring(
         for step, source in enumerate(sources)
         for segment in _segments(chunks[source])
     ]
-    # One piece arrives at a time and is added at once, so one buffer serves them all.
+    # One piece arrives at a time and is added at once, so one buffer is enough.
     longest = max((len(own) for own, *_ in adding), default=0)
     buffer = torch.empty(longest, dtype=chunks[0].dtype)
 
@@ -114,5 +116,5 @@ def _segments(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    """The tensor's memory, while the tensor lives. `numpy()` would keep its storage from being freed."""
+    """Return the tensor's memory. (`numpy()` would keep the storage from being freed.)"""
     return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

@@ -1,8 +1,8 @@
-"""The connections of the "tcp" and "cma" patterns: one from the left neighbour, one to the right, one loop.
+"""The connections of the patterns "tcp" and "cma": one from the left neighbour, one to the right, one loop.
 
-      left ──► [receive, do something with it, queue it] ──► right        each rank, all the time
+      left ──► [receive a piece, call arrived(), send what is queued] ──► right       on each rank
 
-The bytes of a ring come in a fixed order, so they need no tags: the headers first, then the payload.
+The bytes of a ring arrive in a fixed order, so they need no tags: the headers first, then the payload.
 """
 
 import select
@@ -26,16 +26,17 @@ from comm.transport.neighbours import Listeners, connect
 from comm.transport.wire import Group, Wire, global_ranks, group_of
 from lab.ledger import LEDGER
 
-# What is waited for, and added, at a time: it stays in the cache. Where nobody has to be woken for it, less.
+# How much is received, and added, at a time: it stays in the cache. "cma" needs no wake-up, so less is
+# enough.
 PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
-CAN_POLL = hasattr(select, "poll")  # Windows cannot
-_LOST = "the connection is lost, it has died or left, so look for the first error in its log"
+CAN_POLL = hasattr(select, "poll")  # not on Windows
+_LOST = "the connection is lost; it has died or left, so look for the first error in its log"
 
 
 class RingSockets:
-    """A connection to the right neighbour and one from the left, in a group of at least two ranks.
+    """The connections to the right neighbour and from the left one, in a group of at least two ranks.
 
-    In the pattern "cma" neighbours on one machine read each other's memory, others have a TCP stream.
+    In the pattern "cma" neighbours on one machine read each other's memory; others use TCP.
     """
 
     def __init__(self, group: dist.ProcessGroup, pattern: str, op: str, sequence: int) -> None:
@@ -55,19 +56,19 @@ class RingSockets:
             for name, (_, port, _) in zip(self._names, rows, strict=True):
                 if port == 0:
                     who = f"{op} ({pattern}): rank {name}"
-                    raise CommError(f"{who} has no address its neighbour could connect to.")
+                    raise CommError(f"{who} has no address to which its neighbour could connect.")
             deadline = time.monotonic() + self._timeout
             try:
                 self._right, self._left = self._meet(listeners, rows[right], deadline)
             except OSError as error:
                 why = f"they could not connect ({error})"
                 raise self._lost("its neighbours on the ring", why=why) from error
-            _close_forgotten(group, pattern)  # all ranks are here, so none reads from the last ring any more
+            _close_forgotten(group, pattern)  # all ranks are here, so none reads from the old ring any more
 
     def _meet(
         self, listeners: Listeners, row: tuple[int, int, int], deadline: float
     ) -> tuple[SocketOut | CmaOut, SocketIn | CmaIn]:
-        """Connect to the right neighbour, which listens at `row`, and be found by the left one."""
+        """Connect to the right neighbour, which listens at `row`, and accept the left one."""
         with ExitStack() as opened:
             right = opened.enter_context(connect(row, self._wants_cma, deadline))
             left = opened.enter_context(listeners.accept(deadline))
@@ -78,11 +79,11 @@ class RingSockets:
         return CmaOut(right) if is_read else SocketOut(right), CmaIn(left, pid) if pid else SocketIn(left)
 
     def exchange_headers(self, mine: Header, agreed: Callable[[int], None]) -> None:
-        """Pass all headers round the ring; `agreed(check_rows(...))` when all are here, on every rank.
+        """Pass all headers around the ring, check them, and call `agreed(check_rows(...))` on every rank.
 
-        Two ranks have seen all when they have seen each other's, so between them the payload follows at
-        once, and the header is checked before what comes behind it is read. A rank has sent all that the
-        others must read before it checks: it may be the only one that has seen all so far.
+        Each of two ranks needs the other one's header only. So between two ranks the payload follows at once,
+        and a rank checks the header before it reads what follows. A rank sends all headers that others need
+        before it checks them, because it may be the first one that has all.
         """
         self._op = mine.op
         n = self.size
@@ -98,7 +99,7 @@ class RingSockets:
                 queue.append(rows[sources[step]])
 
         def check() -> None:
-            self.is_in_step = False  # unless what follows does not raise
+            self.is_in_step = False  # stays so if the check raises
             agreed(check_rows(bytes(packed), self._names))
             self.is_in_step = True
 
@@ -112,9 +113,9 @@ class RingSockets:
     def run(
         self, queue: deque[memoryview], incoming: list[memoryview], arrived: Callable[[int], None]
     ) -> None:
-        """Send what is in `queue` and fill `incoming`, in order; `arrived(i)` may put more into the queue.
+        """Send what is in `queue` and fill `incoming`, in order; `arrived(i)` may add to the queue.
 
-        Raises CommError when a neighbour is gone, or nothing has moved for the group's timeout.
+        Raise CommError if a neighbour has gone, or nothing has moved for the group's timeout.
         """
         if self._header is not None:
             (theirs, check), self._header = self._header, None
@@ -145,7 +146,7 @@ class RingSockets:
             something.poll(1000)
 
     def _send(self, queue: deque[memoryview]) -> None:
-        """Return when the kernel has taken all of `queue`. Raises CommError as `run`."""
+        """Return when the kernel has taken all of `queue`. Raise CommError as `run` does."""
         last_move = time.monotonic()
         while queue or self._right.is_leaving:
             if self._push(queue):
@@ -153,12 +154,12 @@ class RingSockets:
                 continue
             if time.monotonic() - last_move > self._timeout:
                 raise self._nothing_moved(waits_for_left=False)
-            room = select.poll()
-            room.register(self._right.socket, self._right.waits_for())
-            room.poll(1000)
+            writable = select.poll()
+            writable.register(self._right.socket, self._right.waits_for())
+            writable.poll(1000)
 
     def close(self) -> None:
-        """Hang up on both neighbours."""
+        """Close both connections."""
         self._left.socket.close()
         self._right.socket.close()
 
@@ -178,13 +179,13 @@ class RingSockets:
         return self._lost(
             f"rank {self._left_name if waits_for_left else self._right_name}",
             self._left if waits_for_left else self._right,
-            "nothing moved until the timeout; it, or a rank beyond it on the ring, "
+            "nothing moved until the timeout; it, or a rank behind it on the ring, "
             "has not come here, is stuck or is paused",
             patience=0.0,
         )
 
     def _lost(self, peer: str, end: object = None, why: str = _LOST, patience: float = 1.0) -> CommError:
-        """The error to raise. It tells what the connection `end` really is: a stream where CMA is refused."""
+        """Return the error to raise. It names what the connection `end` is: tcp if CMA was refused."""
         kind = "tcp" if isinstance(end, SocketOut | SocketIn) else self.pattern
         who = f"{self._op} ({kind}): rank {dist.get_rank()}"
         gone = liveness.cause(patience)
@@ -192,7 +193,7 @@ class RingSockets:
 
 
 def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
-    """Return the left neighbour's process id, 0 if it cannot be read, and whether the right one reads."""
+    """Return the left neighbour's process id (0 if its memory cannot be read), and if the right one reads."""
     nonce = cross_memory.challenge(left) if cross_memory.is_local(left) else b""
     proof = cross_memory.prove(right) if cross_memory.is_local(right) else None
     pid = cross_memory.verify(left, nonce) if nonce else 0
@@ -200,14 +201,14 @@ def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
 
 
 _sockets: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = weakref.WeakKeyDictionary()
-# Out of step, but the neighbours may have to read from them what did not fit, and would find them reset.
+# Broken rings stay open for a while: a neighbour may still have to read a header that did not fit.
 _forgotten: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSockets:
-    """The ring of a group and pattern, connected at its first use: in that operation, of that number."""
+    """Return the ring of a group and pattern. Connect it at its first use, which is this operation."""
     whole = group_of(group)
     rings = _sockets.setdefault(whole, {})
     if pattern not in rings:
@@ -216,7 +217,7 @@ def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSocket
 
 
 def forget(group: Group, pattern: str) -> None:
-    """Use that ring of a group no more, if there is one; its next use connects anew."""
+    """Stop using the ring of a group and pattern, if there is one. The next use connects again."""
     sockets = _sockets.get(group_of(group), {}).pop(pattern, None)
     if sockets is None:
         return

@@ -1,7 +1,8 @@
-"""What a collective reads and writes, on its way to the wire and back.
+"""Bring the tensors of a collective to the wire, and back.
 
-On the wire a tensor is flat, contiguous and in host memory. Most are that already, and then nothing is
-copied; a strided view or a tensor on a GPU is copied there, and back if the collective writes it.
+On the wire a tensor is flat, contiguous and in host memory. Most tensors already are, and are not copied. A
+strided view or a tensor on a GPU is copied to the wire, and back if the collective writes to it. The classes
+are named as in MPI: In is read, Out is written, InOut is both.
 """
 
 from dataclasses import dataclass
@@ -13,24 +14,24 @@ from comm.transport.wire import Group
 
 
 def goes_by_host(tensor: torch.Tensor, group: Group) -> bool:
-    """Return whether the tensor is on a GPU and its group speaks gloo, which sends what is in host memory.
+    """Return whether the tensor is on a GPU and its group uses gloo, which sends from host memory.
 
-    torch's CUDA builds copy a GPU's tensors to the host for gloo's collectives themselves, but not for plain
-    messages; done here, it is the same in all of them.
+    torch's CUDA builds copy such a tensor to the host in gloo's collectives, but not in plain messages. Here
+    it is copied in both.
     """
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
 @dataclass(frozen=True)
 class In:
-    """A tensor that a collective only reads. On the wire it is divided by `divisor`, in a copy."""
+    """A tensor that a collective only reads. If `divisor` is not 1, the wire gets a divided copy."""
 
     tensor: torch.Tensor
     divisor: int = 1
 
     def to_wire(self) -> torch.Tensor:
         host = self.tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-        flat = host.as_strided((host.numel(),), (1,))  # a single element may have any stride
+        flat = host.as_strided((host.numel(),), (1,))  # a tensor of one element may have any stride
         return flat if self.divisor == 1 else flat / self.divisor
 
     def from_wire(self, wired: torch.Tensor) -> None:

@@ -1,12 +1,16 @@
-"""The wire: the one place where bytes leave, so the one place that counts, numbers and explains them.
+"""Send and receive messages with gloo or nccl. All of them pass here, so here they are counted and numbered.
 
-A `Wire` belongs to one operation of one group. It numbers the messages between each pair of ranks, so
-that nobody types tags in: my third send to you meets your third receive from me. Ranks are ranks of
-the group.
+      wire = Wire(group, "all_reduce", "ring", sequence)
+      arriving = wire.irecv(tensor, left)        the k-th receive from a rank gets its k-th send
+      leaving = wire.isend(other, right)
+      arriving.wait(), leaving.wait()
 
-An *eager* wire lets messages move before the ranks know that they fit together (handshake.py). gloo kills a
-receiver that is sent another number of bytes than it expects, so there the tag spells out the number:
-what does not fit never meets. A tag has 31 bits:
+A `Wire` belongs to one operation of one group, and its ranks are ranks of the group. It numbers the messages
+between each pair of ranks, so an algorithm needs no tags.
+
+An *eager* message leaves before the handshake (handshake.py) has ended. gloo kills a receiver that gets more
+or fewer bytes than it expects. So the tag of an eager message contains its number of bytes: then a send and a
+receive of different sizes never match. A tag has 31 bits:
 
     0  turn of the operation (10)  number of the message (20)
     1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       eager
@@ -24,7 +28,7 @@ from comm.membership import liveness
 from lab.ledger import LEDGER
 
 Group = dist.ProcessGroup | None
-MessageCounts = defaultdict[tuple[int, bool], int]  # messages so far by peer, headers apart
+MessageCounts = defaultdict[tuple[int, bool], int]  # messages so far by (peer, is a header)
 
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
 _TURN_BITS, _NUMBER_BITS = 10, 20
@@ -32,19 +36,19 @@ _EAGER, _EAGER_TURN_BITS, _EAGER_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
 
 
 class Transfer:
-    """A message under way; it holds its tensor so that the memory outlives the transfer."""
+    """A message in flight. It holds its tensor, so that the memory is not freed before the end."""
 
     def __init__(self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> None:
         self._wire, self.tensor, self._peer, self._verb = wire, tensor, peer, verb
         self._work: dist.Work | None = work
-        self.copy_to: torch.Tensor | None = None  # on a GPU: a copy of what has arrived in host memory
+        self.copy_to: torch.Tensor | None = None  # a tensor on a GPU to which the arrived message is copied
 
     def wait(self) -> None:
-        """Block until the message has arrived, or has left and its memory may be used again.
+        """Block until the message has arrived, or has left so that its tensor may be changed.
 
-        Raises CommError when the peer is gone or nothing happens within the group's timeout.
+        Raise CommError if the peer has gone, or at the group's timeout.
         """
-        work, self._work = self._work, None  # gloo would wait for a second message at the second call
+        work, self._work = self._work, None  # at a second call gloo would wait for another message
         if work is None:
             return
         self._wire.finish_handshake()
@@ -57,7 +61,7 @@ class Transfer:
 
 
 class Wire:
-    """Non-blocking sends and receives for one operation among the ranks of `group`."""
+    """Start sends and receives of one operation among the ranks of `group`."""
 
     def __init__(
         self,
@@ -70,11 +74,11 @@ class Wire:
         counted: bool = True,
     ) -> None:
         self.group = group_of(group)
-        # The group's own methods: torch.distributed's functions take many times as long, for each message.
+        # Call methods of the group: the functions of torch.distributed take many times as long.
         self.rank: int = self.group.rank()
         self.size: int = self.group.size()
         self.op, self.pattern, self.eager, self.counted = op, pattern, eager, counted
-        # Plain point-to-point messages are operation 0; collectives take turns in the rest.
+        # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
         self._check: Callable[[], None] = _nothing
@@ -85,13 +89,13 @@ class Wire:
         self._check = check
 
     def finish_handshake(self) -> None:
-        """Find out whether the ranks fit together, before the first message is waited for."""
+        """Check that all ranks' headers fit, before this rank waits for its first message."""
         check, self._check = self._check, _nothing
         check()
         self.eager_transfers.clear()
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
-        """Start sending a contiguous tensor; keep the transfer, and its memory as it is, until `wait()`."""
+        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
         tag = self._tag(tensor, self._sent, (dst, header))
         if self.counted:
             LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes)
@@ -102,7 +106,7 @@ class Wire:
         return self._transfer(work, tensor, dst, "send to")
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
-        """Start receiving into a contiguous tensor of exactly the size and dtype that `src` sends."""
+        """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
         tag = self._tag(tensor, self._received, (src, header))
         try:
             work = self.group.recv([tensor], src, tag)
@@ -113,9 +117,9 @@ class Wire:
     def batch(
         self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int
     ) -> tuple[Transfer, Transfer]:
-        """Start a send and a receive that nccl takes as one operation, so that their order does not matter.
+        """Start a send and a receive as one operation of nccl, so that their order does not matter.
 
-        All ranks of the group call it together. Both tensors are contiguous. One wait ends both transfers.
+        All ranks of the group call it together, with contiguous tensors. One `wait()` ends both transfers.
         """
         if self.counted:
             LEDGER.count(self.op, self.pattern, outgoing.nbytes)
@@ -137,7 +141,7 @@ class Wire:
         return Transfer(self, work, tensor, peer, verb)
 
     def _tag(self, tensor: torch.Tensor, counts: MessageCounts, which: tuple[int, bool]) -> int:
-        # Headers are counted apart: they mix with eager messages, in whatever order.
+        # Headers have a count of their own, because they may leave before or after eager messages.
         number = counts[which]
         counts[which] += 1
         if not self.eager or which[1]:
@@ -147,7 +151,7 @@ class Wire:
         return _EAGER | (turn << _EAGER_NUMBER_BITS | number) << _LENGTH_BITS | (tensor.nbytes - 1)
 
     def failed(self, error: RuntimeError, peer: int, verb: str) -> CommError:
-        """Translate the backend's complaint into a sentence about ranks."""
+        """Return the backend's error as a CommError that names the ranks and the operation."""
         name = f"rank {dist.get_global_rank(self.group, peer)}"
         why = peer_trouble(str(error), name)
         return CommError(
@@ -160,38 +164,38 @@ _peer_numbers = weakref.WeakKeyDictionary()
 
 
 def peer_wire(group: Group, counted: bool = True) -> Wire:
-    """The wire for plain sends and receives of a group; its numbers go on from call to call."""
-    # Only the numbers are kept: a wire holds its group, which would never be freed.
+    """Return a wire for the plain messages of a group. All such wires count messages together."""
+    # Keep only the counts: a wire refers to its group, which then would never be freed.
     numbers = _peer_numbers.setdefault(group_of(group), (defaultdict(int), defaultdict(int)))
     return Wire(group, "point_to_point", "direct", numbers=numbers, counted=counted)
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
-    """The group itself, where None stands for all ranks. Raises CommError when there is no group yet."""
-    whole = dist.group.WORLD
-    if whole is None:
+    """Return the group, or the group of all ranks for None. Raise CommError if there is none yet."""
+    world = dist.group.WORLD
+    if world is None:
         raise CommError("There is no process group yet: call comm.rendezvous.join() first.")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
-    return group or whole
+    return group or world
 
 
 def message_device(group: Group) -> torch.device:
-    """Return where small tensors must be to travel in this group: nccl takes them on its GPU only."""
+    """Return the device on which a message of this group must be: nccl sends from its GPU only."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """What messages call the ranks of a group: their ranks among all."""
+    """Return the ranks of the group's members among all ranks of the job, as error messages name them."""
     return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
 
 def peer_trouble(text: str, peer: str) -> str:
-    """Return what an error text of gloo says about a peer, as the end of a sentence.
+    """Return the cause of an error of gloo, as the end of a sentence.
 
-    Where the peers' connections tell which rank has gone first (membership/liveness.py), that one is named.
+    It names the rank that has left first, if that is known (membership/liveness.py), else `peer`.
     """
     timed_out = "imed out" in text or "imeout" in text
     if gone := liveness.cause(patience=0.0 if timed_out else 1.0):
@@ -199,7 +203,7 @@ def peer_trouble(text: str, peer: str) -> str:
     if timed_out:
         return (
             f"it waited until the timeout; {peer} has not come here, is stuck or is paused, "
-            "or waits itself for a rank that is"
+            "or waits for a rank that is"
         )
     if is_lost_connection(text):
         return f"it lost the connection; {peer} has died or left, so look for the first error in its log"
@@ -207,7 +211,7 @@ def peer_trouble(text: str, peer: str) -> str:
 
 
 def is_lost_connection(text: str) -> bool:
-    """Return whether an error of gloo or of torch's store is about a connection that a peer has closed."""
+    """Return whether an error of gloo or of torch's store says that a peer closed the connection."""
     return any(sign in text for sign in _LOST)
 
 

@@ -1,8 +1,11 @@
-"""One operation at a time in each group, in the order they were called: the handle and its thread.
+"""Run the operations of a group one at a time, in the order of the calls, and return a handle for each.
 
-Two collectives of one group that run at once may interleave differently on two ranks and wait for each other
-for ever. So a group has one queue. An asynchronous operation runs on the group's communication thread;
-a synchronous one runs on the caller's when the queue is empty, and takes its turn when not.
+      caller's thread         all_reduce(a, async_op=True) ── all_reduce(b, async_op=True) ── backward ── wait
+      communication thread    |========= a =========|========= b =========|
+
+If two collectives of a group ran at the same time, their messages could interleave differently on two ranks:
+a deadlock. So each group has one queue. An asynchronous operation runs on the group's communication thread. A
+synchronous one runs on the caller's thread if the queue is empty, and else waits for its turn.
 """
 
 import threading
@@ -16,11 +19,11 @@ from comm.errors import CommError, Mismatch
 from comm.transport.wire import Group, group_of
 from lab.timeline import span
 
-IDLE_SECONDS = 10.0  # after which a communication thread ends; a group that is gone leaves none behind
+IDLE_SECONDS = 10.0  # after which a communication thread ends, so that a freed group leaves none behind
 
 
 class Handle:
-    """An operation under way. `wait()` blocks until its result is there and raises what it raised."""
+    """An operation in flight. `wait()` blocks until its end, and raises the operation's error."""
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
@@ -31,7 +34,7 @@ class Handle:
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
-        """Block until the operation has ended; raises the operation's own error."""
+        """Block until the operation has ended. Raise the operation's error, if there is one."""
         if not self._done.is_set():
             with span("wait", "wait"):
                 self._done.wait()
@@ -40,11 +43,11 @@ class Handle:
             raise self._error
 
     def is_completed(self) -> bool:
-        """True once `wait()` would not block."""
+        """Return whether `wait()` would return at once."""
         return self._done.is_set()
 
     def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Have `callback(error)` called when the operation has ended: on its thread, or at once if it has."""
+        """Call `callback(error)` when the operation has ended: on its thread, or at once if it has."""
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
@@ -53,7 +56,7 @@ class Handle:
 
     @property
     def unraised_mismatch(self) -> Mismatch | None:
-        """The Mismatch with which the operation has ended, until `wait()` raises it."""
+        """Return the Mismatch with which the operation ended, or None once `wait()` has raised it."""
         return self._error if isinstance(self._error, Mismatch) and not self._is_raised else None
 
     def run(self) -> None:
@@ -71,7 +74,7 @@ class Handle:
 
 
 class GroupQueue:
-    """The operations of one group, first in, first out."""
+    """The operations of one group: first in, first out."""
 
     def __init__(self) -> None:
         self._waiting: deque[Handle] = deque()
@@ -80,14 +83,14 @@ class GroupQueue:
         self._thread: threading.Thread | None = None
         self.sequence = 0
         self.link_free_at = 0  # comm.transport.slow_link's, nanoseconds
-        # After a mismatch, what was sent early may lie about or still be moving: from then on nothing is
-        # sent early, and the memory is kept, for a connection stops for ever when it loses it in mid-message.
+        # After a mismatch, eager messages may still be moving or wait for a receive. From then on the group
+        # sends no eager messages, and keeps their memory: gloo's connection would stop if it were freed.
         self.has_stale_messages = False
         self.stale_messages: list[object] = []
         self._mismatched: Callable[[], Handle | None] = _nothing  # a weak reference to the last one
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
-        """Queue `job(sequence)`; with `async_op` False, return after it has ended (raising its error)."""
+        """Queue `job(sequence)`. Without `async_op`, wait for its end, and raise its error."""
         with self._changed:
             self.sequence += 1
             number = self.sequence
@@ -111,7 +114,7 @@ class GroupQueue:
         except Mismatch:
             raise
         except CommError as error:
-            # A peer may have left because of a mismatch that this rank's caller has not been told of yet.
+            # A peer may have left because of an earlier mismatch, which no `wait()` has raised here yet.
             earlier = self._mismatched()
             if earlier is not None and (mismatch := earlier.unraised_mismatch):
                 raise CommError(str(mismatch)) from error
@@ -137,13 +140,13 @@ class GroupQueue:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._waiting and not self._busy, IDLE_SECONDS):
                     if self._waiting:
-                        continue  # behind a long operation of the caller's own thread
+                        continue  # the caller's thread is running a long operation
                     self._thread = None
                     return
                 self._busy = True
                 handle = self._waiting.popleft()
             self._run(handle)
-            del handle  # or it would live, with its error's frames, until the next one comes
+            del handle  # or it, and its error's frames, would live until the next operation
 
 
 _queues: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupQueue]" = weakref.WeakKeyDictionary()
@@ -151,7 +154,7 @@ _queues_lock = threading.Lock()
 
 
 def queue_of(group: Group) -> GroupQueue:
-    """The queue that belongs to a group; it lives as long as the group."""
+    """Return the queue of a group. It lives as long as the group."""
     with _queues_lock:
         return _queues.setdefault(group_of(group), GroupQueue())
 

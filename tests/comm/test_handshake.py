@@ -48,7 +48,7 @@ def test_another_size_is_told_with_the_ranks_that_bring_it():
     assert sentence_of_all(3, call) == (
         "The ranks do not fit together: ranks 0, 2: all_reduce(pipelined_ring, sum) of 5 elements of "
         "float32; rank 1: all_reduce(pipelined_ring, sum) of 7 elements of float32. "
-        "Every rank must bring the same size and ask for the same."
+        "Every rank must pass tensors of the same size, and the same pattern, reduction and root."
     )
 
 
@@ -59,7 +59,7 @@ def test_another_dtype_of_the_same_width_is_told():
     text = sentence_of_all(3, call)
     assert "ranks 0, 1: all_reduce(pipelined_ring, sum) of 5 elements of float32" in text
     assert "rank 2: all_reduce(pipelined_ring, sum) of 5 elements of int32" in text
-    assert text.endswith("Every rank must bring the same dtype.")
+    assert text.endswith("Every rank must pass tensors of the same dtype.")
 
 
 def test_another_operation_is_told():
@@ -255,13 +255,13 @@ def test_wrong_arguments_are_told_before_anything_is_sent():
         "mean of torch.int64 tensors would be rounded": lambda: collectives.all_reduce(
             torch.ones(2, dtype=torch.int64), "mean"
         ),
-        "tensors of one call must have one dtype, not torch.float64": lambda: collectives.all_gather(
-            torch.ones(2), torch.ones(1, dtype=torch.float64)
+        "tensors of one call must have one dtype, not torch.float32 and torch.float64": lambda: (
+            collectives.all_gather(torch.ones(2), torch.ones(1, dtype=torch.float64))
         ),
         "input_sizes [1, 2] are not 2 parts of 2 elements": lambda: collectives.all_to_all(
             torch.ones(2), torch.ones(2), None, [1, 2]
         ),
-        "torch's own needs equal shards, but 3 elements on 2 ranks": lambda: collectives.all_gather(
+        "pattern 'torch' needs equal shards, but 3 elements on 2 ranks": lambda: collectives.all_gather(
             torch.ones(3), torch.ones(1), pattern="torch"
         ),
     }
@@ -293,7 +293,7 @@ def test_a_root_without_its_tensor_is_told_what_to_pass():
     def call(cluster) -> str:
         return told(lambda: collectives.scatter(torch.ones(1)))
 
-    assert run_ranks(call, 1) == ["scatter: rank 0 is the root and must pass the whole tensor."]
+    assert run_ranks(call, 1) == ["scatter: rank 0 is the root and must pass the full tensor."]
 
 
 def test_a_rank_outside_the_group_is_told():
@@ -312,7 +312,7 @@ def test_a_group_survives_a_mismatch_of_tensors_so_large_that_they_are_still_mov
         for _ in range(4):
             group = dist.new_group([0, 1])
             full, shard = torch.zeros(1 << 23, dtype=dtype), torch.ones(1 << 22, dtype=dtype)
-            assert "must bring the same dtype" in told(
+            assert "must pass tensors of the same dtype" in told(
                 lambda: collectives.all_gather(full, shard, group=group)
             )
             for _ in range(3):

@@ -88,7 +88,7 @@ def with_one_stuck(cluster, environments: list[dict[str, object]]) -> None:
 
 def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(capfd):
     [sentence] = told(capfd, with_one_stuck, 3)[0]
-    assert "The group cannot form: rank 1 came and did not go on" in sentence
+    assert "The group cannot form: rank 1 has come and does not go on" in sentence
     assert "(OP_TIMEOUT is 1 s)" in sentence
 
 

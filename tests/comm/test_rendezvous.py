@@ -136,7 +136,7 @@ def test_without_any_variable_one_process_is_a_group_of_its_own():
 def test_missing_ranks_are_named_to_all_that_came_and_while_they_wait(capfd):
     texts = meet(*places([0, 1, 3], 5, JOIN_TIMEOUT=1))
     assert len(set(texts)) == 1
-    assert "ranks 2, 4 of 5 did not come within 1 s" in texts[0]
+    assert "ranks 2, 4 of 5 did not join within 1 s" in texts[0]
     told = capfd.readouterr().err
     for rank in (0, 1, 3):
         assert f"rank {rank} of 5: still waiting for ranks 2, 4" in told
@@ -179,14 +179,14 @@ def test_a_program_that_hangs_up_is_not_taken_for_the_store():
         threading.Thread(target=hang_up, args=[other_program], daemon=True).start()
         (text,) = meet(*places([1], 2, MASTER_PORT=port, JOIN_TIMEOUT=1))
         other_program.shutdown(socket.SHUT_RDWR)
-    assert f"What answers at localhost:{port} is not a rendezvous store" in text
+    assert f"The program at localhost:{port} is not a rendezvous store" in text
 
 
 def test_a_program_that_never_answers_is_not_waited_for():
     with socket.create_server(("localhost", 0)) as other_program:
         port = other_program.getsockname()[1]
         (text,) = meet(*places([1], 2, MASTER_PORT=port, JOIN_TIMEOUT=1), timeout=4)
-    assert f"What answers at localhost:{port} is not a rendezvous store" in text
+    assert f"The program at localhost:{port} is not a rendezvous store" in text
 
 
 def test_a_master_that_nobody_started_is_named_with_its_address():
@@ -199,8 +199,8 @@ def test_a_master_that_nobody_started_is_named_with_its_address():
 @pytest.mark.parametrize(
     "environment, sentence",
     [
-        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK is 'two'; it must be a whole number"),
-        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1'; it must be a whole number"),
+        ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK is 'two'; it must be a non-negative integer"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1'; it must be a non-negative integer"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4, but with WORLD_SIZE 4 it must be in 0..3"),
         ({"RANK": "0"}, "WORLD_SIZE is not set; start the script with torchrun"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
@@ -210,7 +210,7 @@ def test_a_master_that_nobody_started_is_named_with_its_address():
         ({"JOIN_TIMEOUT": "inf"}, "JOIN_TIMEOUT is 'inf'; it must be a number of seconds above 0"),
         (
             {"MASTER_ADDR": "0.0.0.0"},
-            "MASTER_ADDR is 0.0.0.0, which is every interface; it must be the address",
+            "MASTER_ADDR is 0.0.0.0, which means every interface; it must be the address",
         ),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; it must be at most 65535"),
         ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
@@ -223,11 +223,14 @@ def test_a_master_that_nobody_started_is_named_with_its_address():
             "JOIN_TIMEOUT is '3e6'; it must be a number of seconds above 0 and at most",
         ),
         ({"MASTER_ADDR": "a" * 64}, "a'; it must be the name or address of a machine"),
-        ({"MASTER_PORT": "9" * 30}, "9'; it must be a whole number"),
-        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "GLOO_SOCKET_IFNAME is 'nosuch0', and there is no such network"),
+        ({"MASTER_PORT": "9" * 30}, "9'; it must be a non-negative integer"),
+        (
+            {"GLOO_SOCKET_IFNAME": "nosuch0"},
+            "GLOO_SOCKET_IFNAME is 'nosuch0', but this machine has no such network",
+        ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"},
-            "MASTER_PORT is 'http'; it must be a whole",
+            "MASTER_PORT is 'http'; it must be a non-negative integer",
         ),
     ],
 )
@@ -244,7 +247,7 @@ def test_a_variable_that_makes_no_sense_is_named(environment, sentence, monkeypa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_nccl_without_a_gpu_is_told(monkeypatch):
     monkeypatch.setenv("BACKEND", "nccl")
-    with pytest.raises(CommError, match="BACKEND is nccl, but there is no GPU here"):
+    with pytest.raises(CommError, match="BACKEND is nccl, but this machine has no GPU"):
         rendezvous.join()
 
 

@@ -34,9 +34,9 @@ def test_sizes_that_no_message_has_are_refused_in_a_sentence():
     cluster = Cluster(0, 2, 0, torch.device("cpu"), dist.HashStore())
     for size in (math.nan, 1e300, -1.0, 0.0):
         for script in (tour, point_to_point):
-            with pytest.raises(WorkbookError, match=r"^--mb .*: a message has from 0.00001 to 8192 MiB"):
+            with pytest.raises(WorkbookError, match=r"^--mb .*: choose a size from 0.00001 to 8192 MiB"):
                 script.main(cluster, script.Args(mb=size))
-    with pytest.raises(WorkbookError, match=r"^--repeats 0: there are from 1 to 1000"):
+    with pytest.raises(WorkbookError, match=r"^--repeats 0: choose a number from 1 to 1000"):
         tour.main(cluster, tour.Args(repeats=0))
 
 

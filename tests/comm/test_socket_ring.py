@@ -70,7 +70,7 @@ def test_all_ranks_are_told_at_once_which_one_has_no_address():
 
     for error in run_ranks(one_has_none, 3, group_timeout=40, collect_failures=True):
         assert isinstance(error, RankError)
-        assert "all_reduce (tcp): rank 1 has no address its neighbour could connect to." in str(error)
+        assert "all_reduce (tcp): rank 1 has no address to which its neighbour could connect." in str(error)
 
 
 def test_the_address_is_that_of_the_interface_gloo_uses_or_of_the_one_that_leads_to_the_master(monkeypatch):
