@@ -17,42 +17,63 @@ from comm.point_to_point import recv, send
 from comm.transport.wire import Group
 from lab.errors import WorkbookError, reason
 from pipeline_parallel.actions import Table, placement
-from pipeline_parallel.stage import Part, Stage, cut, parts_of
+from pipeline_parallel.split import costs_of, cut, measured_costs, split_as_given
+from pipeline_parallel.stage import Part, Stage, as_sequential, parts_of
 
 DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 MAX_DIMS = 8
 NO_OUTPUT = -1
 
 
-def agreed_parts(
-    model: nn.Module, table: Table, example: Tensor, costs: Sequence[float] | None, group: Group
-) -> list[list[Part]]:
-    """Return the parts of each stage. WorkbookError on all ranks unless all make the same pipeline."""
+def agreed_stages(
+    model: nn.Module | Sequence[nn.Module],
+    table: Table,
+    example: Tensor,
+    costs: Sequence[float] | str | None,
+    split: Sequence[int] | None,
+    group: Group,
+) -> tuple[nn.Module, list[Stage]]:
+    """Return the model and all its stages. WorkbookError on all ranks unless all make the same pipeline."""
+    agreed: list[tuple[nn.Module, list[Part]]] = []
+    num_stages, is_timed = len(placement(table)), isinstance(costs, str) and costs == "time"
 
-    def parts() -> list[list[Part]]:
-        if len(table) != dist.get_world_size(group):
-            ranks = dist.get_world_size(group)
-            raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {ranks}.")
-        if not isinstance(example, Tensor) or not example.dim() or example.dim() > MAX_DIMS:
-            given = type(example).__name__ if not isinstance(example, Tensor) else f"{example.dim()} dims"
-            raise WorkbookError(f"`example` is a microbatch of the input, one tensor, and not {given}.")
-        chain = parts_of(model)
-        each = [part.cost for part in chain] if costs is None else costs
-        return [[chain[i] for i in of_stage] for of_stage in cut(each, len(placement(table)))]
-
-    found: list[list[list[Part]]] = []
+    def ranges(costs: Sequence[float] | str | None) -> list[range]:
+        full, parts = agreed[0]
+        if split is not None:
+            return split_as_given(len(parts), split, num_stages)
+        return cut(costs_of(full, parts, costs), num_stages)
 
     def digest() -> str:
-        found.append(parts())
-        names = [[part.modules for part in stage] for stage in found[0]]
-        sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()]
-        return hashlib.sha256(repr((table, names, sizes)).encode()).hexdigest()
+        validate_table_and_example(table, example, group)
+        full = as_sequential(model)
+        agreed.append((full, parts_of(full)))
+        ranges(None if is_timed else costs)  # which may refuse
+        names = [part.modules for part in agreed[0][1]]
+        sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in full.state_dict().items()]
+        given = [each if isinstance(each, str | None) else list(each) for each in (costs, split)]
+        return hashlib.sha256(repr((table, names, sizes, given)).encode()).hexdigest()
 
     if len(set(on_all("make the pipeline", digest, group))) > 1:
         raise WorkbookError(
-            "The ranks make different pipelines: give the same model, schedule and costs on all of them."
+            "The ranks make different pipelines: give the same model, schedule, costs and split on all ranks."
         )
-    return found[0]
+    full, parts = agreed[0]
+    if is_timed and split is None:  # on one rank, so that all of them cut alike
+        is_first = placement(table)[0] == dist.get_rank(group)
+        costs = max(
+            on_all("measure", lambda: measured_costs(full, example) if is_first else [], group), key=len
+        )
+    return full, [Stage(full, [parts[i] for i in of_stage]) for of_stage in ranges(costs)]
+
+
+def validate_table_and_example(table: Table, example: Tensor, group: Group) -> None:
+    """Refuse a schedule that is not for these ranks, and an example that is not one tensor."""
+    if len(table) != dist.get_world_size(group):
+        ranks = dist.get_world_size(group)
+        raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {ranks}.")
+    if not isinstance(example, Tensor) or not example.dim() or example.dim() > MAX_DIMS:
+        given = type(example).__name__ if not isinstance(example, Tensor) else f"{example.dim()} dims"
+        raise WorkbookError(f"`example` is a microbatch of the input, one tensor, and not {given}.")
 
 
 def exchange_boundaries(

@@ -11,8 +11,8 @@
 Every rank makes the whole model, with the same seed, and lets go of what is not its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,11 @@ from comm.collectives import all_reduce, broadcast, default_pattern
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport.wire import Group
 from lab.errors import WorkbookError
+from lab.evaluation import evaluating
 from lab.ledger import Traffic
 from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
-from pipeline_parallel.boundaries import agreed_parts, exchange_boundaries
+from pipeline_parallel.boundaries import agreed_stages, exchange_boundaries
 from pipeline_parallel.by_hand import ByHand, HandWritten
 from pipeline_parallel.clock import Clock, ClockPasses
 from pipeline_parallel.executor import Executor, Outcome
@@ -39,19 +40,6 @@ from pipeline_parallel.stage import Stage, ties
 from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
 from pipeline_parallel.tied import NewGradients
 from training.norm import sum_of_squares
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode, without gradients, and restore each submodule's mode afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, is_training in modes.items():
-            module.training = is_training
 
 
 class Pipeline(nn.Module):
@@ -71,19 +59,20 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         table: Table,
         loss_of: LossOf,
         example: Tensor,
         group: Group = None,
-        costs: Sequence[float] | None = None,
+        costs: Sequence[float] | str | None = None,
+        split: Sequence[int] | None = None,
         recompute: bool | Sequence[int] = False,
         tick: float | None = None,
         by_hand: Callable[..., HandWritten] | None = None,
     ) -> None:
         super().__init__()
         self.rank, self.group, self.table, self.rank_of = dist.get_rank(group), group, table, placement(table)
-        stages = [Stage(model, parts) for parts in agreed_parts(model, table, example, costs, group)]
+        model, stages = agreed_stages(model, table, example, costs, split, group)
         self.device = example.device
         self.layout = self._layout(model, stages)
         self.ties = [tie for tie in ties(stages) if self.rank_of[tie[0][0]] != self.rank_of[tie[1][0]]]

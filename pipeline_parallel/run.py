@@ -33,7 +33,7 @@ from pipeline_parallel.page import write_page
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import Report, Seen
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.stage import measured_costs
+from pipeline_parallel.split import measured_costs
 from pipeline_parallel.validate import validate
 from training.arguments import TrainArgs
 from training.checkpoint import FullState

@@ -1,21 +1,20 @@
-"""Stages: a model as a chain of parts, cut into stretches that ranks hold one or several of.
+"""A model is a chain of parts, and a stage is a run of consecutive parts.
 
       GPT    [embedding][block 0][block 1][block 2][block 3][norm, head]
       stages |-------- 0 --------|-- 1 ---|-- 2 ---|---------- 3 -------|
 
-A stage keeps its modules under the names that they have in the whole model, so its parameters are found
-under them in checkpoints, gradients and comparisons. A cut minimises the largest stage, for the slowest one
-sets the pace of all: by the number of layers, or by the seconds that they take here.
+The parts of an nn.Sequential are its modules. A stage keeps its modules under the names that they have in
+the full model, so checkpoints, gradients and comparisons find its parameters under the same names.
 
-GPT's tied embedding is the first stage's and the last one's: two copies on two ranks, which start equal and
-get the sum of both gradients. Nobody types in shapes: once, at the start, every stage is run on tensors
-without memory (device "meta") and tells the next one what it will get.
+Which parts a stage takes is decided in split.py.
+
+GPT's tied embedding is a parameter of the first and of the last stage. Two ranks hold a copy each; the copies
+start equal and get the sum of both gradients. No shapes are typed in: once, at the start, every stage runs on
+tensors without memory (device "meta"), and so the next stage knows what it will receive.
 """
 
-import statistics
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from itertools import accumulate
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from torch.func import functional_call
 
 from lab.errors import WorkbookError
 from lab.model import GPT, MLP, BabyCNN
-from lab.stream_clock import time_when_done
 
 
 class Part(NamedTuple):
@@ -65,8 +63,23 @@ class Stage(nn.Module):
         return [*self.named_parameters(), *self.named_buffers()]
 
 
+def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return a list of modules as the nn.Sequential of them, and a module as it is."""
+    if not isinstance(model, list | tuple | nn.ModuleList):
+        return model  # type: ignore[return-value]
+    for module in model:
+        if not isinstance(module, nn.Module):
+            raise WorkbookError(f"A pipeline takes a list of nn.Modules, and this one holds {module!r}.")
+    return nn.Sequential(*model)
+
+
 def parts_of(model: nn.Module) -> list[Part]:
-    """The chain of a GPT, MLP or BabyCNN. WorkbookError for other models."""
+    """Return the chain of parts of an nn.Sequential, GPT, MLP or BabyCNN. WorkbookError for other models."""
+    if type(model).forward is nn.Sequential.forward:
+        return [
+            Part((name,), partial(_call, name), cost=float(num_parameters(module)))
+            for name, module in model.named_children()
+        ]
     if isinstance(model, GPT):
         blocks = [Part((f"blocks.{i}",), partial(_call, f"blocks.{i}")) for i in range(len(model.blocks))]
         # In an even cut blocks count; what comes before and after them goes along.
@@ -82,7 +95,15 @@ def parts_of(model: nn.Module) -> list[Part]:
             Part(("linear1",), lambda stage, x: F.relu(stage.linear1(x))),
             Part(("linear2",), lambda stage, x: stage.linear2(x)),
         ]
-    raise WorkbookError(f"a {type(model).__name__} cannot be cut into stages: give parts_of() its chain.")
+    raise WorkbookError(
+        f"A {type(model).__name__} cannot be cut into stages: give an nn.Sequential, or a list of modules "
+        "of which each takes what the one before returns."
+    )
+
+
+def num_parameters(*modules: nn.Module) -> int:
+    """Return how many numbers the modules' parameters have; a shared one counts once."""
+    return sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())
 
 
 def _call(path: str, stage: Stage, x: Tensor) -> Tensor:
@@ -96,53 +117,6 @@ def _linear(path: str, is_followed: bool, stage: Stage, x: Tensor) -> Tensor:
 
 def _head(stage: Stage, x_btd: Tensor) -> Tensor:
     return stage.head(stage.final_norm(x_btd))
-
-
-def cut(costs: Sequence[float], stages: int) -> list[range]:
-    """Which parts each stage takes, so that the most expensive stage is as cheap as can be, the rest even.
-
-    Every stage takes one part at least; WorkbookError if there are too few.
-    """
-    n = len(costs)
-    if stages > n:
-        raise WorkbookError(
-            f"{n} parts cannot be cut into {stages} stages: take fewer ranks or chunks, or more layers."
-        )
-    until = [0.0, *accumulate(costs)]
-
-    @cache
-    def best(start: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
-        """The largest stage, the sum of squares, and the ends of the stages from part `start` on."""
-        found = []
-        for end in range(start + 1, n - stages + 2) if stages > 1 else [n]:
-            cost = until[end] - until[start]
-            largest, squares, ends = best(end, stages - 1) if stages > 1 else (0.0, 0.0, ())
-            found.append((max(cost, largest), cost**2 + squares, (end, *ends)))
-        return min(found)
-
-    ends = best(0, stages)[2]
-    return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
-
-
-def measured_costs(model: nn.Module, x: Tensor, repeats: int = 5) -> list[float]:
-    """Median seconds of each part's forward and backward here, on the microbatch `x`.
-
-    Ranks must cut alike: measure on one, and tell the others.
-    """
-    costs = []
-    for part in parts_of(model):
-        stage, seconds = Stage(model, [part]), []
-        for _ in range(repeats + 1):
-            inputs = x.detach().requires_grad_(x.is_floating_point())
-            start = time_when_done(x.device)
-            y = stage(inputs)
-            if y.requires_grad:
-                y.backward(torch.ones_like(y))
-            seconds.append((time_when_done(x.device) - start) / 1e9)
-        costs.append(statistics.median(seconds[1:]))
-        x = y.detach()
-    model.zero_grad()
-    return costs
 
 
 def ties(stages: Sequence[Stage]) -> list[tuple[tuple[int, str], tuple[int, str]]]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-TARGET = "pipeline_parallel.pipeline.evaluating"
+TARGET = "lab.evaluation.evaluating"
 KILLER = "tests.pipeline_parallel.test_forward_only.test_training_goes_on_with_dropout_after_an_evaluation"
 
 

@@ -148,7 +148,8 @@ def compare_with_one_process(
     spoil: Callable[[nn.Module], Any] = lambda model: None,
     group: Group = None,
     recompute: bool | Sequence[int] = False,
-    costs: Sequence[float] | None = None,
+    costs: Sequence[float] | str | None = None,
+    split: Sequence[int] | None = None,
     what: str = "",
     by_hand: Callable[..., HandWritten] | None = None,
 ) -> Pipeline:
@@ -160,14 +161,16 @@ def compare_with_one_process(
     what += f", recompute={recompute}" if recompute else ""
     spoil(model)
     example = x[: len(x) // microbatches]
-    options: dict[str, Any] = {"group": group, "recompute": recompute, "costs": costs, "by_hand": by_hand}
+    options: dict[str, Any] = {"group": group, "recompute": recompute, "by_hand": by_hand}
+    options |= {"costs": costs, "split": split}
     pipeline = Pipeline(model, table, loss_of, example, **options)
     del model
     is_first, is_last = (rank_of[stage] == pipeline.rank for stage in (0, len(rank_of) - 1))
     own = pipeline.named_own_parameters()
     initial = {name: parameter.detach() for name, parameter in own.items()}
     assert_same(initial, only(expected.initial, own), 0, f"initial parameter,{what},")
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE)
+    parameters = list(pipeline.parameters()) or [torch.zeros(())]  # a stage of activation functions has none
+    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
     for step, (loss, input_gradient, gradients) in enumerate(expected.steps):
         where = f"{what}, step {step}"
         optimizer.zero_grad()

@@ -114,7 +114,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence_and_nobody_is_left_waiting()
     assert first == [
         "The schedule is for 2 ranks, and there are 3.",
         "2 parts cannot be cut into 3 stages: take fewer ranks or chunks, or more layers.",
-        "a Linear cannot be cut into stages: give parts_of() its chain.",
+        "A Linear cannot be cut into stages: give an nn.Sequential, or a list of modules of which each takes "
+        "what the one before returns.",
         "A batch of 7 cannot be divided into 3 equal microbatches "
         "(a DataLoader's last batch is smaller without drop_last=True).",
     ]

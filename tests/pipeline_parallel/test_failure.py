@@ -254,7 +254,9 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
 
     first, second = run_ranks(refuse, 2, timeout=20, group_timeout=5)
     assert first == second
-    different = "The ranks make different pipelines: give the same model, schedule and costs on all of them."
+    different = (
+        "The ranks make different pipelines: give the same model, schedule, costs and split on all ranks."
+    )
     assert first[:5] == [
         "1 parts cannot be cut into 2 stages: take fewer ranks or chunks, or more layers.",
         different,

@@ -1,20 +1,16 @@
 """Stages: parts in a row are the model, under its names, and a cut is as even as can be."""
 
 from itertools import combinations
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from lab.check import assert_same
 from lab.errors import WorkbookError
 from lab.model import MLP
-from lab.stream_clock import time_when_done
-from pipeline_parallel.stage import Part, Stage, cut, measured_costs, parts_of, ties
-from tests.lab.simulated_gpu import simulated_gpu
+from pipeline_parallel.split import cut
+from pipeline_parallel.stage import Stage, parts_of, ties
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
 MODELS = {
@@ -80,41 +76,8 @@ def test_looking_at_the_outputs_shape_draws_no_random_number_and_changes_nothing
 
 
 def test_a_model_of_another_kind_is_refused():
-    with pytest.raises(WorkbookError, match=r"a Linear cannot be cut into stages: give parts_of\(\) its"):
+    with pytest.raises(WorkbookError, match=r"A Linear cannot be cut into stages: give an nn\.Sequential"):
         parts_of(nn.Linear(2, 2))
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
-def test_no_cut_has_a_cheaper_dearest_stage(costs, data):
-    stages = data.draw(st.integers(1, len(costs)))
-
-    def dearest(ranges) -> float:
-        return max(sum(costs[i] for i in of_stage) for of_stage in ranges)
-
-    found = cut(costs, stages)
-    assert [i for of_stage in found for i in of_stage] == list(range(len(costs)))
-    assert len(found) == stages and all(len(of_stage) > 0 for of_stage in found)
-    assert dearest(found) == min(map(dearest, cuts(len(costs), stages)))
-
-
-def test_layers_that_stages_do_not_divide_are_spread_evenly():
-    def blocks(layers: int, stages: int) -> list[int]:
-        costs = [part.cost for part in parts_of(gpt(num_layers=layers))]
-        return [int(sum(costs[i] for i in of_stage)) for of_stage in cut(costs, stages)]
-
-    assert blocks(8, 4) == [2, 2, 2, 2]
-    assert sorted(blocks(7, 4)) == [1, 2, 2, 2]
-    assert sorted(blocks(9, 4)) == [2, 2, 2, 3]
-    assert sorted(blocks(10, 4)) == [2, 2, 3, 3]
-
-
-def test_more_stages_than_parts_are_refused_in_a_sentence():
-    with pytest.raises(WorkbookError) as error:
-        cut([1.0] * 3, 4)
-    assert str(error.value) == (
-        "3 parts cannot be cut into 4 stages: take fewer ranks or chunks, or more layers."
-    )
 
 
 def test_a_tied_embedding_is_a_tie_between_first_and_last_stage_and_none_within_one():
@@ -134,30 +97,3 @@ def test_a_parameter_of_three_stages_is_refused_with_its_names():
         "layers.0.weight of stage 0, layers.1.weight of stage 1, layers.2.weight of stage 2 are one "
         "parameter; two stages can share one, not 3."
     )
-
-
-@EACH_MODEL
-def test_measuring_costs_leaves_no_gradient_and_needs_none(make, batch_of):
-    for trains in (True, False):
-        model = make().requires_grad_(trains)
-        costs = measured_costs(model, batch_of(2)[0], repeats=1)
-        assert len(costs) == len(parts_of(model)) and all(cost > 0 for cost in costs)
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_gpus_costs_are_what_it_computes_and_not_what_the_host_launches():
-    def launching(ms: float) -> Part:
-        def forward(stage: Stage, x: Tensor) -> Tensor:
-            gpu.launch(ms)
-            return x
-
-        return Part((), forward)
-
-    parts = [launching(2.0), launching(6.0)]
-    with (
-        simulated_gpu() as gpu,
-        mock.patch("pipeline_parallel.stage.parts_of", lambda model: parts),
-        # The tensors are the CPU's, so their device would not be waited for.
-        mock.patch("pipeline_parallel.stage.time_when_done", lambda _: time_when_done(gpu.device)),
-    ):
-        assert measured_costs(nn.Identity(), torch.zeros(1, dtype=torch.int64)) == [0.002, 0.006]
