@@ -33,7 +33,6 @@ from pipeline_parallel.page import write_page
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import Report, Seen
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.split import measured_costs
 from pipeline_parallel.validate import validate
 from training.arguments import TrainArgs
 from training.checkpoint import FullState
@@ -52,8 +51,8 @@ class Args(TrainArgs):
     """Text, or handwritten digits."""
     layers: int = 8
     """Blocks of the GPT, whatever its --size."""
-    balance: Literal["layers", "time"] = "layers"
-    """What stages get equal shares of: layers, or the time that these take on rank 0."""
+    balance: Literal["layers", "parameters", "time"] = "layers"
+    """Give the stages about equally many layers or parameters, or layers that take equally long on rank 0."""
     recompute: bool = False
     """Keep only each stage's input for the backward, and compute its forward again."""
     metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None
@@ -126,7 +125,7 @@ class Run(training.run.Run):
             table,
             loss_of,
             example,
-            costs=self.costs(model, example),
+            costs=None if args.balance == "layers" else args.balance,
             recompute=args.recompute,
             tick=self._tick,
             by_hand=by_hand,
@@ -134,13 +133,6 @@ class Run(training.run.Run):
         self._schedule, self._watch = schedule, ActivationWatch()
         self._watch.ignore(self._pipeline.parameters())
         return self._pipeline
-
-    def costs(self, model: nn.Module, example: Tensor) -> list[float] | None:
-        """What --balance says that each part of the model costs, on all ranks the same."""
-        if self._args.balance == "layers":
-            return None
-        is_main = self._cluster.is_main
-        return on_all("measure the model", lambda: measured_costs(model, example) if is_main else [])[0]
 
     def step(self) -> AbstractContextManager[StepRecord]:
         """Time one step. In the first, which does not count, activations are watched."""

@@ -105,9 +105,10 @@ def test_the_metronome_replaces_computing_and_the_simulation_has_its_tick():
     assert one["makespan_formula_seconds"] == pytest.approx(4 * 0.006 + 0.001)
 
 
-def test_stages_can_be_balanced_by_the_time_that_layers_take():
+@pytest.mark.parametrize("balance", ["time", "parameters"])
+def test_stages_can_be_balanced_by_the_time_or_the_parameters_of_layers(balance: str):
     def report(cluster: Cluster) -> float:
-        return summary(cluster, "1f1b", balance="time")["last_loss"]
+        return summary(cluster, "1f1b", balance=balance)["last_loss"]
 
     balanced = run_ranks(report, 3)[0]
     assert balanced == pytest.approx(run_ranks(lambda cluster: summary(cluster, "1f1b")["last_loss"], 1)[0])
