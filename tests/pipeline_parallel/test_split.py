@@ -244,3 +244,14 @@ def test_a_gpus_costs_are_what_it_computes_and_not_what_the_host_launches():
         mock.patch("pipeline_parallel.split.time_when_done", lambda _: time_when_done(gpu.device)),
     ):
         assert measured_costs(nn.Identity(), torch.zeros(1, dtype=torch.int64)) == [0.002, 0.006]
+
+
+def test_costs_of_another_number_than_parts_lose_no_layer():
+    model = sequential_mlp(2)
+    try:
+        taken = [
+            part for of_stage in cut(costs_of(model, parts_of(model), [1.0] * 3), 2) for part in of_stage
+        ]
+    except WorkbookError:
+        return
+    assert taken == list(range(5))
