@@ -21,8 +21,7 @@ from rich.table import Table
 from comm import collectives
 from comm.cost import Link
 from comm.transport import slow_link
-
-KIB, MIB = 1 << 10, 1 << 20
+from lab.units import KIB, MIB
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -20,8 +20,7 @@ from data_parallel.unit import ShardedUnit
 from data_parallel.wrapped import Wrapped, refuse_penalties
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
-
-MIB = 1 << 20
+from lab.units import MIB
 
 
 class ShardedModule(nn.Module):
@@ -191,6 +190,6 @@ class ShardedModule(nn.Module):
         ] * microbatches
         pattern = self.pattern or default_pattern("all_reduce", self.group)
         place = dist.get_world_size(self.group), dist.get_rank(self.group)
-        for numel, itemsize in [(len(self._place) + 2, 8)] + [(1, 4)] * is_clipped:
+        for numel, itemsize in [(len(self._place) + 2, 8)] + [(1, 8)] * is_clipped:
             traffics.append(cost.per_rank("all_reduce", pattern, numel, itemsize, *place))
         return sum(traffics, Traffic())

@@ -23,10 +23,9 @@ from data_parallel.shard_guard import ShardGuard
 from data_parallel.step_guard import StepGuard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
+from lab.units import MIB
 from training.clipping import clip_grad_norm_
 from training.gradient_part import GradientPart
-
-MIB = 1 << 20
 
 
 class ShardedOptimizer(Optimizer):
@@ -174,7 +173,7 @@ class ShardedOptimizer(Optimizer):
             return cost.per_rank(op, pattern, numel, itemsize, *place)
 
         total = one("all_reduce", len(self.pieces) + 1, 1)
-        total += one("all_reduce", 1, 4) if is_clipped else Traffic()
+        total += one("all_reduce", 1, 8) if is_clipped else Traffic()
         for bucket in self.buckets:
             size = bucket.full.numel(), bucket.full.itemsize
             total += one("all_gather", *size) + sum([one("reduce_scatter", *size)] * reductions, Traffic())

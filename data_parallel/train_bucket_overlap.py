@@ -44,9 +44,8 @@ from lab.ledger import Traffic
 from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from lab.units import MIB
 from training.arguments import AccumulationArgs
-
-MIB = 1 << 20
 
 
 class Bucket:

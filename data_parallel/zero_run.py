@@ -26,8 +26,7 @@ from data_parallel.sharded_checkpoint import ShardedState, pieces_of_dtensors
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_memory import MemoryReport, flat_share, replicated, states_of
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from training.arguments import AccumulationArgs, NotOffered, TrainArgs
+from training.arguments import AccumulationArgs, ClipArgs, NotOffered
 from training.run import Run
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -38,13 +37,11 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 @dataclasses.dataclass
-class ZeroArgs(AccumulationArgs):
+class ZeroArgs(ClipArgs, AccumulationArgs):
     """Train a small GPT on the source of Python's standard library, the training state sharded."""
 
     optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
     """adamw keeps two numbers for each parameter, momentum one, sgd none."""
-    clip: float | None = None
-    """Largest norm of all gradients together."""
     metronome: NotOffered = None  # it runs no layer, and what layers use is sharded
 
 
@@ -66,12 +63,6 @@ class ZeroRun(Run):
         super().__init__(cluster, args, run_mode, model)
         self.optimizer_class, self.options = OPTIMIZERS[args.optimizer]
         self.options = {**self.options, "lr": args.lr}
-
-    def _validate(self, args: TrainArgs) -> None:
-        assert isinstance(args, ZeroArgs)
-        if args.clip is not None and not args.clip > 0:
-            raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
-        super()._validate(args)
 
     def model(self) -> nn.Module:
         """Return the model with rank 0's buffers; the lesson makes its parameters equal."""

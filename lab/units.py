@@ -1,9 +1,10 @@
-"""Times and rates as people write them: 0.2ms, 1gbit. The same spelling as tc's, and as LINK's."""
+"""Read times and rates as people write them: 0.2ms, 1gbit. The spelling is that of tc and of LINK."""
 
 import re
 
 from lab.errors import WorkbookError
 
+KIB, MIB = 1 << 10, 1 << 20  # bytes
 MAX_SECONDS = 7 * 24 * 3600  # of a timeout: torch counts milliseconds in 32 bits, which 25 days fill
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9}

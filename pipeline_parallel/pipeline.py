@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
-from comm.collectives import all_reduce, broadcast, default_pattern
+from comm.collectives import broadcast, default_pattern
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport.wire import Group
 from lab.errors import WorkbookError
@@ -39,7 +39,7 @@ from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, ties
 from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
 from pipeline_parallel.tied import NewGradients
-from training.norm import sum_of_squares
+from training.clipping import clip_grad_norm_
 
 
 class Pipeline(nn.Module):
@@ -169,17 +169,7 @@ class Pipeline(nn.Module):
             for _, (stage, name) in self.ties
             if self.rank_of[stage] == self.rank
         }
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        gradients = {p: p.grad for p in self.parameters() if p.grad is not None}
-        for parameter, gradient in gradients.items():
-            if parameter not in copies:
-                total += sum_of_squares(gradient)
-        all_reduce(total, group=self.group)
-        norm = total.sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(scale.to(gradient))
-        return norm
+        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise WorkbookError(

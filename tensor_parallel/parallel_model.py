@@ -23,8 +23,8 @@ from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.expected_traffic import ExpectedTraffic
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, pad_vocabulary
 from tensor_parallel.randomness import RankRandomness
+from training.clipping import clip_grad_norm_
 from training.gradient_part import GradientPart
-from training.norm import sum_of_squares
 
 
 class TensorParallel(nn.Module):
@@ -124,18 +124,9 @@ class TensorParallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip as torch's clip_grad_norm_ does on the full model: shards add up, replicas count once."""
-        device = next(self.module.parameters()).device
-        of_shards, of_replicas = torch.zeros(2, dtype=torch.float64, device=device)
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None:
-                (of_shards if name in self.dims else of_replicas).add_(sum_of_squares(parameter.grad))
-        all_reduce(of_shards, group=self.group, pattern=self._pattern)
-        norm = (of_shards + of_replicas).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad))
-        return norm
+        named = dict(self.module.named_parameters())
+        replicated = {parameter for name, parameter in named.items() if name not in self.dims}
+        return clip_grad_norm_(named.values(), max_norm, self.group, self._pattern, replicated)
 
     def traffic_per_block(self, batch: int, time: int) -> Traffic:
         """Return this rank's expected traffic for one block of a GPT, forward and backward."""

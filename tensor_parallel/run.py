@@ -12,20 +12,17 @@ from torch.utils.hooks import RemovableHandle
 import training.run
 from comm.functions import InFlightAllGather
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
 from tensor_parallel.parallel_model import TensorParallel
-from training.arguments import NotOffered, TrainArgs
+from training.arguments import ClipArgs, NotOffered, TrainArgs
 from training.checkpoint import FullState
 
 
 @dataclasses.dataclass
-class Args(TrainArgs):
+class Args(ClipArgs, TrainArgs):
     """Train a small GPT on the source of Python's standard library, its layers cut among the ranks."""
 
-    clip: float | None = None
-    """Largest norm of all gradients together."""
     overlap: bool = True
     """Hide the reductions in the backward (overlapped.py); --no-overlap runs what layers.py shows."""
     metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
@@ -38,12 +35,6 @@ class Run(training.run.Run):
         super().__init__(cluster, args, run_mode, whole_batch=True)
         self._activations: int | None = None
         self._block_bytes = self._block_formula = 0
-
-    def _validate(self, args: TrainArgs) -> None:
-        assert isinstance(args, Args)
-        if args.clip is not None and not args.clip > 0:
-            raise WorkbookError(f"--clip {args.clip:g}: the largest norm is a number above 0.")
-        super()._validate(args)
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
         """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.

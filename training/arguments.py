@@ -56,6 +56,14 @@ class AccumulationArgs(Args):
     """Microbatches of a step; gradients add up over them and are reduced once."""
 
 
+@dataclasses.dataclass
+class ClipArgs:
+    """The option of scripts that clip gradients (training/clipping.py)."""
+
+    clip: float | None = None
+    """Scale the gradients down so that their norm, over all parameters and ranks, is at most this number."""
+
+
 def given(args: Any) -> dict[str, Any]:
     """Return what all ranks must be given alike, by option; only rank 0 asks for --json."""
     values = dataclasses.asdict(args).items()

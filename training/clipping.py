@@ -1,4 +1,14 @@
-"""Gradients clipped by their norm over all ranks, where each rank has a shard of them."""
+"""Clip gradients by their norm over all ranks, of which each has a part.
+
+on this rank                                   in the norm
+a shard of a gradient, or a stage's own        summed over the ranks
+`replicated`: all ranks have the same          added once
+`copies`: another rank has the same            left out; that rank counts it
+
+norm = sqrt(all-reduce(sum of squares of the parts) + sum of squares of the replicated)
+"""
+
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -6,20 +16,38 @@ from torch import Tensor, nn
 from comm.collectives import Group, all_reduce
 
 
-def clip_grad_norm_(pieces: list[nn.Parameter], max_norm: float, group: Group, pattern: str | None) -> Tensor:
-    """Clip as torch's clip_grad_norm_ does on the full gradients: every element is in one rank's pieces."""
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    squares = [_square_norm(gradient) for gradient in gradients]
-    total = torch.stack(squares).sum() if squares else pieces[0].new_zeros((), dtype=torch.float32)
-    all_reduce(total, group=group, pattern=pattern)
-    norm = total.sqrt()
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    group: Group = None,
+    pattern: str | None = None,
+    replicated: Collection[nn.Parameter] = (),
+    copies: Collection[nn.Parameter] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Scale the gradients as torch's clip_grad_norm_ does on one process, and return the norm before that.
+
+    All ranks of `group` call it with what each has, and get the same norm, in float64. `device` is needed
+    where a rank has no parameters.
+    """
+    parameters = list(parameters)
+    device = parameters[0].device if device is None else device
+    parts, common = torch.zeros(2, dtype=torch.float64, device=device)
+    for parameter in parameters:
+        if parameter.grad is not None and parameter not in copies:
+            (common if parameter in replicated else parts).add_(sum_of_squares(parameter.grad))
+    all_reduce(parts, group=group, pattern=pattern)
+    norm = (parts + common).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad) if parameter.grad.is_sparse else scale)
     return norm
 
 
-def _square_norm(gradient: Tensor) -> Tensor:
-    """In float32 at least; a complex number counts with both its parts."""
-    numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return (numbers.float() if numbers.itemsize < 4 else numbers).square().sum()
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """Return the sum of squared magnitudes, in float64, also of a sparse or a complex gradient."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    values = values.float() if values.itemsize < 4 else values  # a square of float16 overflows above 255
+    return values.square().sum().double()

@@ -34,6 +34,9 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     bucket_mb = getattr(args, "bucket_mb", None)
     if bucket_mb is not None:
         validate_bucket(bucket_mb)
+    clip = getattr(args, "clip", None)
+    if clip is not None and not clip > 0:
+        raise WorkbookError(f"--clip {clip:g}: the largest norm is a number above 0.")
     if args.metronome is not None and model != "gpt":
         raise WorkbookError("--metronome takes the GPT; leave --model out.")
 

@@ -36,6 +36,9 @@ _REDUCTIONS = {
 Work = Handle | NativeHandle
 
 
+Restore = Callable[[], object] | None  # copies a result to where the caller's tensor is
+
+
 def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     _add_formula("broadcast", flat, group, root)
@@ -50,10 +53,7 @@ def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> 
 
 
 def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
-    flat, restore = _flat(shard, group)
-    full_flat, _ = _flat(full, group) if full is not None else (None, None)
-    parts = _equal_parts("scatter", full_flat, flat, group) if full_flat is not None else None
-    _add_formula("scatter", flat, group, root, times=dist.get_world_size(group))
+    flat, restore, parts, _ = _shard_and_parts("scatter", shard, full, root, group)
     return _start(
         "scatter",
         group,
@@ -65,10 +65,7 @@ def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Gr
 
 
 def gather(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
-    flat, _ = _flat(shard, group)
-    full_flat, restore = _flat(full, group) if full is not None else (None, None)
-    parts = _equal_parts("gather", full_flat, flat, group) if full_flat is not None else None
-    _add_formula("gather", flat, group, root, times=dist.get_world_size(group))
+    flat, _, parts, restore = _shard_and_parts("gather", shard, full, root, group)
     return _start(
         "gather",
         group,
@@ -259,6 +256,17 @@ def _flat(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[]
         return tensor.view(-1), None
     flat = tensor.contiguous().view(-1)
     return flat, lambda: tensor.copy_(flat.view_as(tensor))
+
+
+def _shard_and_parts(
+    op: str, shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group
+) -> tuple[torch.Tensor, Restore, list[torch.Tensor] | None, Restore]:
+    """Count a scatter or gather; return its flat shard and, at the root, the parts of `full`."""
+    flat, restore_shard = _flat(shard, group)
+    full_flat, restore_full = _flat(full, group) if full is not None else (None, None)
+    parts = _equal_parts(op, full_flat, flat, group) if full_flat is not None else None
+    _add_formula(op, flat, group, root, times=dist.get_world_size(group))
+    return flat, restore_shard, parts, restore_full
 
 
 def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group) -> list[torch.Tensor]:

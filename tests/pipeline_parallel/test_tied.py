@@ -15,31 +15,17 @@ from lab.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, table_of
+from tests.gradient_changes import halved, set_to_none, zeroed_in_place
 from tests.pipeline_parallel.equivalence import RTOL, gpt, gradients_of, only, own_gradients, text
-
-
-def zeroed_in_place(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def halved(model: nn.Module) -> None:
-    """Halve all gradients in place, as clipping does."""
-    for parameter in model.parameters():
-        parameter.grad.mul_(0.5)
-
-
-def none(model: nn.Module) -> None:
-    model.zero_grad()
-
 
 # `step` and `finish` are the pipeline's; the others change the gradients that there are.
 PROGRAMS: list[list[str | Callable[[nn.Module], None]]] = [
     ["step", "finish", "step", "finish"],
     ["step", "finish", "finish"],
     ["step", "step", "finish", "step", "finish", "step", "step", "finish"],
-    ["step", "finish", none, "step", "finish"],
+    ["step", "finish", set_to_none, "step", "finish"],
     ["step", "finish", zeroed_in_place, "step", "finish", "step", "finish"],
-    ["step", none, "step", "finish"],
+    ["step", set_to_none, "step", "finish"],
     ["step", zeroed_in_place, "step", "step", "finish"],
     ["step", "finish", halved, "step", "finish"],
     ["step", halved, "finish"],

@@ -18,23 +18,10 @@ from lab.ranks import run_ranks
 from tensor_parallel.layers import ColumnParallelLinear
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
+from tests.gradient_changes import halved, set_to_none, zeroed_in_place
 from tests.tensor_parallel.equivalence import RTOL, gathered, gpt, text, whole
 
 Change = Callable[[nn.Module], Any]
-
-
-def none(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def zeroed_in_place(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def halved(model: nn.Module) -> None:
-    """Halve all gradients in place, as clipping does."""
-    for parameter in model.parameters():
-        parameter.grad.mul_(0.5)
 
 
 # `backward` is of a batch of its own; the others change the gradients that there are.
@@ -42,11 +29,11 @@ PROGRAMS: list[list[str | Change]] = [
     ["backward", "finish", "backward", "finish"],
     ["backward", "finish", "finish"],
     ["backward", "backward", "finish", "backward", "finish", "backward", "backward", "finish"],
-    ["backward", "finish", none, "backward", "finish"],
+    ["backward", "finish", set_to_none, "backward", "finish"],
     ["backward", "finish", zeroed_in_place, "backward", "finish"],
     ["backward", "finish", halved, "backward", "finish"],
-    ["backward", none, "backward", "finish"],
-    ["backward", "finish", "backward", none, "backward", "finish"],
+    ["backward", set_to_none, "backward", "finish"],
+    ["backward", "finish", "backward", set_to_none, "backward", "finish"],
     ["finish", "backward", "finish"],
 ]
 
@@ -95,7 +82,7 @@ def test_a_second_call_sends_nothing():
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, after: Change = none, steps: int = 3
+    model: nn.Module, optimizer: torch.optim.Optimizer, after: Change = set_to_none, steps: int = 3
 ) -> dict[str, torch.Tensor | None]:
     """Compare a few steps, of which the first is followed by `after`; returns the last gradients."""
     for step in range(steps):
