@@ -1,11 +1,13 @@
-"""Our collectives against torch's own on gloo: every operation and pattern, 1 KiB to 64 MiB, on loopback.
+"""Compare our collectives with torch's own on gloo: every operation and pattern, from 1 KiB to 64 MiB.
 
     python benchmarks/collectives.py --world-size 4              a table; --json for one JSON line
-    python benchmarks/collectives.py --world-size 2 --quick      the large sizes of the reductions only
-    python benchmarks/collectives.py --plot all_reduce.png       time against size of the all-reduces, too
+    python benchmarks/collectives.py --world-size 2 --quick      only large all_reduce and reduce_scatter
+    python benchmarks/collectives.py --plot all_reduce.png       also a picture: time against size
 
-Ours and torch's alternate within one group, so that whatever else the machine does hits both. A run takes as
-long as its slowest rank; the ratio is that of the medians, below 1 where ours is faster.
+The row `all_reduce ring` is the textbook's (comm/algorithms/ring.py). `all_reduce pipelined_ring` is the same
+ring with chunks in segments, and `all_reduce cma` is what training uses. Our patterns and torch's take turns
+in one group, so that other load on the machine slows down both. A run takes as long as its slowest rank. The
+ratio is that of the medians: below 1 ours is faster.
 """
 
 import dataclasses
@@ -23,28 +25,30 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
 SIZES = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
+NOTES = {"ring": "textbook", "cma": "used in training"}
 QUICK = {"reduce_scatter": [16 * MIB, 64 * MIB], "all_reduce": [4 * MIB, 16 * MIB, 64 * MIB]}
 
 
 @dataclasses.dataclass
 class Args:
-    """Our collectives against torch's own."""
+    """Compare our collectives with torch's own."""
 
     world_size: int = 2
+    """Number of ranks: 1, 2, 4 or 8."""
     runs: int = 15
-    """Timed runs of each, after two that do not count. Large tensors take fewer."""
+    """Timed runs of each operation, after two that do not count. Large tensors get fewer."""
     quick: bool = False
-    """Only the large sizes of reduce_scatter and all_reduce."""
+    """Measure only large sizes of reduce_scatter and all_reduce."""
     plot: Path | None = None
-    """A picture (png or svg) of time against size for every all-reduce."""
+    """File for a picture (png or svg) of time against size for every all-reduce."""
     json: bool = False
-    """One JSON line instead of a table."""
+    """Print one JSON line instead of a table."""
 
 
 def operations(
     full: torch.Tensor, shard: torch.Tensor, out: torch.Tensor
 ) -> dict[str, Callable[[str], object]]:
-    """Each collective on tensors of one size, taking the pattern."""
+    """Return a function for each collective, on these tensors; it takes the pattern."""
     return {
         "broadcast": lambda pattern: c.broadcast(full, pattern=pattern),
         "scatter": lambda pattern: c.scatter(shard, full, pattern=pattern),
@@ -58,7 +62,7 @@ def operations(
 
 
 def measure(cluster: Cluster, args: Args) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Seconds of every run on this rank, by operation and size, then by pattern."""
+    """Return the seconds of every run on this rank, by operation and size, then by pattern."""
     seconds: dict[tuple[str, int], dict[str, list[float]]] = {}
     for size in SIZES:
         full, out = torch.ones(size // 4), torch.empty(size // 4)
@@ -78,7 +82,7 @@ def measure(cluster: Cluster, args: Args) -> dict[tuple[str, int], dict[str, lis
 
 
 def rows(world_size: int, by_rank: list[dict]) -> list[dict]:
-    """One row for each operation, size and pattern of ours, against torch's."""
+    """Return a row for each operation, size and pattern of ours, against torch's."""
     table = []
     for op, size in by_rank[0]:
         median = medians([rank[op, size] for rank in by_rank])
@@ -90,13 +94,14 @@ def rows(world_size: int, by_rank: list[dict]) -> list[dict]:
 
 
 def plot(result: list[dict], path: Path) -> None:
-    """Seconds against bytes, both logarithmic: at the left latencies count, at the right bandwidth."""
+    """Draw seconds against bytes: latency counts at the left, bandwidth at the right."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     of_all_reduce = [row for row in result if row["what"].startswith("all_reduce ")]
     for pattern in c.PATTERNS["all_reduce"]:
         mine = [row for row in of_all_reduce if row["what"] == f"all_reduce {pattern}"]
-        axes.plot([row["bytes"] for row in mine], [row["ours"] for row in mine], marker="o", label=pattern)
+        label = f"{pattern} ({NOTES[pattern]})" if pattern in NOTES else pattern
+        axes.plot([row["bytes"] for row in mine], [row["ours"] for row in mine], marker="o", label=label)
     axes.plot(
         [row["bytes"] for row in mine],
         [row["theirs"] for row in mine],
@@ -114,7 +119,7 @@ def plot(result: list[dict], path: Path) -> None:
 def main(args: Args) -> None:
     if any(size // 4 % args.world_size for size in SIZES):
         raise SystemExit(
-            f"--world-size {args.world_size}: torch's own needs equal shards; take 1, 2, 4 or 8."
+            f"--world-size {args.world_size}: torch's own collectives need equal shards; choose 1, 2, 4 or 8."
         )
     result = rows(args.world_size, run_ranks(measure, args.world_size, args, timeout=900))
     if args.plot is not None:

@@ -1,0 +1,62 @@
+"""The README of comm names every file, and its formulas are those of cost.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from comm import cost
+from comm.collectives import PATTERNS
+from comm.cost import Link
+
+COMM = Path(cost.__file__).parent
+README = (COMM / "README.md").read_text()
+RING = ("pipelined_ring", "tcp", "cma")  # as ring, in segments
+LINK = Link(alpha=3e-5, beta=1e-9)
+ROWS = [
+    (op, pattern, formulas)
+    for op, pattern, *formulas in re.findall(
+        r"^\| (\w+) \| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", README, flags=re.MULTILINE
+    )
+]
+
+
+def value(formula: str, n: int, num_bytes: int) -> float:
+    """Return what a formula such as "2 (n-1)/n B" comes to."""
+    product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", formula)
+    names = {"n": n, "L": (n - 1).bit_length(), "B": num_bytes, "alpha": LINK.alpha, "beta": LINK.beta}
+    return eval(product, {"__builtins__": {}}, names)
+
+
+def test_the_table_has_every_operation_and_pattern_once():
+    ours = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns if op != "barrier"]
+    assert sorted((op, pattern) for op, pattern, _ in ROWS) == sorted(
+        (op, pattern) for op, pattern in ours if pattern not in RING
+    )
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+def test_the_tables_formulas_are_those_of_cost(n: int):
+    numel = 8 * 3 * 7 * 4
+    for op, pattern, (messages, num_bytes, seconds) in ROWS:
+        if "doubling" in pattern and n & (n - 1):
+            continue  # the table says that they are for powers of two
+        all_ranks = [cost.traffic(op, pattern, numel, 4, n, rank) for rank in range(n)]
+        assert value(messages, n, 4 * numel) == max(traffic.messages_sent for traffic in all_ranks), op
+        assert value(num_bytes, n, 4 * numel) == max(traffic.bytes_sent for traffic in all_ranks), op
+        headers = (2 if op == "all_to_all" else 1) * (n - 1).bit_length() * LINK.alpha
+        predicted = cost.seconds(op, pattern, 4 * numel, n, LINK) - headers
+        assert value(seconds, n, 4 * numel) == pytest.approx(predicted, rel=1e-9), (op, pattern)
+        for segmented in RING if pattern == "ring" else ():
+            in_segments = [cost.traffic(op, segmented, numel, 4, n, rank) for rank in range(n)]
+            assert [one.bytes_sent for one in in_segments] == [one.bytes_sent for one in all_ranks]
+
+
+def test_costs_docstring_has_the_same_formulas_of_seconds():
+    lines = re.findall(r"^ {4}(\w+) +(\w+) +(\S.+)$", cost.__doc__ or "", flags=re.MULTILINE)
+    assert sorted(lines) == sorted((op, pattern, formulas[-1]) for op, pattern, formulas in ROWS)
+
+
+def test_every_file_is_named():
+    files = [path.relative_to(COMM) for path in COMM.rglob("*.py") if path.name != "__init__.py"]
+    assert files and [str(path) for path in files if f"]({path})" not in README] == []
