@@ -35,6 +35,7 @@ from comm.transport import slow_link
 from comm.transport.staging import goes_by_host
 from comm.transport.wire import Group, Transfer, message_device, peer_wire
 from comm.transport.work_queue import queue_of
+from lab import units
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.same_start import check_same_start
@@ -180,7 +181,7 @@ class Args:
     mb: float = 4.0
     """Size of the message in the rings, in MiB."""
     json: bool = False
-    """Print the figures as one JSON line at the end."""
+    """Print all figures as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
 def validate_message(megabytes: float) -> None:
@@ -207,21 +208,16 @@ def main(cluster: Cluster, args: Args) -> None:
         figures[f"{ring.__name__}_seconds"] = seconds = time.perf_counter() - start
         assert incoming[0] == (cluster.rank - 1) % cluster.world_size
         if cluster.is_main:
-            print(f"{ring.__name__:<20} {args.mb:g} MiB to the right: {seconds * 1e3:8.2f} ms", file=out)
+            print(
+                f"{ring.__name__:<20} {args.mb:g} MiB to the right: {units.show_seconds(seconds)}", file=out
+            )
     link = measure_link()
     figures |= {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta}
     if cluster.is_main:
-        print(
-            "ring_send_first      is not run: it never ends (tests/comm/test_point_to_point.py shows where)",
-            file=out,
-        )
-        print(f"alpha                {link.alpha * 1e6:8.1f} us for each message", file=out)
-        print(
-            f"beta                 {8e-9 / link.beta:8.2f} Gbit/s"
-            if link.beta
-            else "beta                 is too small to measure",
-            file=out,
-        )
+        print("ring_send_first      is not run: it never ends (see tests/comm/test_point_to_point.py)", file=out)
+        beta = f"{units.show_seconds(link.beta)} for each byte ({units.show_rate(link.beta)})"
+        print(f"alpha                {units.show_seconds(link.alpha)} for each message", file=out)
+        print(f"beta                 {beta}", file=out)
         if args.json:
             print(json.dumps(figures))
 

@@ -36,6 +36,7 @@ from comm.point_to_point import measure_link, validate_message
 from comm.script import start
 from comm.shards import shard_sizes
 from comm.transport.wire import message_device
+from lab import units
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.interface import interface_bytes_sent
@@ -56,9 +57,9 @@ class Args:
     mb: float = 4.0
     """Size of the large tensor in MiB: all shards together."""
     repeats: int = 5
-    """Timed runs of each operation; the median counts. An operation that takes long gets fewer."""
+    """Number of timed runs of each operation, of which the median is shown; a slow operation has fewer."""
     json: bool = False
-    """Print all figures as one JSON line at the end."""
+    """Print all figures as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
 def call(op: str, pattern: str, t: Tensors) -> None:
@@ -175,10 +176,11 @@ def main(cluster: Cluster, args: Args) -> None:
     for op in c.PATTERNS:
         show(cluster, op, console)
     link = measure_link()
-    rate = f"{8e-9 / link.beta:.2f} Gbit/s" if link.beta else "too fast to measure"
     if cluster.is_main:
-        console.print(f"\nThis link: alpha {link.alpha * 1e6:.0f} us a message, beta {rate}.\n")
-    table = Table("op", "pattern", title=f"{args.mb:g} MiB on {cluster.world_size} ranks")
+        rate = f"{units.show_seconds(link.beta)} a byte ({units.show_rate(link.beta)})"
+        console.print(f"\nThis link: alpha {units.show_seconds(link.alpha)} a message, beta {rate}.\n")
+    size = f"{args.mb:g} MiB ({units.show_bytes(args.mb * (1 << 20))})"
+    table = Table("op", "pattern", title=f"{size} on {cluster.world_size} ranks")
     for column in ("rank 0 sent", "messages", "on eth0", "predicted", "measured"):
         table.add_column(column, justify="right")
     rows = []
@@ -189,11 +191,11 @@ def main(cluster: Cluster, args: Args) -> None:
             table.add_row(
                 op,
                 pattern,
-                _mib(row["bytes_sent"]) + ("*" if row["by_formula"] else ""),
+                _shown(units.show_bytes, row["bytes_sent"]) + ("*" if row["by_formula"] else ""),
                 str(row["messages_sent"]),
-                _mib(row["interface_bytes"]),
-                _ms(row["predicted_seconds"]),
-                _ms(row["seconds"]),
+                _shown(units.show_bytes, row["interface_bytes"]),
+                _shown(units.show_seconds, row["predicted_seconds"]),
+                _shown(units.show_seconds, row["seconds"]),
             )
     if cluster.is_main:
         console.print(table)
@@ -205,12 +207,8 @@ def main(cluster: Cluster, args: Args) -> None:
         print(json.dumps({"run_mode": "comm", "world_size": cluster.world_size, **figures}), flush=True)
 
 
-def _mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / (1 << 20):.3f} MiB"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
+def _shown(show: Callable[[float], str], value: float | None) -> str:
+    return "-" if value is None else show(value)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from rich import box, filesize
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.memory import gradient_of, live_bytes, saved_activations
 from lab.meter import peak_memory
+from lab.units import show_bytes
 
 FORMULAS = ("P+G+O", "P+G+O/n", "P+G/n+O/n", "(P+G+O)/n")  # by stage
 
@@ -247,13 +248,13 @@ class MemoryReport:
         names = ("rank", "parameters", "gradients", "optimizer", "other", "activations", "peak")
         table = Table(*names, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for rank, (parameters, gradients, state, _, other, activations, peak, *_) in enumerate(rows):
-            sizes = [filesize.decimal(size) for size in (parameters, gradients, state, other, activations)]
-            seen = filesize.decimal(peak) if peak else "-"
+            sizes = [show_bytes(size) for size in (parameters, gradients, state, other, activations)]
+            seen = show_bytes(peak) if peak else "-"
             table.add_row(str(rank), *sizes, seen, end_section=rank + 1 == len(rows))
         whole, ranks = whole_of(self._shares, self._states), len(rows)
         for stage in sorted({self._stage, 0}, reverse=True):
             sizes = astuple(formula(stage, whole, ranks))
-            table.add_row(FORMULAS[stage], *(filesize.decimal(round(size)) for size in sizes))
+            table.add_row(FORMULAS[stage], *(show_bytes(size) for size in sizes))
         return table
 
     def _verdict(self, rows: list[list[int]]) -> str:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import filesize
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lab import units
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Traffic
 from lab.stream_clock import time_when_done
@@ -105,7 +105,8 @@ class Meter:
         `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
         `bytes_sent` and `messages_sent` are what this rank has sent inside of all steps, warm-up included;
         traffic between steps is left out. `peak_memory_bytes`, from when the meter was made to the last
-        step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields.
+        step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields. The table leaves
+        out what is None; README.md explains each row.
         """
         summary = {
             "run_mode": self._run_mode,
@@ -126,7 +127,8 @@ class Meter:
             self._end_line()
             table = Table(show_header=False)
             for name, value in summary.items():
-                table.add_row(name, "-" if value is None else Text(_readable(name, value)))
+                if value is not None:
+                    table.add_row(name, Text(_readable(name, value)))
             self._console.print(table)
             if self._as_json:
                 print(json.dumps(summary, allow_nan=False, default=str), flush=True)
@@ -167,12 +169,16 @@ class Meter:
 
 
 def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, list):
         return ", ".join(_readable(name, item) for item in value)
-    if name == "step_seconds":
-        return f"{value * 1e3:,.2f} ms"
-    if "bytes" in name and isinstance(value, int):
-        return filesize.decimal(value)
+    if name.endswith("_seconds_per_byte"):
+        return f"{units.show_seconds(value)} ({units.show_rate(value)})"
+    if name.endswith("_seconds"):
+        return units.show_seconds(value)
+    if "bytes" in name:
+        return units.show_bytes(value)
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if type(value) is int else str(value)

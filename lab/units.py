@@ -1,6 +1,11 @@
-"""Read times and rates as people write them: 0.2ms, 1gbit. The spelling is that of tc and of LINK."""
+"""Read and show times, sizes and rates as people write them: 0.2ms, 1gbit; 75.97 ms, 1.5 MB, 19.20 Gbit/s.
+
+What is read has the spelling of tc and of LINK. What is shown has four digits, and a space before its unit.
+"""
 
 import re
+
+from rich import filesize
 
 from lab.errors import WorkbookError
 
@@ -27,3 +32,27 @@ def bytes_per_second(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise WorkbookError(f"{text!r} is not a rate; write one such as 100mbit or 1gbit")
     return float(match[1]) * _BITS[match[2]] / 8
+
+
+def show_seconds(seconds: float) -> str:
+    """Return the time in the unit that suits it: "1.250 s", "75.97 ms", "31.40 us" or "0.250 ns"."""
+    for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= length:
+            return f"{_four_digits(seconds / length)} {unit}"
+    return f"{_four_digits(seconds * 1e9)} ns" if seconds else "0 s"
+
+
+def show_bytes(num_bytes: float) -> str:
+    """Return the size in the unit that suits it, a power of 1000: "774.9 kB" or "3.3 MB"."""
+    return filesize.decimal(round(num_bytes))
+
+
+def show_rate(seconds_per_byte: float) -> str:
+    """Return the rate of a link whose byte takes so long: "19.20 Gbit/s"."""
+    return (
+        f"{_four_digits(8e-9 / seconds_per_byte)} Gbit/s" if seconds_per_byte > 0 else "too fast to measure"
+    )
+
+
+def _four_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"

@@ -160,6 +160,8 @@ class Run:
             timeline.stop_recording()
         with self._meter.step() as record:
             yield record
+            if self._tick is not None:
+                record.loss = None  # the metronome computes nothing
         timeline.settle()
 
     def _begin(self) -> Meter:
@@ -220,6 +222,8 @@ class Run:
         overlaps = [overlap_of(events) for events in by_step] if self.not_measured is None else []
         if self.not_measured is not None:
             extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
+        if self._tick is not None:
+            extras |= {"metronome": f"{args.metronome}: a clock replaces computing, so there is no loss"}
         shares = [one.hidden_share for one in overlaps if one.hidden_share is not None]
         link = self._link
         digests = replica_digests(cluster, model)

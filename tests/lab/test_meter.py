@@ -2,6 +2,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -65,6 +66,24 @@ def test_a_list_is_shown_as_its_values_are(capfd):
     run(3, held_bytes=[1_500_000, 2_000_000], held=[4, 1])
     out, _ = capfd.readouterr()
     assert "1.5 MB, 2.0 MB" in out and "4, 1 " in out
+
+
+def test_times_and_bytes_have_the_same_form_in_all_rows(capfd):
+    times = {"compute_seconds": 0.0538, "alpha_seconds": 3.14e-5, "predicted_step_seconds": 2.0}
+    run(3, **times, beta_seconds_per_byte=2.5e-10, bytes_formula=774_900, activations_formula_bytes=1.5e6)
+    rows = dict(line.strip("│ ").split(" │ ") for line in capfd.readouterr().out.splitlines() if "│" in line)
+    shown = {name.strip(): value.strip() for name, value in rows.items()}
+    assert (shown["compute_seconds"], shown["alpha_seconds"]) == ("53.80 ms", "31.40 us")
+    assert shown["predicted_step_seconds"] == "2.000 s"
+    assert shown["beta_seconds_per_byte"] == "0.2500 ns (32.00 Gbit/s)"
+    assert (shown["bytes_formula"], shown["activations_formula_bytes"]) == ("774.9 kB", "1.5 MB")
+    assert re.fullmatch(r"[\d.]+ (ns|us|ms|s)", shown["step_seconds"])
+
+
+def test_a_row_that_a_run_cannot_fill_is_not_shown_and_null_in_the_json(capfd):
+    summary = run(3, as_json=True, hidden_share=None)
+    out, err = capfd.readouterr()
+    assert "hidden_share" not in err and summary["hidden_share"] is None and json.loads(out) == summary
 
 
 def test_ranks_other_than_0_measure_but_print_nothing(capfd):
