@@ -1,4 +1,7 @@
-FROM python:3.11-slim
+# Two images: `lessons`, which docker-compose.yaml builds, and `notebook`, the same with Jupyter:
+#
+#   docker build --target notebook -t workbook-notebook .
+FROM python:3.11-slim AS lessons
 
 # A container shapes its own link with tc, and still nothing in it runs as root: this copy of tc, which
 # only the learner's group may run, brings the one capability along. It takes effect where the container
@@ -18,11 +21,18 @@ RUN install -d -o learner -g learner checkpoints && chown learner:learner .
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 # Before the code, so that a change of the code installs nothing again.
 COPY requirements.txt .
-RUN grep -v '^-e' requirements.txt > /tmp/requirements.txt \
- && pip install --no-cache-dir ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/requirements.txt
+RUN sed -n '/^# lessons/,/^$/p' requirements.txt > /tmp/requirements.txt \
+ && pip install --quiet --root-user-action=ignore --no-cache-dir \
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/requirements.txt
 
 COPY --chown=learner:learner . .
 USER learner
 # The path stands in for `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
 ENV PYTHONPATH=/workbook PYTHONUNBUFFERED=1
 ENTRYPOINT ["bash", "entrypoint.sh"]
+
+FROM lessons AS notebook
+USER root
+RUN sed -n '/^# notebook/,/^$/p' requirements.txt > /tmp/requirements.txt \
+ && pip install --quiet --root-user-action=ignore --no-cache-dir -r /tmp/requirements.txt
+USER learner

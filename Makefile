@@ -10,8 +10,11 @@ ARGS ?=
 TORCH_INDEX_URL ?= auto
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+# Is there where Linux has the driver of an AMD GPU.
+KFD ?= /dev/kfd
+
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
-$(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS TORCH_INDEX_URL,$(eval override $(name) := $$(value $(name))))
+$(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -65,7 +68,11 @@ $(READY): requirements.txt pyproject.toml hatch_build.py
 	    index=; \
 	    if [ "$$(uname -s)" = Linux ] && ! [ -e /proc/driver/nvidia/version ] && ! command -v nvidia-smi >/dev/null \
 	        && ! $(PY) -m pip config list | grep -E '\.(index-url|extra-index-url|find-links|no-index)=' >/dev/null; \
-	    then index=$(CPU_INDEX); fi; \
+	    then \
+	        index=$(CPU_INDEX); \
+	        if [ -e '$(KFD)' ]; then echo "There is an AMD GPU ($(KFD)), and this installs torch for the CPU; for the GPU: make clean setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y (README.md, Set-up)" >&2; fi; \
+	    fi; \
 	fi; \
-	$(PY) -m pip install --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
+	$(PY) -m pip install --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
+	@$(PY) -c 'import platform, torch; print("Ready: Python", platform.python_version() + ", torch", torch.__version__)' >&2
 	@echo '$(CURDIR)' > $@

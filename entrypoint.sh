@@ -10,26 +10,26 @@ cd "$(dirname "$0")"
 
 lessons() {
     cat <<'TABLE'
-comm                                   comm/tour.py                                    every collective: who holds what, bytes sent, time predicted and measured
-point_to_point                         comm/point_to_point.py                          send and receive between two ranks; a link's latency and bandwidth
-train                                  data_parallel/train_alone.py                    every rank trains alone on its shard, and the replicas drift apart
-data_parallel_naive                    data_parallel/train_naive.py                    one all-reduce per parameter after the backward; replicas stay equal
-data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulation.py  several microbatches, one synchronisation a step
-data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce per parameter, hidden behind the backward
-data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large messages, as early as they can
+comm                                   comm/tour.py                                    every collective: who holds what before and after, bytes sent, time predicted and measured
+point_to_point                         comm/point_to_point.py                          send and receive, the ring that deadlocks and its cures, latency and bandwidth of a link
+train                                  data_parallel/train_alone.py                    the problem: every rank trains alone, and the replicas drift apart
+data_parallel_naive                    data_parallel/train_naive.py                    one all-reduce for each parameter after the backward: the replicas stay equal
+data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulation.py  several microbatches in a step, and one all-reduce of the sum of their gradients
+data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce for each parameter, hidden behind the backward
+data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large all-reduces, each as early as it can start
 data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop
-zero1                                  data_parallel/train_zero1.py                    ZeRO 1: each rank keeps the optimizer's state of its shard
-zero2                                  data_parallel/train_zero2.py                    ZeRO 2: and the gradients of its shard
-zero3                                  data_parallel/train_zero3.py                    ZeRO 3: and its shard of the parameters, gathered by the block
-fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard in the same loop
-tensor_parallel                        tensor_parallel/train_tensor_parallel.py        every layer cut among the ranks, which share each batch
-sequence_parallel                      tensor_parallel/train_sequence_parallel.py      and what is whole on every rank cut by tokens
-tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module in the same loop
-pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages, one rank works at a time
-pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: all microbatches forward, then all backward
-pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 one forward, one backward: fewer activations
-pipeline_interleaved                   pipeline_parallel/train_interleaved.py          several small stages a rank: a smaller bubble
-pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          the backward in two: the bubble filled with weight gradients
+zero1                                  data_parallel/train_zero1.py                    ZeRO 1: each rank keeps its shard of the optimizer's state
+zero2                                  data_parallel/train_zero2.py                    ZeRO 2: each rank keeps its shard of the optimizer's state and of the gradients
+zero3                                  data_parallel/train_zero3.py                    ZeRO 3: each rank keeps its shard of state, gradients and parameters, and gathers a block to use it
+fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard (FSDP2) in the same loop
+tensor_parallel                        tensor_parallel/train_tensor_parallel.py        every layer is cut among the ranks, which work on the same examples
+sequence_parallel                      tensor_parallel/train_sequence_parallel.py      tensor parallel, and norms, dropout and residuals are cut by tokens
+tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module (DTensor) in the same loop
+pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages on different ranks; one rank works at a time
+pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: microbatches follow each other through the stages, all forward, then all backward
+pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 1F1B: one forward, one backward in turn; as fast as GPipe, and fewer activations
+pipeline_interleaved                   pipeline_parallel/train_interleaved.py          interleaved 1F1B: several small stages on each rank, and a smaller bubble
+pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          zero bubble: the backward in two halves, and weight gradients fill the bubble
 pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop
 TABLE
 }
@@ -50,8 +50,9 @@ main() {
         # shellcheck disable=SC2086 # TORCHRUN and ARGS are several words each
         exec $TORCHRUN --nproc-per-node="${WORLD_SIZE:-2}" "$script" "$@" ${ARGS:-}
     fi
+    [[ ,${COMPOSE_PROFILES:-}, == *,more,* ]] && NODES=8
     if [ -n "${NODES:-}" ] && [ "${WORLD_SIZE:-1}" -gt "$NODES" ]; then
-        refuse "WORLD_SIZE is $WORLD_SIZE, but docker-compose.yaml has only $NODES nodes; take fewer, or add nodes there."
+        refuse "WORLD_SIZE is $WORLD_SIZE, but docker-compose.yaml starts only $NODES nodes; take fewer, or start 8 by COMPOSE_PROFILES=more."
     fi
     if [[ ${RANK:-} =~ ^[0-9]+$ ]] && [ "$RANK" -ge "${WORLD_SIZE:-1}" ]; then
         say "$HOSTNAME is not needed: its rank would be $RANK, and WORLD_SIZE is ${WORLD_SIZE:-1}."
@@ -88,7 +89,7 @@ check_link() {
     fi
     shopt -u nocasematch
     if [ -n "${LINK:-}${LINK_DELAY:-}" ] && ! [ -x "$LINK_TC" ]; then
-        say "LINK and LINK_DELAY are left out here: links are shaped only in containers (docker-compose up)."
+        say "LINK and LINK_DELAY are left out here, for they shape the links of containers only; without containers train scripts take ARGS='--link ${LINK:-1gbit}${LINK_DELAY:+,$LINK_DELAY}'."
         LINK='' LINK_DELAY=''
     fi
 }

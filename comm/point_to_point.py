@@ -214,7 +214,9 @@ def main(cluster: Cluster, args: Args) -> None:
     link = measure_link()
     figures |= {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta}
     if cluster.is_main:
-        print("ring_send_first      is not run: it never ends (see tests/comm/test_point_to_point.py)", file=out)
+        print(
+            "ring_send_first      never ends: it is not run (see tests/comm/test_point_to_point.py)", file=out
+        )
         beta = f"{units.show_seconds(link.beta)} for each byte ({units.show_rate(link.beta)})"
         print(f"alpha                {units.show_seconds(link.alpha)} for each message", file=out)
         print(f"beta                 {beta}", file=out)

@@ -42,14 +42,18 @@ class Args:
     """Every rank trains a small CNN on its share of the handwritten digits, alone."""
 
     epochs: int = 8
+    """Number of passes through the training images."""
     steps: int | None = None
-    """Take no more steps than this; those of all epochs by default."""
-    batch_size: int = 60
-    """Images in a step, over all ranks; each takes its part."""
+    """Largest number of optimizer steps. None: as many as the epochs have."""
+    batch_size: int = 48
+    """Number of images in a step, over all ranks together; each rank takes an equal part."""
     lr: float = 0.1
+    """Learning rate: the factor of the optimizer's update, a number without unit."""
     seed: int = 0
+    """Number from which the initial weights and the order of the images are drawn; equal seeds give equal
+    runs."""
     json: bool = False
-    """Print the summary as one JSON line at the end."""
+    """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
 def drift(model: nn.Module) -> list[float]:

@@ -201,9 +201,9 @@ class BucketArgs(AccumulationArgs):
     """Bucket overlap: gradients travel in large messages while the backward computes."""
 
     bucket_mb: float = 1.0
-    """Cap of a bucket in MiB; the first has a quarter of a MiB."""
-    wire_dtype: Literal["bf16", "fp16"] | None = None
-    """Compress what goes over the wire."""
+    """Largest size of a bucket in MiB. The first bucket has at most 0.25 MiB."""
+    wire_dtype: Literal["bf16", "fp16", None] = None
+    """Data type in which gradients are sent: 16 bits halve the traffic, and round. None: their own type."""
 
 
 def traffic_per_step(cluster: Cluster, model: BucketDataParallel, pattern: str) -> Traffic:

@@ -47,10 +47,11 @@ class Args(AccumulationArgs):
     """PyTorch's DistributedDataParallel, on text (gpt) or handwritten digits (baby_cnn)."""
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
+    """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     bucket_mb: float | None = None
-    """Cap of all buckets in MiB; by default the first has 1, the others 25."""
+    """Largest size of a bucket in MiB. None: DDP's own, 1 for the first bucket and 25 for the others."""
     pattern: Literal["torch"] = "torch"
-    """DDP leaves the reducing to torch."""
+    """Algorithm of the all-reduce: always PyTorch's own, which DDP uses."""
 
 
 @dataclasses.dataclass

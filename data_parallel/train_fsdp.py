@@ -65,14 +65,15 @@ class Args(ZeroArgs):
     """PyTorch's fully_shard, on text (gpt) or handwritten digits (baby_cnn)."""
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
+    """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     pattern: Literal["torch", "pipelined_ring", "ring", "tcp", "cma"] = "torch"
-    """Who gathers and reduces: torch as FSDP2 has it, or one of ours."""
+    """Algorithm of the gathers and reductions: torch is PyTorch's own, FSDP2's default; others are ours."""
     bf16: bool = False
-    """Compute and communicate in bfloat16; the shards, and the optimizer, stay float32."""
+    """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""
     recompute: bool = False
-    """Keep only the inputs of blocks, and compute what is in them again in the backward."""
+    """Keep only the input of each block, and compute the block's forward again in the backward."""
     reshard_after_forward: bool = True
-    """Free blocks after their forward and gather them again for the backward."""
+    """Free a block's parameters after its forward, and gather them again for its backward."""
 
 
 class UnderWay(dist.Work):

@@ -34,8 +34,11 @@ from training.arguments import AccumulationArgs
 class Args(AccumulationArgs):
     """Naive data parallel with gradient accumulation."""
 
-    grad_acc_steps: int = 4
-    """Microbatches of a step; gradients add up over them and are reduced once."""
+    batch_size: int = 48
+    """Number of windows of text in a step, over all ranks and microbatches: a multiple of ranks times
+    microbatches."""
+    grad_acc_steps: int = 2
+    """Number of microbatches in a step: their gradients add up, and are reduced once."""
 
 
 def main(cluster: Cluster, args: Args) -> None:

@@ -208,11 +208,11 @@ class Args(ZeroArgs):
     """Train a small GPT on the source of Python's standard library, everything sharded."""
 
     bf16: bool = False
-    """Compute and communicate in bfloat16; the shards, and the optimizer, stay float32."""
+    """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""
     recompute: bool = False
-    """Keep only the inputs of blocks, and compute what is in them again in the backward."""
+    """Keep only the input of each block, and compute the block's forward again in the backward."""
     reshard_after_forward: bool = True
-    """Free blocks after their forward and gather them again for the backward."""
+    """Free a block's parameters after its forward, and gather them again for its backward."""
 
 
 def main(cluster: Cluster, args: Args) -> None:

@@ -41,7 +41,7 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
     """Train a small GPT on the source of Python's standard library, the training state sharded."""
 
     optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
-    """adamw keeps two numbers for each parameter, momentum one, sgd none."""
+    """Optimizer. Its state has the parameters' size twice (adamw), once (momentum) or is empty (sgd)."""
     metronome: NotOffered = None  # it runs no layer, and what layers use is sharded
 
 
@@ -50,7 +50,7 @@ class BucketedZeroArgs(ZeroArgs):
     """Train a small GPT on the source of Python's standard library, the training state sharded."""
 
     bucket_mb: float = 4.0
-    """Cap of a bucket in MiB."""
+    """Largest size of a bucket in MiB."""
 
 
 class ZeroRun(Run):

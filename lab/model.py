@@ -55,6 +55,8 @@ class GPTConfig:
 SIZES = {
     "tiny": GPTConfig(block_size=32, num_layers=2, num_heads=4, width=32),
     "small": GPTConfig(block_size=64, num_layers=4, num_heads=4, width=128),
+    # Heads, tokens and features divide among 2, 3, 4, 6 and 8 ranks.
+    "24heads": GPTConfig(block_size=48, num_layers=4, num_heads=24, width=192),
     "13m": GPTConfig(block_size=256, num_layers=4, num_heads=8, width=512),
 }
 

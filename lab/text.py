@@ -77,7 +77,7 @@ def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
     if len(batch) % world_size:
         raise WorkbookError(
             f"{world_size} ranks cannot share a global batch of {len(batch)} equally: choose a multiple of "
-            f"{world_size}, such as {(len(batch) // world_size + 1) * world_size}"
+            f"{world_size}, such as --batch-size {(len(batch) // world_size + 1) * world_size}"
         )
     return batch.chunk(world_size)[rank]
 

@@ -46,18 +46,18 @@ class Args(TrainArgs):
     """Train a small GPT on the source of Python's standard library, cut into stages."""
 
     microbatches: Annotated[int, tyro.conf.arg(aliases=["--grad-acc-steps"])] = 8
-    """Into how many parts a batch is divided; they follow each other through the stages."""
+    """Number of equal parts of a batch, which follow each other through the stages."""
     model: Literal["gpt", "baby_cnn"] = "gpt"
-    """Text, or handwritten digits."""
+    """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     layers: int = 8
-    """Blocks of the GPT, whatever its --size."""
+    """Number of the GPT's blocks, whatever its --size."""
     balance: Literal["layers", "parameters", "time"] = "layers"
     """Give the stages about equally many layers or parameters, or layers that take equally long on rank 0."""
     recompute: bool = False
-    """Keep only each stage's input for the backward, and compute its forward again."""
+    """Keep only the input of each stage, and compute the stage's forward again in the backward."""
     metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None
-    """Replace computing by a clock: so long, such as 20ms or 0.5 (in seconds), for each of a microbatch's
-    forward, input gradient and weight gradient on a rank."""
+    """Replace computing by a clock: on a rank, a microbatch's forward, input gradient and weight gradient
+    each take this time, such as 20ms or 0.5 (seconds). Nothing is trained. Communication stays real."""
 
     def __post_init__(self) -> None:
         if self.metronome is not None and re.fullmatch(r"\d+(\.\d+)?", self.metronome.strip()):
@@ -69,7 +69,7 @@ class ChunkedArgs(Args):
     """Train a small GPT on the source of Python's standard library, cut into several stages for each rank."""
 
     chunks: int = 2
-    """Stages of each rank."""
+    """Number of stages that each rank has."""
 
 
 class Run(training.run.Run):

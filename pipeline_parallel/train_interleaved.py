@@ -15,6 +15,8 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 https://arxiv.org/abs/2104.04473.
 """
 
+import dataclasses
+
 from comm.script import start
 from lab.cluster import Cluster
 from lab.timeline import span
@@ -22,7 +24,15 @@ from pipeline_parallel.run import ChunkedArgs, Run
 from pipeline_parallel.schedules import interleaved_1f1b
 
 
-def main(cluster: Cluster, args: ChunkedArgs) -> None:
+@dataclasses.dataclass
+class InterleavedArgs(ChunkedArgs):
+    """Train a small GPT on the source of Python's standard library, cut into several stages for each rank."""
+
+    layers: int = 16
+    """Number of the GPT's blocks, whatever its --size. Eight ranks with two stages each need at least 14."""
+
+
+def main(cluster: Cluster, args: InterleavedArgs) -> None:
     run = Run(cluster, args, "pipeline_interleaved")
     table = interleaved_1f1b(cluster.world_size, args.microbatches, args.chunks)
     pipeline = run.pipeline(table, "interleaved")
@@ -43,4 +53,4 @@ def main(cluster: Cluster, args: ChunkedArgs) -> None:
 
 
 if __name__ == "__main__":
-    start(main, ChunkedArgs)
+    start(main, InterleavedArgs)

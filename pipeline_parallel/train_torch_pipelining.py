@@ -206,7 +206,7 @@ class Args(ChunkedArgs):
     """PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
-    """In which order microbatches go; --chunks is for interleaved alone."""
+    """Schedule, by PyTorch's own implementation. Only interleaved uses --chunks."""
     recompute: NotOffered = None  # not written for PyTorch's schedules here; pipeline_1f1b takes it
     metronome: NotOffered = None
 

@@ -32,7 +32,7 @@ class ZeroBubbleArgs(Args):
     """Train a small GPT on the source of Python's standard library, cut into stages, the backward in two."""
 
     schedule: Literal["zb_h1", "zb_v"] = "zb_h1"
-    """One stage a rank and 1F1B's memory, or two in a V."""
+    """Schedule: zb_h1 has one stage on each rank and 1F1B's memory; zb_v has two, in the shape of a V."""
 
 
 def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:

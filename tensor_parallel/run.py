@@ -15,7 +15,7 @@ from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
 from tensor_parallel.parallel_model import TensorParallel
-from training.arguments import ClipArgs, NotOffered, TrainArgs
+from training.arguments import ClipArgs, NotOffered, Size, TrainArgs
 from training.checkpoint import FullState
 
 
@@ -23,6 +23,9 @@ from training.checkpoint import FullState
 class Args(ClipArgs, TrainArgs):
     """Train a small GPT on the source of Python's standard library, its layers cut among the ranks."""
 
+    size: Size = "24heads"
+    """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
+    have 4, 13m has 8, 24heads has 24."""
     overlap: bool = True
     """Hide the reductions in the backward (overlapped.py); --no-overlap runs what layers.py shows."""
     metronome: NotOffered = None  # it runs no layer, and there is nothing to cut

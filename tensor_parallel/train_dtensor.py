@@ -61,7 +61,7 @@ from lab.ledger import Traffic
 from lab.model import GPT, loss_of
 from lab.timeline import span
 from tensor_parallel.layers import TIME
-from training.arguments import NotOffered, TrainArgs
+from training.arguments import NotOffered, Size, TrainArgs
 from training.run import Run
 
 
@@ -219,10 +219,13 @@ def traffic_per_step(cluster: Cluster, model: GPT, batch_size: int, sequence_par
 class Args(TrainArgs):
     """PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
 
+    size: Size = "24heads"
+    """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
+    have 4, 13m has 8, 24heads has 24."""
     sequence_parallel: bool = False
-    """Cut what lies between blocks by tokens."""
+    """Also cut what lies between the blocks, by tokens."""
     pattern: Literal["torch"] = "torch"
-    """DTensor leaves the reducing to torch."""
+    """Algorithm of the collectives: always PyTorch's own, which DTensor uses."""
     metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
     checkpoint: NotOffered = None  # not written for DTensors here; tensor_parallel takes it
     resume: NotOffered = None

@@ -3,12 +3,10 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-MODES = re.findall(r"^(\w+) +(\S+\.py) +(.+)$", (ROOT / "entrypoint.sh").read_text(), re.MULTILINE)
+from tests.run_modes import MODES, ROOT
 
 
 @pytest.fixture
@@ -70,7 +68,10 @@ def test_of_nodes_with_the_same_settings_the_first_says_what_is_wrong_and_all_ex
             done = entrypoint(**env)
             assert (done.returncode, done.stdout) == (2, "")
             assert bool(done.stderr) == (rank == 0)
-    assert "only 4 nodes" in entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="5", NODES="4").stderr
+    five = {"RUN_MODE": "comm", "RANK": "0", "WORLD_SIZE": "5", "NODES": "4"}
+    assert "only 4 nodes" in entrypoint(**five).stderr
+    assert entrypoint(**five, COMPOSE_PROFILES="more").returncode == 0
+    assert "only 8 nodes" in entrypoint(**five | {"WORLD_SIZE": "9"}, COMPOSE_PROFILES="more").stderr
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1", "two", "2.5", "04", "1 2"])
@@ -99,5 +100,7 @@ def test_a_link_that_makes_no_sense_is_refused_by_every_rank(entrypoint, setting
 def test_outside_a_container_no_link_is_shaped(entrypoint, setting, torchrun):
     done = entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="1", **setting, **torchrun)
     assert done.returncode == 0, done.stderr
-    assert "only in containers" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "links of containers only" in done.stderr
+    assert "--link " in done.stderr and next(iter(setting.values())) in done.stderr
     assert "comm/tour.py" in done.stdout

@@ -8,30 +8,39 @@ import tyro
 NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
 """The type of an option that the base class has and a script cannot honour: it is not on its command line."""
 
+Size = Literal["tiny", "small", "24heads", "13m"]
+"""The GPTs of lab/model.py."""
+
 
 @dataclasses.dataclass
 class TrainArgs:
     """Train a small GPT on the source of Python's standard library."""
 
     steps: int = 60
+    """Number of optimizer steps. A run that goes on from a checkpoint takes only those that are left."""
     batch_size: int = 24
-    """Windows of text in a step, over all ranks: the same batch whatever their number."""
-    size: Literal["tiny", "small", "13m"] = "small"
-    """Of the model (lab.model)."""
+    """Number of examples (windows of text, or images) in a step, over all ranks together. The number of ranks
+    does not change what is trained."""
+    size: Size = "small"
+    """Size of the GPT (lab/model.py). Millions of parameters: tiny 0.03, small 0.8, 24heads 1.8, 13m 12.9."""
     lr: float = 1e-3
+    """Learning rate: the factor of the optimizer's update, a number without unit."""
     seed: int = 0
+    """Number from which the initial weights and the batches are drawn; the same seed gives the same run."""
     link: str | None = None
-    """Slow all communication down to a link, such as 1gbit or 200mbit,0.2ms; needs no root."""
+    """Slow all communication down to that of a link, by software: a rate (100mbit, 1gbit), or a rate and the
+    delay of a message (200mbit,1ms). It needs no root, and works without containers."""
     metronome: str | None = None
-    """Replace computing by a clock: so long, such as 20ms, for a layer's forward, twice for its backward."""
+    """Replace computing by a clock: a layer's forward takes this time, such as 20ms or 1.5s, and its backward
+    twice that. Nothing is trained. Communication stays real."""
     checkpoint: str | None = None
-    """A folder for the checkpoint, written at the end and at Ctrl-C."""
+    """Folder for the checkpoint, which is written at the end and at Ctrl-C."""
     resume: bool = False
-    """Go on from the checkpoint in that folder."""
+    """Go on from the checkpoint in the folder that --checkpoint names."""
     trace: str | None = None
-    """A folder for trace.json (Perfetto) and timeline.png."""
+    """Folder for two pictures of the run: trace.json (for https://ui.perfetto.dev) and timeline.png."""
     json: bool = False
-    """Print the summary as one JSON line at the end."""
+    """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
 AllReducePattern = Literal[
@@ -43,9 +52,11 @@ AllReducePattern = Literal[
 class Args(TrainArgs):
     """Train a small GPT on the source of Python's standard library."""
 
-    pattern: AllReducePattern | None = None
-    """Which all-reduce to use (comm/collectives.py): ring is the textbook's, cma the fastest on one machine
-    (each rank reads its neighbour's memory), torch PyTorch's own. Without it: cma on gloo, torch on nccl."""
+    pattern: Literal[AllReducePattern, None] = None
+    """Algorithm of the all-reduce. ring is the textbook's; pipelined_ring sends each chunk in pieces; tcp is
+    a ring on plain sockets; cma (cross-memory attach) is a ring in which ranks of one machine read each
+    other's memory; torch is PyTorch's own; the others are in comm/algorithms. None: cma on gloo, torch on
+    nccl."""
 
 
 @dataclasses.dataclass
@@ -53,7 +64,7 @@ class AccumulationArgs(Args):
     """Train a small GPT on the source of Python's standard library, in microbatches."""
 
     grad_acc_steps: int = 1
-    """Microbatches of a step; gradients add up over them and are reduced once."""
+    """Number of microbatches in a step: their gradients add up, and are reduced once."""
 
 
 @dataclasses.dataclass
@@ -65,6 +76,6 @@ class ClipArgs:
 
 
 def given(args: Any) -> dict[str, Any]:
-    """Return what all ranks must be given alike, by option; only rank 0 asks for --json."""
+    """Return the options, by name, that must be equal on all ranks; --json may differ."""
     values = dataclasses.asdict(args).items()
     return {f"--{name.replace('_', '-')}": value for name, value in values if name != "json"}

@@ -28,8 +28,10 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     validate_shares(args.batch_size, sharing)
     mine, parts = args.batch_size // sharing, getattr(args, "grad_acc_steps", 1)
     if parts < 1 or mine % parts or mine < parts:
+        fits = sharing * max(parts, 1)
         raise WorkbookError(
-            f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step."
+            f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step; "
+            f"take a multiple of {fits} for --batch-size, such as {-(-args.batch_size // fits) * fits}."
         )
     bucket_mb = getattr(args, "bucket_mb", None)
     if bucket_mb is not None:
@@ -63,7 +65,7 @@ def validate_shares(batch_size: int, ranks: int) -> None:
         more = (batch_size // ranks + 1) * ranks
         raise WorkbookError(
             f"--batch-size {batch_size}: {ranks} ranks cannot share it equally; choose a multiple of "
-            f"{ranks}, such as {more}."
+            f"{ranks}, such as --batch-size {more}."
         )
 
 

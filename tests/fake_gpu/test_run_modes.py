@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_gpu.ranks import run_script
-from tests.test_entrypoint import MODES
+from tests.run_modes import MODES
 
 SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
 ARGUMENTS = {"comm": ("--mb", "0.25"), "point_to_point": (), "train": ("--steps", "3")}

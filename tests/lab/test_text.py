@@ -80,7 +80,8 @@ def test_the_slices_of_all_ranks_in_order_are_the_global_batch(world_size):
 
 def test_a_batch_that_does_not_divide_is_refused_with_one_that_does():
     with pytest.raises(
-        WorkbookError, match=r"4 ranks cannot share .* of 10 equally: .* multiple of 4, such as 12"
+        WorkbookError,
+        match=r"4 ranks .* of 10 equally: .* multiple of 4, such as --batch-size 12",
     ):
         rank_slice(TEXT[:10], rank=0, world_size=4)
 

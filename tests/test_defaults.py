@@ -1,0 +1,95 @@
+"""Every RUN_MODE runs without any option on 1, 2, 3, 4, 6 and 8 ranks."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import tyro
+
+from comm.cost import Link
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.meter import Meter
+from lab.ranks import run_ranks
+from tests.run_modes import MODES, few_steps, start_of
+from training.run import Run
+
+NAMES = [mode for mode, _, _ in MODES]
+DRIFTS = "train"  # its replicas do not stay equal, and it shows that
+
+
+class TheLoopBegins(Exception):
+    """Raised where a run would take its first step."""
+
+
+def at_once(work: Callable[[Cluster], Any]) -> Callable[[Cluster], Any]:
+    """Let the runs in `work` take a link's alpha and beta as given, instead of measuring them each time."""
+
+    def without_measuring(cluster: Cluster) -> Any:
+        link = Link(1e-4, 1e-9)
+        with (
+            mock.patch("training.run.measure_all_reduce", lambda *_, **__: link),
+            mock.patch("pipeline_parallel.run.measure_link", lambda *_, **__: link),
+        ):
+            return work(cluster)
+
+    return without_measuring
+
+
+@functools.cache
+def reports(world_size: int) -> dict[str, dict[str, Any]]:
+    """Run every mode with its defaults for a few steps; return rank 0's report of each that has one."""
+
+    @at_once
+    def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
+        printed: dict[str, dict[str, Any]] = {}
+        finish = Meter.finish
+        for mode in NAMES:
+
+            def noting(meter: Meter, mode: str = mode, **extras: Any) -> dict[str, Any]:
+                printed[mode] = finish(meter, **extras)
+                return printed[mode]
+
+            main, arguments = start_of(mode)
+            with mock.patch.object(Meter, "finish", noting):
+                main(cluster, tyro.cli(arguments, args=few_steps(mode)))
+        return printed
+
+    return run_ranks(work, world_size, timeout=300)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mode", [mode for mode in NAMES if mode not in ("comm", "point_to_point")])
+def test_a_mode_trains_with_its_defaults(mode: str, world_size: int):
+    report = reports(world_size)[mode]
+    assert (report["run_mode"], report["world_size"], report["steps"]) == (mode, world_size, 1)
+    assert math.isfinite(report["last_loss"])
+    assert report["replicas_equal"] is (mode != DRIFTS)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 6, 8])
+def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
+    @at_once
+    def work(cluster: Cluster) -> list[str]:
+        begun = []
+        for mode in NAMES:
+            main, arguments = start_of(mode)
+            args = tyro.cli(arguments, args=few_steps(mode))
+            with mock.patch.object(Run, "checkpointing", side_effect=TheLoopBegins):
+                try:
+                    main(cluster, args)
+                except TheLoopBegins:
+                    pass
+                except WorkbookError as error:
+                    assert mode == "point_to_point" and cluster.world_size == 1, f"{mode}: {error}"
+                    assert str(error) == "Point to point takes two: start at least 2 ranks (WORLD_SIZE=2)."
+                    continue
+            begun.append(mode)
+        return begun
+
+    alone = {"point_to_point"} if world_size == 1 else set()
+    for begun in run_ranks(work, world_size, timeout=300):
+        assert set(begun) == set(NAMES) - alone

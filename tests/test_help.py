@@ -1,0 +1,58 @@
+"""The help of every script: each option says what it is, numbers in which unit, choices in one order."""
+
+import re
+import warnings
+from argparse import Action
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import tyro
+
+from tests.run_modes import MODES, start_of
+
+NAMES = [mode for mode, _, _ in MODES]
+COUNTS_OR_HAS_A_UNIT = re.compile(r"\b[Nn]umber\b|\bMiB\b")
+
+
+def options_of(mode: str) -> list[Action]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        parser = tyro.extras.get_parser(start_of(mode).arguments)
+    return [action for action in parser._actions if "--help" not in action.option_strings]
+
+
+def help_of(option: Action) -> str:
+    """Return the option's help without the default that tyro adds."""
+    return re.sub(r"\s*\(default: .*\)$", "", option.help or "", flags=re.DOTALL).replace("\n", " ")
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_every_option_says_in_a_sentence_what_it_is(mode: str):
+    options = options_of(mode)
+    assert options
+    for option in options:
+        name, text = option.option_strings[-1], help_of(option)
+        assert len(text.split()) >= 4, name
+        assert text[0].isupper() and text.endswith("."), name
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_the_help_of_a_number_says_what_it_counts_or_its_unit(mode: str):
+    for option in options_of(mode):
+        if re.search("INT|FLOAT", str(option.metavar)):
+            assert COUNTS_OR_HAS_A_UNIT.search(help_of(option)), option.option_strings
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_a_wrong_choice_is_answered_with_the_choices_in_the_order_of_the_help(mode: str, capsys):
+    arguments = start_of(mode).arguments
+    for name, hint in get_type_hints(arguments).items():
+        if get_origin(hint) is Literal:
+            with pytest.raises(SystemExit):
+                tyro.cli(arguments, args=[f"--{name.replace('_', '-')}", "no-such-choice"])
+            text = capsys.readouterr().err
+            places = [text.find(f"'{choice}'") for choice in get_args(hint)]
+            assert -1 not in places and places == sorted(places), (name, text)
+        else:
+            # tyro lists the choices of a union in the random order of a set.
+            assert not any(get_origin(part) is Literal for part in get_args(hint)), name
