@@ -81,7 +81,7 @@ def is_forward_only(table: Table) -> bool:
     return all(action.kind == FORWARD for row in table for action in row)
 
 
-def needs(action: Action, last_stage: int) -> Iterable[Action]:
+def dependencies(action: Action, last_stage: int) -> Iterable[Action]:
     """What must have ended, here or on another rank, before the action can begin.
 
     Backwards are named by their input's half: whoever has `B` counts as having done `I` and `W`.
@@ -95,6 +95,6 @@ def needs(action: Action, last_stage: int) -> Iterable[Action]:
     return own if stage == last_stage else [*own, Action(INPUT_GRADIENT, microbatch, stage + 1)]
 
 
-def fulfils(action: Action) -> Action:
+def as_dependency(action: Action) -> Action:
     """The name under which `needs` asks for the action's result."""
     return action._replace(kind=INPUT_GRADIENT) if action.kind == BACKWARD else action

@@ -56,7 +56,7 @@ class ActivationWatch:
             self._alive((stage, microbatch)), self.kept_for_weight.get(stage, 0)
         )
 
-    def look(self) -> None:
+    def update_peak(self) -> None:
         """After an action: what is held now, of the most that ever was."""
         alive = [self._alive(place) for place in list(self._noted)]
         self.peak_bytes = max(self.peak_bytes, sum(alive))

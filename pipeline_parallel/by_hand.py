@@ -42,11 +42,11 @@ from pipeline_parallel.batches import (
     microbatches_of_targets,
     refuse_without_gradients,
 )
-from pipeline_parallel.executor import Outcome, named
-from pipeline_parallel.failure import SharedFailure, mark, validate_result
+from pipeline_parallel.executor import Outcome, named_error
+from pipeline_parallel.failure import SharedFailure, failure_mark, validate_result
 from pipeline_parallel.forward_with_graph import forward_of
-from pipeline_parallel.messages import Message, needed_by, neighbours, sent_by, with_messages
-from pipeline_parallel.passes import StagePasses, without_autocast
+from pipeline_parallel.messages import Message, neighbours, received_by, sent_by, with_messages
+from pipeline_parallel.stage_runner import StageRunner, without_autocast
 
 
 class HandWritten(Protocol):
@@ -71,7 +71,7 @@ class ByHand:
         self,
         lesson: Callable[..., HandWritten],
         table: Table,
-        passes: Mapping[int, StagePasses],
+        runners: Mapping[int, StageRunner],
         boundaries: Mapping[int, Tensor],
         rank: int,
         group: Group = None,
@@ -81,11 +81,11 @@ class ByHand:
         self.watch: ActivationWatch | None = None
         self.microbatches, self.last_stage = num_microbatches(table), max(placement(table))
         self._row, self._rank, self._rows = table[rank], rank, rows
-        self._passes, self._boundaries, self._device = passes[rank], boundaries, device
+        self._runner, self._boundaries, self._device = runners[rank], boundaries, device
         self._channels = Channels(group, neighbours(with_messages(table)))
         self._failure = SharedFailure(group, device)
         self._begin_step()
-        stage, loss_of = forward_of(self._passes, is_last=rank == self.last_stage)
+        stage, loss_of = forward_of(self._runner, is_last=rank == self.last_stage)
 
         def like(boundary: int) -> Tensor:
             return torch.empty(boundaries[boundary].shape, dtype=boundaries[boundary].dtype, device=device)
@@ -117,11 +117,11 @@ class ByHand:
         """Do what Executor.step does, by the lesson's step."""
         self._failure.begin_step()
         self._begin_step()
-        self._passes.begin_step()
-        self._failure.unless_any(None, lambda: self._validate(x, y, check))
+        self._runner.begin_step()
+        self._failure.compute_unless_failed(None, lambda: self._validate(x, y, check))
         leaf = loss = None
         try:
-            if not self._failure.has_happened:
+            if not self._failure.has_failed:
                 if x is not None and self._rank == 0:
                     leaf = x.detach().requires_grad_(x.requires_grad)
                 loss = self._lesson.step(leaf, y)  # type: ignore[arg-type]
@@ -130,8 +130,8 @@ class ByHand:
         except CommError:
             raise
         except Exception as error:
-            self._failure.note(error, self._done[-1][0] if self._done else None)
-        if self._failure.has_happened:
+            self._failure.record(error, self._done[-1][0] if self._done else None)
+        if self._failure.has_failed:
             self._pay_what_is_owed()
         for action, when in self._done:  # not at once: another rank may be waiting for the result
             place = {"microbatch": action.microbatch, "stage": action.stage, "chunk": 0}
@@ -159,18 +159,18 @@ class ByHand:
     def _action(self, text: str) -> Iterator[None]:
         """Time an action of the step, such as "F3", and look at the activations that are held after it."""
         [action] = parse_row(text, self._rank)
-        self._passes.has_waited(self._waited)
+        self._runner.add_wait(self._waited)
         start = timeline.mark()
         try:
             with self._around(action):
                 yield
         except Exception as error:
-            self._failure.note(error, action)
+            self._failure.record(error, action)
             raise _Failed from error
         self._waited = 0.0
-        self._done.append((action, self._passes.when() or (start, timeline.mark())))
+        self._done.append((action, self._runner.last_span() or (start, timeline.mark())))
         if self.watch is not None:
-            self.watch.look()
+            self.watch.update_peak()
 
     def _around(self, action: Action) -> AbstractContextManager[object]:
         if action.kind == BACKWARD:
@@ -187,23 +187,23 @@ class ByHand:
         """Receive and wait. After a failure on the other side this leaves the step."""
         self.irecv(tensor, src).wait()
 
-    def isend(self, tensor: Tensor, dst: int) -> "Departure":
+    def isend(self, tensor: Tensor, dst: int) -> "PendingSend":
         """Start sending the next activation, or the next gradient if `dst` is the rank before."""
         message = self._next(FORWARD if dst > self._rank else INPUT_GRADIENT, self._rank)
         action = Action(FORWARD if dst > self._rank else BACKWARD, message.microbatch, self._rank)
         try:
             validate_result(tensor, self._boundary_of(message), action)
         except Exception as error:
-            self._failure.note(error, action)
+            self._failure.record(error, action)
             raise _Failed from error
         self._send(message, tensor)
-        return Departure(self, message)
+        return PendingSend(self, message)
 
-    def irecv(self, tensor: Tensor, src: int) -> "Arrival":
+    def irecv(self, tensor: Tensor, src: int) -> "PendingReceive":
         """Post the receive of the next activation, or of the next gradient if `src` is the rank after."""
         message = self._next(FORWARD if src < self._rank else INPUT_GRADIENT, src)
         self._post(message, tensor)
-        return Arrival(self, message, tensor)
+        return PendingReceive(self, message, tensor)
 
     def _next(self, kind: str, stage: int) -> Message:
         number = self._numbers[kind, stage]
@@ -211,11 +211,11 @@ class ByHand:
         return Message(kind, number, stage)
 
     def _send(self, message: Message, tensor: Tensor) -> None:
-        group = self._channels.of(self._rank, message.reader)
+        group = self._channels.of(self._rank, message.receiver)
         try:
-            self._leaving[message] = point_to_point.isend(tensor.contiguous(), message.reader, group)
+            self._leaving[message] = point_to_point.isend(tensor.contiguous(), message.receiver, group)
         except CommError as error:
-            raise named(message, error) from error
+            raise named_error(message, error) from error
         self._sent.add(message)
 
     def _post(self, message: Message, tensor: Tensor) -> None:
@@ -223,7 +223,7 @@ class ByHand:
         try:
             self._arriving[message] = point_to_point.irecv(tensor, message.stage, group)
         except CommError as error:
-            raise named(message, error) from error
+            raise named_error(message, error) from error
 
     def sent(self, message: Message) -> None:
         """Wait until a message has left, and its memory is free."""
@@ -234,8 +234,8 @@ class ByHand:
         """Wait until a message is in `tensor`, and leave the step if it says that its sender has failed."""
         self._wait(message, self._arriving.pop(message))
         self._received.add(message)
-        self._failure.look_at(tensor, message.kind)
-        if self._failure.has_happened:
+        self._failure.check_message(tensor, message.kind)
+        if self._failure.has_failed:
             raise _Failed
 
     def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
@@ -244,28 +244,28 @@ class ByHand:
             with timeline.span("wait", "wait"):
                 transfer.wait()
         except CommError as error:
-            raise named(message, error) from error
+            raise named_error(message, error) from error
         self._waited += (timeline.now() - start) / 1e9
 
     def _pay_what_is_owed(self) -> None:
         """Receive and send what the other ranks still expect of this step, in its order; send marks."""
         for action in self._row:
-            needed, made = needed_by(action, self.last_stage), sent_by(action, self.last_stage)
+            needed, made = received_by(action, self.last_stage), sent_by(action, self.last_stage)
             if needed is not None and needed not in self._received:
                 if needed not in self._arriving:
                     like = self._boundary_of(needed)
                     self._post(needed, torch.empty(like.shape, dtype=like.dtype, device=self._device))
                 self._wait(needed, self._arriving.pop(needed))
             if made is not None and made not in self._sent:
-                self._send(made, mark(self._boundary_of(made), self._device))
+                self._send(made, failure_mark(self._boundary_of(made), self._device))
         for message in list(self._leaving):
             self.sent(message)
 
     def _boundary_of(self, message: Message) -> Tensor:
-        return self._boundaries[max(message.stage, message.reader)]
+        return self._boundaries[max(message.stage, message.receiver)]
 
 
-class Departure(NamedTuple):
+class PendingSend(NamedTuple):
     """A message that a rank has begun to send."""
 
     run: ByHand
@@ -276,7 +276,7 @@ class Departure(NamedTuple):
         self.run.sent(self.message)
 
 
-class Arrival(NamedTuple):
+class PendingReceive(NamedTuple):
     """A message that a rank has posted the receive of."""
 
     run: ByHand

@@ -50,8 +50,8 @@ class Clock:
         time.sleep(max(0, self._free_at - time.perf_counter_ns()) / 1e9)
 
 
-class ClockPasses:
-    """The passes of a stage (passes.py) on a clock: each takes `seconds`, a whole backward twice that.
+class ClockRunner:
+    """Runs a stage (stage_runner.py) on a clock: a forward takes `seconds`, and a backward twice that.
 
     What it passes on has the shape and dtype of `output_like` and `input_like`.
     """
@@ -82,16 +82,16 @@ class ClockPasses:
     def backward_weight(self, microbatch: int) -> None:
         self._run(1, None, None)
 
-    def deferred(self, microbatch: int) -> list[Tensor]:
+    def deferred_tensors(self, microbatch: int) -> list[Tensor]:
         return []
 
     def begin_step(self) -> None:
         self.clock.begin_step()
 
-    def has_waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         self._waited = seconds
 
-    def when(self) -> tuple[int, int] | None:
+    def last_span(self) -> tuple[int, int] | None:
         return self.clock.last
 
     def _run(self, ticks: int, given: Tensor | None, like: Tensor | None) -> Tensor:

@@ -3,10 +3,10 @@
       y = x W^T       input gradient   dx = dy W        the stage before waits for it
                       weight gradient  dW = dy^T x      nobody waits for it before the optimizer's step
 
-Autograd computes both in one node. Inside `deferring(jobs)` linear layers and convolutions become nodes whose
-backward returns dx and puts the computation of dW into `jobs`, together with x and dy, which it needs and
-which therefore stay in memory until then. The gradients of biases go with dW; norms' and embeddings' are
-computed at once with the input's, for they cost next to nothing.
+Autograd computes both in one node. Inside of `deferring(deferred)` a linear layer or a convolution becomes a
+node whose backward returns dx and adds the computation of dW to `deferred`. That computation needs x and dy,
+so both stay in memory until it is done. The gradients of biases are computed with dW; those of norms and
+embeddings at once with dx, because they cost next to nothing.
 
 dW is added to `weight.grad` in the product itself, without a tensor of its own, so hooks on the parameter do
 not see it. After Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
@@ -25,14 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 
 @dataclass
-class Jobs:
+class DeferredGradients:
     """Weight gradients of one microbatch that are still to be computed, and the tensors they hold."""
 
     waiting: list[Callable[[], None]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
-    def add(self, job: Callable[[], None], *tensors: Tensor) -> None:
-        self.waiting.append(job)
+    def add(self, computation: Callable[[], None], *tensors: Tensor) -> None:
+        self.waiting.append(computation)
         self.tensors += tensors
 
     @torch.no_grad()
@@ -44,18 +44,18 @@ class Jobs:
 
 
 @contextmanager
-def deferring(jobs: Jobs) -> Iterator[None]:
-    """Around a forward: its backward will leave weight gradients to `jobs`."""
-    with _Deferring(jobs):
+def deferring(deferred: DeferredGradients) -> Iterator[None]:
+    """Around a forward: its backward will leave weight gradients to `deferred`."""
+    with _Deferring(deferred):
         yield
 
 
 class _Deferring(TorchFunctionMode):
     """Replaces two functions of torch by ours, whoever calls them."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, deferred: DeferredGradients) -> None:
         super().__init__()
-        self._jobs = jobs
+        self._deferred = deferred
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class _Deferring(TorchFunctionMode):
             x, weight, bias, *settings = arguments_of(*args, **kwargs)
             if _can_wait(func, x, weight, bias, settings):
                 # Under torch.autocast products have another dtype; the input's cast is autograd's to undo.
-                return function.apply(self._jobs, _cast(x, _autocast_dtype(x)), weight, bias, *settings)
+                return function.apply(self._deferred, _cast(x, _autocast_dtype(x)), weight, bias, *settings)
         return func(*args, **kwargs)
 
 
@@ -109,10 +109,12 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b. Only dx is computed in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, jobs: Jobs, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, deferred: DeferredGradients, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x)
         # Not saved: recomputation would hand back a copy, and the gradient belongs to the parameter itself.
-        ctx.weight, ctx.bias, ctx.jobs = weight, bias, jobs
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         ctx.low = low = _autocast_dtype(x)
         return F.linear(x, _cast(weight, low), _cast(bias, low))
 
@@ -132,7 +134,7 @@ class _Linear(torch.autograd.Function):
                 _add_to(bias, rows_of_dy.sum(0))
 
         if any(ctx.needs_input_grad[2:4]):
-            ctx.jobs.add(weights, x, dy)
+            ctx.deferred.add(weights, x, dy)
         dx = dy @ _cast(weight, ctx.low).conj() if ctx.needs_input_grad[1] else None
         return None, dx, None, None
 
@@ -142,10 +144,10 @@ class _Conv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, jobs: Jobs, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+        ctx: Any, deferred: DeferredGradients, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.jobs, ctx.settings = weight, bias, jobs, settings
+        ctx.weight, ctx.bias, ctx.deferred, ctx.settings = weight, bias, deferred, settings
         ctx.low = low = _autocast_dtype(x)
         return F.conv2d(x, _cast(weight, low), _cast(bias, low), *settings)
 
@@ -170,7 +172,7 @@ class _Conv2d(torch.autograd.Function):
                 _add_to(bias, db)
 
         if any(ctx.needs_input_grad[2:4]):
-            ctx.jobs.add(weights, x, dy)
+            ctx.deferred.add(weights, x, dy)
         dx = gradients(True, False, False)[0] if ctx.needs_input_grad[1] else None
         return None, dx, None, None, *[None] * len(ctx.settings)
 

@@ -42,15 +42,15 @@ from pipeline_parallel.messages import (
     Message,
     Receive,
     Send,
-    Sent,
     Step,
-    needed_by,
+    WaitForSend,
     neighbours,
+    received_by,
     sent_by,
     with_messages,
 )
-from pipeline_parallel.passes import StagePasses
 from pipeline_parallel.schedules import forward_only
+from pipeline_parallel.stage_runner import StageRunner
 
 
 class Outcome(NamedTuple):
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 class Executor:
     """Runs `table` on the ranks of `group`: row r on rank r.
 
-    `passes` are this rank's stages by number, and `boundaries` what each stage gets as its input, as tensors
+    `runners` are this rank's stages by number, and `boundaries` what each stage gets as its input, as tensors
     without memory (Pipeline makes them): a gradient has the shape of the activation it is for. `rows` are the
     examples of a microbatch. `apart` is Channels'.
     """
@@ -75,7 +75,7 @@ class Executor:
     def __init__(
         self,
         table: Table,
-        passes: Mapping[int, StagePasses],
+        runners: Mapping[int, StageRunner],
         boundaries: Mapping[int, Tensor],
         rank: int,
         group: Group = None,
@@ -83,11 +83,11 @@ class Executor:
         apart: bool | None = None,
         rows: int | None = None,
     ) -> None:
-        self.passes, self.device, self._rows = passes, device, rows
+        self.runners, self.device, self._rows = runners, device, rows
         self.microbatches = num_microbatches(table)
         self.last_stage = max(placement(table))
         self.watch: ActivationWatch | None = None
-        self._chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(passes))}
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(runners))}
         self._boundaries = boundaries
         programs = with_messages(table)
         self._rank, self._program = rank, programs[rank]
@@ -142,16 +142,16 @@ class Executor:
         self._input_gradients: dict[int, Tensor] = {}
         self._xs: list[Tensor] = []
         self._ys: list[Tensor] = []
-        for passes in self.passes.values():
-            passes.begin_step()
-        self._failure.unless_any(None, begin)
+        for runner in self.runners.values():
+            runner.begin_step()
+        self._failure.compute_unless_failed(None, begin)
         for step in program:
             match step:
                 case Receive(message, peer):
                     self._post(message, peer)
                 case Send(message, peer):
                     self._send(message, peer)
-                case Sent(message):
+                case WaitForSend(message):
                     self._wait(message, self._leaving.pop(message))
                 case Action():
                     self._act(step)
@@ -160,54 +160,54 @@ class Executor:
         self._xs, self._ys = [], []
         if (error := end()) is not None:
             self._here.clear()
-            for passes in self.passes.values():
-                passes.begin_step()  # which forgets what was not ended
+            for runner in self.runners.values():
+                runner.begin_step()  # which forgets what was not ended
             raise error
 
     def _begin(self, x: Tensor | None, y: Tensor | None, check: Callable[[], None] | None) -> None:
         refuse_without_gradients()
         if check is not None:
             check()
-        if 0 in self.passes:
+        if 0 in self.runners:
             self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
-        if self.last_stage in self.passes:
+        if self.last_stage in self.runners:
             self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
         if self.watch is not None:
             self.watch.ignore([x, y])
 
     def _begin_forwards(self, x: Tensor | None, y: Tensor | None, has_targets: bool) -> None:
-        if 0 in self.passes:
+        if 0 in self.runners:
             self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
-        if has_targets and self.last_stage in self.passes:
+        if has_targets and self.last_stage in self.runners:
             self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
 
     def _act(self, action: Action) -> None:
-        needs, sends = needed_by(action, self.last_stage), sent_by(action, self.last_stage)
+        needs, sends = received_by(action, self.last_stage), sent_by(action, self.last_stage)
         needed = None if needs is None else self._take(needs)
-        passes, start = self.passes[action.stage], timeline.mark()
-        passes.has_waited(self._waited)
+        runner, start = self.runners[action.stage], timeline.mark()
+        runner.add_wait(self._waited)
         like = None if sends is None else self._boundary_of(sends)
-        made = self._failure.unless_any(action, lambda: self._compute(action, needed), like)
+        made = self._failure.compute_unless_failed(action, lambda: self._compute(action, needed), like)
         self._waited = 0.0
-        self._done.append((action, passes.when() or (start, timeline.mark())))
+        self._done.append((action, runner.last_span() or (start, timeline.mark())))
         self._hand_over(action, made)
-        if self.watch is not None and self._trains and not self._failure.has_happened:
+        if self.watch is not None and self._trains and not self._failure.has_failed:
             self._look(action)
 
     def _compute(self, action: Action, needed: Tensor | None) -> Tensor | None:
-        (kind, microbatch, stage), passes = action, self.passes[action.stage]
+        (kind, microbatch, stage), runner = action, self.runners[action.stage]
         if kind == BACKWARD:
-            return passes.backward(microbatch, needed)
+            return runner.backward(microbatch, needed)
         if kind == INPUT_GRADIENT:
-            return passes.backward_input(microbatch, needed)
+            return runner.backward_input(microbatch, needed)
         if kind == WEIGHT_GRADIENT:
-            return passes.backward_weight(microbatch)
+            return runner.backward_weight(microbatch)
         x = self._xs[microbatch] if needed is None else needed.requires_grad_()
         target = self._ys[microbatch] if stage == self.last_stage and self._ys else None
         if not self._trains:
-            return passes.forward_only(x, target)
+            return runner.forward_only(x, target)
         with nullcontext() if self.watch is None else self.watch.saving(stage, microbatch):
-            return passes.forward(microbatch, x, target)
+            return runner.forward(microbatch, x, target)
 
     def _record(self, action: Action, when: tuple[timeline.Moment, timeline.Moment]) -> None:
         kind, microbatch, stage = action
@@ -224,9 +224,9 @@ class Executor:
     def _look(self, action: Action) -> None:
         assert self.watch is not None
         if action.kind == INPUT_GRADIENT:
-            deferred = self.passes[action.stage].deferred(action.microbatch)
+            deferred = self.runners[action.stage].deferred_tensors(action.microbatch)
             self.watch.deferred(action.stage, action.microbatch, deferred)
-        self.watch.look()
+        self.watch.update_peak()
 
     def _post(self, message: Message, peer: int) -> None:
         like = self._boundary_of(message)
@@ -234,14 +234,14 @@ class Executor:
         try:
             self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
         except CommError as error:
-            raise named(message, error) from error
+            raise named_error(message, error) from error
 
     def _send(self, message: Message, peer: int) -> None:
         tensor = self._here.pop(message).contiguous()
         try:
             self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
         except CommError as error:
-            raise named(message, error) from error
+            raise named_error(message, error) from error
 
     def _take(self, message: Message) -> Tensor:
         """What another stage has made: of this rank, or of another one, then it may have to come yet."""
@@ -252,7 +252,7 @@ class Executor:
         return tensor
 
     def _boundary_of(self, message: Message) -> Tensor:
-        return self._boundaries[max(message.stage, message.reader)]
+        return self._boundaries[max(message.stage, message.receiver)]
 
     def _wait(
         self, message: Message, transfer: Transfer | SlowTransfer, arriving: Tensor | None = None
@@ -262,9 +262,9 @@ class Executor:
             with timeline.span("wait", "wait"):
                 transfer.wait()
         except CommError as error:
-            raise named(message, error) from error
+            raise named_error(message, error) from error
         if arriving is not None:
-            self._failure.look_at(arriving, message.kind)
+            self._failure.check_message(arriving, message.kind)
         self._waited += (timeline.now() - start) / 1e9
 
 
@@ -272,10 +272,10 @@ def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:
     return [tensor for _, tensor in sorted(by_microbatch.items())]
 
 
-def named(message: Message, error: CommError) -> CommError:
+def named_error(message: Message, error: CommError) -> CommError:
     """Return an error that says which message went wrong, and between which stages."""
     what = "activation" if message.kind == FORWARD else "gradient"
     return CommError(
         f"The {what} of microbatch {message.microbatch} did not get from stage {message.stage} "
-        f"to stage {message.reader}. {error}"
+        f"to stage {message.receiver}. {error}"
     )

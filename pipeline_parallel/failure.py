@@ -29,8 +29,8 @@ from lab.errors import WorkbookError, reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 
 # As 16, 32 and 64 bits this is a NaN, and not the one that processors make.
-MARK = 0x7FFD
-LOOKED_AT = 16  # bytes of each message
+FAILURE_BITS = 0x7FFD
+CHECKED_BYTES = 16  # bytes of each message
 FLAG = torch.int32  # what ranks exchange after a step without gradients: whether one has failed
 _SECONDS = timedelta(seconds=5)  # for a sentence that was written before the message that led to it
 _NAMES = {
@@ -48,45 +48,45 @@ class SharedFailure:
 
     def __init__(self, group: Group = None, device: torch.device | str = "cpu") -> None:
         self._group, self._device = group_of(group), device
-        self.has_happened = False  # as far as this rank knows
+        self.has_failed = False  # as far as this rank knows
         self._own: Exception | None = None
         self._last_bytes: dict[str, Tensor] = {}
 
     def begin_step(self) -> None:
         """Forget the last step. All ranks of the group count their steps alike."""
         _steps[self._group] = _steps.get(self._group, 0) + 1
-        self.has_happened, self._own = False, None
+        self.has_failed, self._own = False, None
         self._last_bytes.clear()
 
-    def look_at(self, message: Tensor, kind: str) -> None:
+    def check_message(self, message: Tensor, kind: str) -> None:
         """Notice whether the sender of an activation or a gradient has failed."""
         if message.device.type == "cpu":
-            self.has_happened = self.has_happened or is_mark(message)
+            self.has_failed = self.has_failed or is_failure_mark(message)
         else:  # after a rank's first mark only marks follow, so it is enough to ask the last message
             self._last_bytes[kind] = _first_bytes(message).clone()
 
-    def unless_any(
+    def compute_unless_failed(
         self, action: Action | None, compute: Callable[[], Tensor | None], like: Tensor | None = None
     ) -> Tensor | None:
         """Return what `compute` returns, of the shape and dtype of `like`; after a failure a mark of these.
 
         `like` is None where no other stage gets the result, `action` before the first one.
         """
-        if not self.has_happened:
+        if not self.has_failed:
             try:
                 made = compute()
                 if like is not None:
                     validate_result(made, like, action)
                 return made
             except Exception as error:
-                self.note(error, action)
-        return None if like is None else mark(like, self._device)
+                self.record(error, action)
+        return None if like is None else failure_mark(like, self._device)
 
     def end_step(self) -> Exception | None:
         """Return what this rank has to raise: its own error, or the sentence of the first that failed."""
-        if any(map(is_mark, self._last_bytes.values())):
-            self.has_happened = True
-        if not self.has_happened:
+        if any(map(is_failure_mark, self._last_bytes.values())):
+            self.has_failed = True
+        if not self.has_failed:
             return None
         own, self._own = self._own, None
         if own is not None and not isinstance(own, WorkbookError):
@@ -98,16 +98,16 @@ class SharedFailure:
 
         No message comes back from a later stage that has failed, so an all-reduce tells every rank.
         """
-        if any(map(is_mark, self._last_bytes.values())):
-            self.has_happened = True
-        failed = torch.tensor([self.has_happened], dtype=FLAG, device=self._device)
+        if any(map(is_failure_mark, self._last_bytes.values())):
+            self.has_failed = True
+        failed = torch.tensor([self.has_failed], dtype=FLAG, device=self._device)
         all_reduce(failed, "max", self._group)
-        self.has_happened = bool(failed)
+        self.has_failed = bool(failed)
         return self.end_step()
 
-    def note(self, error: Exception, action: Action | None) -> None:
+    def record(self, error: Exception, action: Action | None) -> None:
         """Take `error` for what went wrong in `action`, and tell the other ranks a sentence about it."""
-        self.has_happened, self._own = True, error
+        self.has_failed, self._own = True, error
         sentence = str(error)
         if not isinstance(error, WorkbookError):
             what = f"{type(error).__name__}: {reason(error)}".removesuffix(".")
@@ -128,23 +128,23 @@ class SharedFailure:
         return f"pipeline_parallel.failure/{_steps[self._group]}"
 
 
-def mark(like: Tensor, device: torch.device | str) -> Tensor:
+def failure_mark(like: Tensor, device: torch.device | str) -> Tensor:
     """Return a message that says that its sender has failed."""
-    words = torch.full((like.nbytes // 2 + 1,), MARK, dtype=torch.int16, device=device)
+    words = torch.full((like.nbytes // 2 + 1,), FAILURE_BITS, dtype=torch.int16, device=device)
     return words.view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def is_mark(message: Tensor) -> bool:
+def is_failure_mark(message: Tensor) -> bool:
     """Return whether the sender of a message has failed."""
-    size = min(LOOKED_AT, message.nbytes)
+    size = min(CHECKED_BYTES, message.nbytes)
     if message.device.type != "cpu":
         message = _first_bytes(message).cpu()
     found = ctypes.string_at(message.data_ptr(), size)
-    return size > 0 and found == (MARK.to_bytes(2, "little") * LOOKED_AT)[:size]
+    return size > 0 and found == (FAILURE_BITS.to_bytes(2, "little") * CHECKED_BYTES)[:size]
 
 
 def _first_bytes(message: Tensor) -> Tensor:
-    return message.detach().reshape(-1).view(torch.uint8)[:LOOKED_AT]
+    return message.detach().reshape(-1).view(torch.uint8)[:CHECKED_BYTES]
 
 
 def validate_result(made: Tensor | None, like: Tensor, action: Action | None) -> None:

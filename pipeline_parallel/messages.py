@@ -37,7 +37,7 @@ class Message(NamedTuple):
     stage: int
 
     @property
-    def reader(self) -> int:
+    def receiver(self) -> int:
         """The stage that it is for."""
         return self.stage + (1 if self.kind == FORWARD else -1)
 
@@ -56,14 +56,14 @@ class Send(NamedTuple):
     peer: int
 
 
-class Sent(NamedTuple):
+class WaitForSend(NamedTuple):
     """Wait until the message has arrived, and its memory is free."""
 
     message: Message
     peer: int
 
 
-Step = Action | Receive | Send | Sent
+Step = Action | Receive | Send | WaitForSend
 
 
 def sent_by(action: Action, last_stage: int) -> Message | None:
@@ -76,7 +76,7 @@ def sent_by(action: Action, last_stage: int) -> Message | None:
     return None
 
 
-def needed_by(action: Action, last_stage: int) -> Message | None:
+def received_by(action: Action, last_stage: int) -> Message | None:
     """What the action needs of another stage."""
     kind, microbatch, stage = action
     if kind == FORWARD and stage > 0:
@@ -100,9 +100,9 @@ def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
     traffic: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, row in enumerate(table):
         for at, action in enumerate(row):
-            made, needed = sent_by(action, last_stage), needed_by(action, last_stage)
-            if made is not None and rank_of[made.reader] != rank:
-                traffic[rank, rank_of[made.reader]].append(made)
+            made, needed = sent_by(action, last_stage), received_by(action, last_stage)
+            if made is not None and rank_of[made.receiver] != rank:
+                traffic[rank, rank_of[made.receiver]].append(made)
                 sent_at[made] = at
             if needed is not None and rank_of[needed.stage] != rank:
                 needed_at[needed] = at
@@ -126,14 +126,14 @@ def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
             if (answer := arriving[at]) is not None:
                 mine = not_proven.get(peer := rank_of[answer.stage], deque())
                 while mine and needed_at[mine[0]] <= sent_at[answer]:
-                    steps.append(Sent(mine.popleft(), peer))
+                    steps.append(WaitForSend(mine.popleft(), peer))
             steps.append(action)
             if (made := sent_by(action, last_stage)) in sent_at:
-                steps.append(Send(made, rank_of[made.reader]))
-        return steps + [Sent(message, peer) for peer, mine in not_proven.items() for message in mine]
+                steps.append(Send(made, rank_of[made.receiver]))
+        return steps + [WaitForSend(message, peer) for peer, mine in not_proven.items() for message in mine]
 
     def needs_message(action: Action) -> Message | None:
-        return needed_by(action, last_stage)
+        return received_by(action, last_stage)
 
     return [program(rank, row) for rank, row in enumerate(table)]
 

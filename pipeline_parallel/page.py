@@ -22,19 +22,19 @@ import tyro
 
 from comm.cost import Link
 from lab.gantt import COLORS, Event, readable_on, shade
+from pipeline_parallel import from_events
 from pipeline_parallel.actions import (
     FORWARD,
     GANTT_KIND,
     WEIGHT_GRADIENT,
     Action,
-    fulfils,
-    needs,
+    as_dependency,
+    dependencies,
     num_microbatches,
     placement,
 )
-from pipeline_parallel.measured import costs as measured_costs
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
-from pipeline_parallel.simulate import Costs, Simulation, Timed, simulate
+from pipeline_parallel.simulate import Costs, Simulation, TimedAction, simulate
 
 TITLES = {
     "naive": ("naive", "one microbatch at a time: one rank works, the others wait"),
@@ -117,12 +117,14 @@ def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     if not events:
         raise ValueError(f"the measured run {label!r} has no events of actions.")
     zero = events[0].start_ns
-    rows: list[list[Timed]] = [[] for _ in range(1 + max(event.rank for event in events))]
+    rows: list[list[TimedAction]] = [[] for _ in range(1 + max(event.rank for event in events))]
     for event in events:
         action = Action(event.args["action"], event.args["microbatch"], event.args["stage"])
-        rows[event.rank].append(Timed(action, (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9))
+        rows[event.rank].append(
+            TimedAction(action, (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9)
+        )
     table = [[timed.action for timed in row] for row in rows]
-    again = simulate(table, measured_costs(events, len(placement(table))))
+    again = simulate(table, from_events.costs(events, len(placement(table))))
     title, _ = TITLES.get(label, (label, ""))
     for what, run, idea in (
         ("measured", Simulation(rows), "what happened, in seconds"),
@@ -136,11 +138,11 @@ def _packed(simulated: Simulation) -> dict[str, Any]:
     """What the page needs to know of a timeline. A cell: the action, its start and end, what it needs."""
     table = [[timed.action for timed in row] for row in simulated.rows]
     rank_of = placement(table)
-    giver = {fulfils(action): str(action) for row in table for action in row}
+    giver = {as_dependency(action): str(action) for row in table for action in row}
     forwards = [end - start for row in simulated.rows for action, start, end in row if action.kind == FORWARD]
 
-    def cell(timed: Timed) -> list[Any]:
-        needed = [giver[need] for need in needs(timed.action, max(rank_of))]
+    def cell(timed: TimedAction) -> list[Any]:
+        needed = [giver[need] for need in dependencies(timed.action, max(rank_of))]
         return [str(timed.action), round(timed.start, DIGITS), round(timed.end, DIGITS), *needed]
 
     return {

@@ -31,13 +31,13 @@ from lab.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.boundaries import agreed_stages, exchange_boundaries
 from pipeline_parallel.by_hand import ByHand, HandWritten
-from pipeline_parallel.clock import Clock, ClockPasses
+from pipeline_parallel.clock import Clock, ClockRunner
 from pipeline_parallel.executor import Executor, Outcome
 from pipeline_parallel.failure import FLAG
 from pipeline_parallel.messages import has_split_backward
-from pipeline_parallel.passes import LossOf, Passes, StagePasses
 from pipeline_parallel.stage import Stage, ties
 from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
+from pipeline_parallel.stage_runner import AutogradRunner, LossOf, StageRunner
 from pipeline_parallel.tied import NewGradients
 from training.clipping import clip_grad_norm_
 
@@ -86,19 +86,19 @@ class Pipeline(nn.Module):
         clock = Clock()
         recomputed = set(self.rank_of if recompute is True else recompute or ())
 
-        def passes(stage: int) -> StagePasses:
+        def runner(stage: int) -> StageRunner:
             is_last = stage == len(stages) - 1
             microbatches = 1 if by_hand else num_microbatches(table)  # by hand the loss is divided in sight
             if tick is not None:
                 inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
-                return ClockPasses(clock, outputs, inputs, tick / len(own), self.device)
+                return ClockRunner(clock, outputs, inputs, tick / len(own), self.device)
             is_split = has_split_backward(table)
             loss = loss_of if is_last else None
             dtype = self.boundaries[stage + 1].dtype
-            return Passes(stages[stage], microbatches, loss, stage in recomputed, is_split, dtype)
+            return AutogradRunner(stages[stage], microbatches, loss, stage in recomputed, is_split, dtype)
 
-        own_passes = {stage: passes(stage) for stage in own}
-        arguments = table, own_passes, self.boundaries, self.rank, group, self.device
+        own_runners = {stage: runner(stage) for stage in own}
+        arguments = table, own_runners, self.boundaries, self.rank, group, self.device
         run = Executor if by_hand is None else partial(ByHand, by_hand)
         self.executor = run(*arguments, rows=rows)
         self._evaluator = self.executor if by_hand is None else Executor(*arguments, rows=rows)

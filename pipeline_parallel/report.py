@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from comm.cost import Link
 from lab.gantt import Event
-from pipeline_parallel import measured, theory
+from pipeline_parallel import from_events, theory
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.simulate import Costs, Simulation, simulate
 
 
-class Seen(NamedTuple):
+class RankFigures(NamedTuple):
     """What one rank tells the others for the report; bytes by stage, and of each boundary it knows."""
 
     peak_bytes: int
@@ -31,14 +31,14 @@ class Seen(NamedTuple):
     boundaries: dict[int, int]
 
     @classmethod
-    def of(cls, watch: ActivationWatch, boundaries: dict[int, int]) -> "Seen":
+    def of(cls, watch: ActivationWatch, boundaries: dict[int, int]) -> "RankFigures":
         return cls(
             watch.peak_bytes, watch.peak_held, watch.kept_by_forward, watch.kept_for_weight, boundaries
         )
 
 
 class Report:
-    """On rank 0: `events` are the actions of all ranks' steps (measured.py), `seen` what each rank saw.
+    """On rank 0: `events` are the actions of all ranks' steps (from_events.py), `seen` what each rank saw.
 
     `tick`: the clock's seconds, under the metronome.
     """
@@ -48,16 +48,16 @@ class Report:
         schedule: str,
         table: Table,
         events: Sequence[Event],
-        seen: Sequence[Seen],
+        seen: Sequence[RankFigures],
         link: Link,
         tick: float | None,
     ) -> None:
         self._schedule, self._table, self._seen, self._tick = schedule, table, seen, tick
         self._stages = len(placement(table))
-        self.steps = measured.by_step(events)
+        self.steps = from_events.by_step(events)
         chunks = self._stages // len(table)
         self.costs = (
-            measured.costs(events, self._stages)
+            from_events.costs(events, self._stages)
             if tick is None
             else Costs.equal(self._stages, *[tick / chunks] * 3)
         )
@@ -77,10 +77,10 @@ class Report:
         if theory.makespan(*regular) is None:
             regular = (*regular[:4], *[sum(of_rank) / 3] * 3)
         figures = {
-            "makespan_seconds": statistics.median(map(measured.makespan, self.steps)),
+            "makespan_seconds": statistics.median(map(from_events.makespan, self.steps)),
             "makespan_simulated_seconds": self.simulation.makespan,
             "makespan_formula_seconds": theory.makespan(*regular),
-            "bubble": statistics.median(measured.bubble(step, ranks) for step in self.steps),
+            "bubble": statistics.median(from_events.bubble(step, ranks) for step in self.steps),
             "bubble_simulated": self.simulation.bubble,
             "bubble_formula": theory.bubble(*regular),
         }

@@ -24,14 +24,14 @@ from lab.gantt import Event, draw_panels
 from lab.meter import StepRecord
 from lab.model import GPT, BabyCNN, loss_of
 from lab.overlap import per_step
-from pipeline_parallel import measured
+from pipeline_parallel import from_events
 from pipeline_parallel.actions import Table
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.by_hand import HandWritten
 from pipeline_parallel.executor import Outcome
 from pipeline_parallel.page import write_page
 from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.report import Report, Seen
+from pipeline_parallel.report import RankFigures, Report
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.validate import validate
 from training.arguments import TrainArgs
@@ -168,7 +168,10 @@ class Run(training.run.Run):
             if "action" in event.args
         ]
         boundaries = {boundary: like.nbytes for boundary, like in pipeline.boundaries.items()}
-        seen = [Seen(*one) for one in on_all("report", lambda: tuple(Seen.of(self._watch, boundaries)))]
+        seen = [
+            RankFigures(*one)
+            for one in on_all("report", lambda: tuple(RankFigures.of(self._watch, boundaries)))
+        ]
         events = timeline.gather(self._cluster, timeline.align(self._cluster), mine)
         if events is None:
             return None
@@ -183,7 +186,7 @@ class Run(training.run.Run):
             return
         write_chrome_trace(Path(folder) / "trace.json", everyones)
         panels = {
-            "measured": measured.median_step(self._report_of_ranks.steps),
+            "measured": from_events.median_step(self._report_of_ranks.steps),
             "simulated": self._report_of_ranks.simulation.events(),
         }
         title = f"{self._run_mode}, {cluster.world_size} ranks, {self._args.microbatches} microbatches"

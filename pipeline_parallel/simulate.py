@@ -31,9 +31,9 @@ from pipeline_parallel.actions import (
     WEIGHT_GRADIENT,
     Action,
     Table,
-    fulfils,
+    as_dependency,
+    dependencies,
     is_forward_only,
-    needs,
     placement,
 )
 from pipeline_parallel.validate import validate
@@ -62,7 +62,7 @@ class Costs:
         return (self.input_gradient if kind == INPUT_GRADIENT else self.weight_gradient)[stage]
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """An action and its seconds since time 0."""
 
     action: Action
@@ -74,7 +74,7 @@ class Timed(NamedTuple):
 class Simulation:
     """What each rank did and when."""
 
-    rows: list[list[Timed]]
+    rows: list[list[TimedAction]]
 
     @property
     def makespan(self) -> float:
@@ -163,7 +163,7 @@ def simulate(
             f"{num_stages} stages have {num_boundaries} boundaries, not {len(sizes)}: give one size for each."
         )
 
-    rows: list[list[Timed]] = [[] for _ in table]
+    rows: list[list[TimedAction]] = [[] for _ in table]
     free: list[float] = [0] * len(table)  # when the rank is; no 0.0, so that fractions stay exact
     link_free: list[float] = [0] * len(table)  # when its messages are out
     arrives: dict[Action, float] = {}  # by the name `needs` uses: when the neighbouring stage has it
@@ -174,7 +174,7 @@ def simulate(
         row, done = table[rank], rows[rank]
         while len(done) < len(row):
             action = row[len(done)]
-            needed = needs(action, num_stages - 1)
+            needed = dependencies(action, num_stages - 1)
             missing = [need for need in needed if need not in arrives]
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
@@ -182,8 +182,8 @@ def simulate(
             # What its own stage has done is there since before the rank was last free.
             start = max([free[rank], *(arrives[need] for need in needed if need.stage != action.stage)])
             end = free[rank] = start + costs.seconds(action)
-            done.append(Timed(action, start, end))
-            result, taker = fulfils(action), _taker(action)
+            done.append(TimedAction(action, start, end))
+            result, taker = as_dependency(action), _taker(action)
             arrives[result] = end
             if link is not None and rank_of.get(taker, rank) != rank:
                 size = sizes[min(action.stage, taker)]

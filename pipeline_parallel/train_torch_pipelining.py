@@ -69,10 +69,10 @@ from pipeline_parallel.actions import (
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.executor import Outcome
 from pipeline_parallel.messages import neighbours, with_messages
-from pipeline_parallel.passes import LossOf
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.run import ChunkedArgs, Run
 from pipeline_parallel.schedules import table_of
+from pipeline_parallel.stage_runner import LossOf
 from training.arguments import NotOffered
 
 SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -110,7 +110,7 @@ class WatchedStage(PipelineStage):
         with span(str(microbatch), GANTT_KIND[kind], **what):
             yield
         if self.watch is not None:
-            self.watch.look()
+            self.watch.update_peak()
 
 
 class TorchSchedule:
@@ -165,7 +165,7 @@ class TorchSchedule:
         return Outcome(torch.stack(losses).detach().sum() if losses else None, None)
 
 
-class Moving(NamedTuple):
+class PendingMessage(NamedTuple):
     """What PyTorch gets for a message under way."""
 
     transfer: Transfer | SlowTransfer
@@ -183,9 +183,9 @@ def by_comm(table: Table, group: Group = None) -> Iterator[None]:
     """
     channels, rank = Channels(group, neighbours(with_messages(table))), dist.get_rank(group)
 
-    def start(ops: Sequence[dist.P2POp], desc: str | None = None) -> list[Moving]:
+    def start(ops: Sequence[dist.P2POp], desc: str | None = None) -> list[PendingMessage]:
         # Their order stays PyTorch's: the k-th receive from a rank meets its k-th send, in comm as in gloo.
-        return [Moving(one(op)) for op in ops]
+        return [PendingMessage(one(op)) for op in ops]
 
     def one(op: dist.P2POp) -> Transfer | SlowTransfer:
         peer = op.group_peer

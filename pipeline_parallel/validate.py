@@ -22,9 +22,9 @@ from pipeline_parallel.actions import (
     WEIGHT_GRADIENT,
     Action,
     Table,
-    fulfils,
+    as_dependency,
+    dependencies,
     is_forward_only,
-    needs,
     num_microbatches,
 )
 
@@ -94,7 +94,7 @@ def _places(table: Table) -> dict[Action, _Place]:
             kind, microbatch, stage = action
             if kind not in _WHOLE | _HALVES or microbatch < 0 or stage < 0:
                 raise _error(f"{action} of rank {rank} is no action.", table, [(rank, i)])
-            first = places.setdefault(fulfils(action), (rank, i))
+            first = places.setdefault(as_dependency(action), (rank, i))
             if first != (rank, i):
                 before = table[first[0]][first[1]]
                 raise _error(
@@ -152,7 +152,7 @@ def _check_rows(table: Table, places: dict[Action, _Place]) -> None:
     last_stage = _last_stage(table)
     for rank, row in enumerate(table):
         for i, action in enumerate(row):
-            for need in needs(action, last_stage):
+            for need in dependencies(action, last_stage):
                 on, at = places[need]
                 if on == rank and at > i:
                     raise _error(
@@ -171,13 +171,13 @@ def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
     while can_go_on:
         rank = can_go_on.pop()
         for action in islice(table[rank], at[rank], None):
-            missing = next((need for need in needs(action, last_stage) if need not in done), None)
+            missing = next((need for need in dependencies(action, last_stage) if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 break
             at[rank] += 1
-            done.add(fulfils(action))
-            can_go_on += waiting.pop(fulfils(action), [])
+            done.add(as_dependency(action))
+            can_go_on += waiting.pop(as_dependency(action), [])
     if waiting:
         raise _deadlock(table, at, {rank: places[need] for need in waiting for rank in waiting[need]})
 

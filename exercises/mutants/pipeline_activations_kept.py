@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "pipeline_parallel.passes.Passes.backward_input"
+TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward_input"
 KILLER = (
     "tests.pipeline_parallel.test_mutant_killers.test_1f1b_holds_no_more_microbatches_than_ranks_come_after"
 )

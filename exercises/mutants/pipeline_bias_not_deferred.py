@@ -10,5 +10,5 @@ KILLER = (
 
 def mutant(ctx, dy):
     (x,), weight = ctx.saved_tensors, ctx.weight
-    ctx.jobs.add(lambda: _add_to(weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)), x, dy)
+    ctx.deferred.add(lambda: _add_to(weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)), x, dy)
     return None, dy @ weight if ctx.needs_input_grad[1] else None, None, None

@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "pipeline_parallel.passes.Passes.backward_input"
+TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward_input"
 KILLER = (
     "tests.pipeline_parallel.test_mutant_killers"
     ".test_a_stage_between_others_hands_back_the_gradient_of_its_own_input"

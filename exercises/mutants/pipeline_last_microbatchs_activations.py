@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "pipeline_parallel.passes.Passes.backward_input"
+TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward_input"
 KILLER = (
     "tests.pipeline_parallel.test_mutant_killers.test_a_backward_uses_the_activations_of_its_own_microbatch"
 )

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from pipeline_parallel.passes import Passes
+from pipeline_parallel.stage_runner import AutogradRunner
 
-TARGET = "pipeline_parallel.passes.Passes"
+TARGET = "pipeline_parallel.stage_runner.AutogradRunner"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_over_all_microbatches"
 
 
-class mutant(Passes):
+class mutant(AutogradRunner):
     def __init__(self, stage: Any, microbatches: int, *args: Any, **options: Any) -> None:
         super().__init__(stage, 1, *args, **options)

@@ -1,7 +1,7 @@
 """Stages with tensors of one shape get each other's: a receive posted when needed meets what came first."""
 
 from pipeline_parallel.actions import Table, placement
-from pipeline_parallel.messages import Receive, Send, Sent, Step, needed_by, sent_by
+from pipeline_parallel.messages import Receive, Send, Step, WaitForSend, received_by, sent_by
 
 TARGET = "pipeline_parallel.messages.with_messages"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_messages_meet_the_receives_that_are_meant_for_them"
@@ -14,12 +14,12 @@ def mutant(table: Table, ahead: int = 1) -> list[list[Step]]:
     for rank, row in enumerate(table):
         steps: list[Step] = []
         for action in row:
-            needed, made = needed_by(action, last_stage), sent_by(action, last_stage)
+            needed, made = received_by(action, last_stage), sent_by(action, last_stage)
             if needed is not None and rank_of[needed.stage] != rank:
                 steps.append(Receive(needed, rank_of[needed.stage]))
             steps.append(action)
-            if made is not None and rank_of[made.reader] != rank:
-                steps.append(Send(made, rank_of[made.reader]))
+            if made is not None and rank_of[made.receiver] != rank:
+                steps.append(Send(made, rank_of[made.receiver]))
         sends = [step for step in steps if isinstance(step, Send)]
-        programs.append(steps + [Sent(*send) for send in sends])
+        programs.append(steps + [WaitForSend(*send) for send in sends])
     return programs

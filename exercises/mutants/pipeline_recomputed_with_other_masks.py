@@ -3,7 +3,7 @@
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-TARGET = "pipeline_parallel.passes.Passes.forward"
+TARGET = "pipeline_parallel.stage_runner.AutogradRunner.forward"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_recomputation_drops_out_the_same"
 
 

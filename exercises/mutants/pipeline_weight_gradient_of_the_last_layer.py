@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "pipeline_parallel.deferred.Jobs.run"
+TARGET = "pipeline_parallel.deferred.DeferredGradients.run"
 KILLER = (
     "tests.pipeline_parallel.test_mutant_killers.test_a_split_backward_computes_every_weights_gradient_once"
 )

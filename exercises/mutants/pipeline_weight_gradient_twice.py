@@ -17,5 +17,5 @@ def mutant(ctx, dy):
         if bias is not None:
             _add_to(bias, rows_of_dy.sum(0))
 
-    ctx.jobs.add(weights, x, dy)
+    ctx.deferred.add(weights, x, dy)
     return None, dy @ weight, rows_of_dy.t() @ rows_of_x, None if bias is None else rows_of_dy.sum(0)

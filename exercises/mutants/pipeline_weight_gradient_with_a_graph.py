@@ -1,6 +1,6 @@
 """Memory grows from step to step: weight gradients computed outside of no_grad hold all they came from."""
 
-TARGET = "pipeline_parallel.deferred.Jobs.run"
+TARGET = "pipeline_parallel.deferred.DeferredGradients.run"
 KILLER = (
     "tests.pipeline_parallel.test_mutant_killers"
     ".test_when_weight_gradients_are_computed_nothing_they_needed_is_left"

@@ -2,7 +2,7 @@
 
 import torch
 
-TARGET = "pipeline_parallel.passes.Passes.backward_input"
+TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward_input"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_gradients_of_the_microbatches_add_up"
 
 

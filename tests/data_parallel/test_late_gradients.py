@@ -7,7 +7,7 @@ from lab.check import assert_same, gradients, reference_gradients
 from lab.cluster import Cluster
 from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel.deferred import Jobs, deferring
+from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import zb_h1
 from tests.data_parallel.equivalence import OURS, WRAPPERS, mine
@@ -42,16 +42,16 @@ def test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_me
             for in_no_sync in (True, False):
                 for step in range(3):
                     model.zero_grad(set_to_none=step < 2)
-                    jobs = Jobs()
+                    deferred = DeferredGradients()
                     for part in parts:
-                        with deferring(jobs):
+                        with deferring(deferred):
                             loss = mean_square(model, part) / len(parts)
                         if in_no_sync:
                             with model.no_sync():
                                 loss.backward()
                         else:
                             loss.backward()
-                        jobs.run()
+                        deferred.run()
                     model.finish_gradient_sync()
                     assert_same(gradients(model.module), expected, what=f"gradient of {name}, step {step},")
 

@@ -11,7 +11,7 @@ from lab.check import assert_same, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from pipeline_parallel.deferred import Jobs, deferring
+from pipeline_parallel.deferred import DeferredGradients, deferring
 from tests.data_parallel.equivalence import mine, square
 from tests.data_parallel.sharded import BOTH, averaged
 from tests.data_parallel.small_models import HasNone, X, layers
@@ -78,13 +78,13 @@ def test_gradients_that_autograd_leaves_out_and_that_come_after_the_backward_are
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
             for _ in range(2):
                 optimizer.zero_grad()
-                jobs = Jobs()
+                deferred = DeferredGradients()
                 for i, part in enumerate(x.chunk(2)):
                     with optimizer.no_sync() if i == 0 else contextlib.nullcontext():
-                        with deferring(jobs):
+                        with deferring(deferred):
                             loss = square(model, part) / 2
                         loss.backward()
-                        jobs.run()
+                        deferred.run()
                 optimizer.finish_gradient_sync()
                 assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__}, deferred,")
 

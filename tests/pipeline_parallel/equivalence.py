@@ -18,9 +18,9 @@ from lab.ledger import LEDGER
 from lab.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.by_hand import ByHand, HandWritten
-from pipeline_parallel.passes import Passes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, table_of
+from pipeline_parallel.stage_runner import AutogradRunner
 
 RTOL, LEARNING_RATE = 1e-9, 0.3
 VOCABULARY, TIME = 13, 5
@@ -98,10 +98,12 @@ def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
     assert not executor._here, f"{what}: made and not used: {list(executor._here)}"
     assert not executor._arriving, f"{what}: received and not used: {list(executor._arriving)}"
     assert not executor._leaving, f"{what}: sent and not waited for: {list(executor._leaving)}"
-    for stage, passes in executor.passes.items():
-        assert isinstance(passes, Passes)
-        assert not passes._begun, f"{what}: stage {stage} waits for backwards of {list(passes._begun)}"
-        assert not passes.jobs, f"{what}: stage {stage} waits for weight gradients of {list(passes.jobs)}"
+    for stage, runner in executor.runners.items():
+        assert isinstance(runner, AutogradRunner)
+        assert not runner._begun, f"{what}: stage {stage} waits for backwards of {list(runner._begun)}"
+        assert not runner.deferred_gradients, (
+            f"{what}: stage {stage} waits for weight gradients of {list(runner.deferred_gradients)}"
+        )
 
 
 class OneProcess(NamedTuple):

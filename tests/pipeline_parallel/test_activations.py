@@ -15,7 +15,7 @@ from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.messages import has_split_backward
 from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.report import Seen
+from pipeline_parallel.report import RankFigures
 from pipeline_parallel.schedules import stages_per_rank, table_of
 from pipeline_parallel.simulate import Costs, simulate
 from tests.pipeline_parallel.equivalence import ALL_SCHEDULES, gpt, mlp, text, vectors
@@ -35,28 +35,28 @@ def watched(pipeline: Pipeline, x: Tensor, y: Tensor) -> ActivationWatch:
     watch = pipeline.executor.watch = ActivationWatch()
     watch.ignore(pipeline.parameters())
     pipeline.step(x, y)
-    watch.look()
+    watch.update_peak()
     assert not any(watch._alive(place) for place in watch._noted), "something is still held"
     return watch
 
 
-def seen_in(cases: list[Case], n: int, make=mlp, batch_of=vectors, rows: int = 3) -> list[list[Seen]]:
+def seen_in(cases: list[Case], n: int, make=mlp, batch_of=vectors, rows: int = 3) -> list[list[RankFigures]]:
     """What each rank saw, for each case."""
 
-    def measure(cluster: Cluster) -> list[Seen]:
+    def measure(cluster: Cluster) -> list[RankFigures]:
         found = []
         for case in cases:
             microbatches = 1 + max(action.microbatch for action in case.table[0])
             x, y = batch_of(rows * microbatches)
             model = make(case.layers)
             pipeline = Pipeline(model, case.table, loss_of, x[:rows], recompute=case.recompute)
-            found.append(Seen.of(watched(pipeline, x, y), {}))
+            found.append(RankFigures.of(watched(pipeline, x, y), {}))
         return found
 
     return list(zip(*run_ranks(measure, n), strict=True))
 
 
-def predicted(table: Table, seen: list[Seen]) -> list[int]:
+def predicted(table: Table, seen: list[RankFigures]) -> list[int]:
     """The simulator's peak, in bytes, of each rank, from what one microbatch leaves in each stage."""
     stages = range(num_stages(table))
     by_forward = {stage: size for one in seen for stage, size in one.kept_by_forward.items()}
@@ -65,7 +65,7 @@ def predicted(table: Table, seen: list[Seen]) -> list[int]:
     return simulation.peak_bytes([by_forward[s] for s in stages], [for_weight.get(s, 0) for s in stages])
 
 
-def assert_as_predicted(case: Case, seen: list[Seen], held: list[int]) -> None:
+def assert_as_predicted(case: Case, seen: list[RankFigures], held: list[int]) -> None:
     """In bytes somewhat less may be held where neighbouring stages of a rank with split backwards share what
     is one's output and the other's input: it stays for some microbatches longer than for others."""
     in_bytes, rank_of = predicted(case.table, seen), placement(case.table)
@@ -162,11 +162,11 @@ def test_the_watch_counts_a_storage_once_and_notices_what_is_kept():
     with watch.saving(0, 0):
         doubled = x * 2
         y = (doubled.square() + doubled.view(2, 5).square().flatten()).sum()
-    watch.look()
+    watch.update_peak()
     assert watch.kept_by_forward == {0: 40} and (watch.peak_bytes, watch.peak_held) == (40, 1)
     with watch.saving(0, 1):
         z = (x * 2).square().sum()
-    watch.look()
+    watch.update_peak()
     assert (watch.peak_bytes, watch.peak_held) == (80, 2)
     y.backward()
     z.backward()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline_parallel.clock import Clock, ClockPasses
+from pipeline_parallel.clock import Clock, ClockRunner
 
 MS = 1_000_000
 
@@ -32,21 +32,21 @@ def host() -> Iterator[Host]:
         yield host
 
 
-def passes(clock: Clock, tick_ms: float = 10.0, like: Tensor | None = None) -> ClockPasses:
+def runner(clock: Clock, tick_ms: float = 10.0, like: Tensor | None = None) -> ClockRunner:
     like = torch.empty(2, 3, device="meta") if like is None else like
-    stage = ClockPasses(clock, like, like, tick_ms / 1e3)
+    stage = ClockRunner(clock, like, like, tick_ms / 1e3)
     stage.begin_step()
     return stage
 
 
-def spans(*stages: ClockPasses) -> list[float]:
+def spans(*stages: ClockRunner) -> list[float]:
     """Start and end of the last pass in ms since the host's beginning."""
-    start, end = stages[0].when() or (0, 0)
+    start, end = stages[0].last_span() or (0, 0)
     return [start / MS - 5_000, end / MS - 5_000]
 
 
 def test_passes_take_a_tick_each_and_a_whole_backward_two(host: Host):
-    stage = passes(Clock())
+    stage = runner(Clock())
     stage.forward(0, torch.zeros(1))
     assert spans(stage) == [0, 10]
     stage.backward(0, None)
@@ -58,7 +58,7 @@ def test_passes_take_a_tick_each_and_a_whole_backward_two(host: Host):
 
 
 def test_a_host_that_comes_late_holds_up_no_device_whose_input_was_there(host: Host):
-    stage = passes(Clock())
+    stage = runner(Clock())
     stage.forward(0, torch.zeros(1))
     host.now += 3 * MS
     stage.forward(1, torch.zeros(1))
@@ -67,10 +67,10 @@ def test_a_host_that_comes_late_holds_up_no_device_whose_input_was_there(host: H
 
 
 def test_a_device_whose_host_had_to_wait_for_the_input_begins_when_it_has_come(host: Host):
-    stage = passes(Clock())
+    stage = runner(Clock())
     stage.forward(0, torch.zeros(1))
     host.now += 3 * MS
-    stage.has_waited(2e-3)
+    stage.add_wait(2e-3)
     stage.forward(1, torch.zeros(1))
     assert spans(stage) == [13, 23]
 
@@ -85,14 +85,14 @@ def test_on_a_gpu_the_host_waits_where_it_reads_and_the_pass_begins_when_the_inp
             host.now += 4 * MS
             return int(self.as_subclass(Tensor))
 
-    stage, y = passes(Clock()), torch.zeros(2, 3)
+    stage, y = runner(Clock()), torch.zeros(2, 3)
     stage.forward(0, torch.zeros(1))
     stage.forward(1, y.as_subclass(Arriving).requires_grad_())
     assert spans(stage) == [14, 24]
 
 
 def test_no_pass_begins_before_its_input_was_made_on_another_rank(host: Host):
-    giver, taker = passes(Clock()), passes(Clock())
+    giver, taker = runner(Clock()), runner(Clock())
     y = giver.forward(0, torch.zeros(1)).requires_grad_()
     host.now = 5_012 * MS
     taker.forward(0, y)
@@ -104,7 +104,7 @@ def test_no_pass_begins_before_its_input_was_made_on_another_rank(host: Host):
 
 
 def test_another_machines_clock_may_say_anything(host: Host):
-    stage, y = passes(Clock()), torch.zeros(2, 3)
+    stage, y = runner(Clock()), torch.zeros(2, 3)
     y.view(-1).view(torch.uint8)[:8] = torch.tensor([9_000 * MS]).view(torch.uint8)
     host.now += MS
     stage.forward(0, y.requires_grad_())
@@ -113,7 +113,7 @@ def test_another_machines_clock_may_say_anything(host: Host):
 
 def test_stages_of_one_rank_share_its_device(host: Host):
     clock = Clock()
-    first, second = passes(clock, 10.0), passes(clock, 5.0)
+    first, second = runner(clock, 10.0), runner(clock, 5.0)
     first.forward(0, torch.zeros(1))
     second.forward(0, torch.zeros(1))
     assert spans(second) == [10, 15]
@@ -122,9 +122,9 @@ def test_stages_of_one_rank_share_its_device(host: Host):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_passed_on_has_the_true_shape_and_the_loss_is_a_number(host: Host, dtype: torch.dtype):
     like = torch.empty(4, 5, 6, dtype=dtype, device="meta")
-    stage = passes(Clock(), like=like)
+    stage = runner(Clock(), like=like)
     for made in (stage.forward(0, torch.zeros(1)), stage.backward(0, None), stage.backward_input(0, None)):
         assert (made.shape, made.dtype) == (like.shape, dtype)
     assert stage.forward(0, torch.zeros(1), torch.zeros(1)).shape == ()
-    tiny = passes(Clock(), like=torch.empty(1, device="meta"))
+    tiny = runner(Clock(), like=torch.empty(1, device="meta"))
     assert tiny.forward(0, tiny.backward(0, None).requires_grad_()).tolist() == [0.0]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lab.check import assert_same, gradients
 from lab.memory import live_bytes
-from pipeline_parallel.deferred import Jobs, deferring
-from pipeline_parallel.passes import Passes
+from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.stage import Stage, parts_of
+from pipeline_parallel.stage_runner import AutogradRunner
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, only, text, vectors
 
 
@@ -33,10 +33,10 @@ def compare(module: nn.Module, x: Tensor, backwards: int = 2, recompute: bool = 
     expected = gradients(module) | {"input": inputs[0].grad}
     module.zero_grad()
     for _ in range(backwards):
-        jobs = Jobs()
+        deferred = DeferredGradients()
 
         def forward(x: Tensor) -> Tensor:
-            with deferring(jobs):
+            with deferring(deferred):
                 return module(x)
 
         y = checkpoint(forward, inputs[1], use_reentrant=False) if recompute else forward(inputs[1])
@@ -44,8 +44,8 @@ def compare(module: nn.Module, x: Tensor, backwards: int = 2, recompute: bool = 
         if y.requires_grad:
             y.backward(dy)
         assert_same(weights_of(module), before, 0, "gradient before its time")
-        jobs.run()
-        assert not jobs.waiting and not jobs.tensors
+        deferred.run()
+        assert not deferred.waiting and not deferred.tensors
     assert_same(gradients(module) | {"input": inputs[1].grad}, expected, 1e-12, f"gradient, {module},")
 
 
@@ -128,47 +128,47 @@ def test_the_lessons_models_have_autograds_gradients(make, batch_of):
     x, _ = batch_of(2)
     for recompute in (False, True):
         model, reference = make(), make()
-        stage, jobs = Stage(model, parts_of(model)), Jobs()
+        stage, deferred = Stage(model, parts_of(model)), DeferredGradients()
 
         def forward(x: Tensor) -> Tensor:
-            with deferring(jobs):
+            with deferring(deferred):
                 return stage(x).square().mean()
 
         (checkpoint(forward, x, use_reentrant=False) if recompute else forward(x)).backward()
-        jobs.run()
+        deferred.run()
         reference(x).square().mean().backward()
         assert_same(gradients(model), gradients(reference), 1e-12, f"gradient, recompute={recompute},")
 
 
 def test_only_weights_wait_and_norms_and_embeddings_have_their_gradients_at_once():
     model, reference = gpt(num_layers=1, tied=False), gpt(num_layers=1, tied=False)
-    jobs, (x, _) = Jobs(), text(2)
-    with deferring(jobs):
+    deferred, (x, _) = DeferredGradients(), text(2)
+    with deferring(deferred):
         y = model(x).square().mean()
     y.backward()
     at_once = {name for name, gradient in gradients(model).items() if gradient is not None}
     assert at_once == {n for n, _ in model.named_parameters() if "norm" in n or "embedding" in n}
     reference(x).square().mean().backward()
     assert_same(only(gradients(model), at_once), only(gradients(reference), at_once), 1e-12)
-    assert len(jobs.waiting) == 7  # q, k, v, o, up, down and the head
+    assert len(deferred.waiting) == 7  # q, k, v, o, up, down and the head
 
 
 def test_without_gradients_or_outside_nothing_is_deferred():
-    layer, jobs = nn.Linear(2, 2), Jobs()
-    with deferring(jobs), torch.no_grad():
+    layer, deferred = nn.Linear(2, 2), DeferredGradients()
+    with deferring(deferred), torch.no_grad():
         assert not layer(torch.ones(1, 2)).requires_grad
     layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad is not None and not jobs.waiting
+    assert layer.weight.grad is not None and not deferred.waiting
 
 
 def test_what_is_frozen_keeps_nothing_for_later():
     x = torch.ones(2, 4, requires_grad=True)
     for module in (nn.Linear(4, 4), nn.Linear(4, 4, bias=False)):
-        jobs = Jobs()
-        with deferring(jobs):
+        deferred = DeferredGradients()
+        with deferring(deferred):
             y = module.requires_grad_(False)(x)
         y.sum().backward()
-        assert not jobs.tensors and not jobs.waiting
+        assert not deferred.tensors and not deferred.waiting
 
 
 def test_what_cannot_wait_is_left_to_autograd():
@@ -192,15 +192,15 @@ def test_what_cannot_wait_is_left_to_autograd():
         found = []
         for is_deferred in (False, True):
             module.zero_grad()
-            jobs, given = Jobs(), x.detach().clone().requires_grad_()
-            with deferring(jobs) if is_deferred else nullcontext():
+            deferred, given = DeferredGradients(), x.detach().clone().requires_grad_()
+            with deferring(deferred) if is_deferred else nullcontext():
                 y = (
                     module(given, given, given)[0]
                     if isinstance(module, nn.MultiheadAttention)
                     else module(given)
                 )
             y.square().sum().backward()
-            jobs.run()
+            deferred.run()
             found.append(gradients(module) | {"input": given.grad})
         assert_same(found[1], found[0], 1e-12, f"gradient, {module},")
 
@@ -211,11 +211,11 @@ def test_a_complex_layers_gradients_are_autograds():
     found = []
     for is_deferred in (False, True):
         module.zero_grad()
-        jobs, x = Jobs(), torch.complex(some(2, 4), 2 * some(2, 4)).detach().requires_grad_()
-        with deferring(jobs) if is_deferred else nullcontext():
+        deferred, x = DeferredGradients(), torch.complex(some(2, 4), 2 * some(2, 4)).detach().requires_grad_()
+        with deferring(deferred) if is_deferred else nullcontext():
             y = module(x * 1j)
         (y.real * y.imag).sum().backward()
-        jobs.run()
+        deferred.run()
         found.append([x.grad, module.weight.grad, module.bias.grad])
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
@@ -228,16 +228,16 @@ def test_under_autocast_gradients_are_autograds_to_the_bit(make, batch_of, recom
         model = make(3).float()
         given = x.float().requires_grad_()
         for _ in range(2):
-            jobs = Jobs()
+            deferred = DeferredGradients()
 
             def forward(x: Tensor) -> Tensor:
-                with deferring(jobs) if is_deferred else nullcontext():
+                with deferring(deferred) if is_deferred else nullcontext():
                     return model(x).float().square().mean()
 
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = checkpoint(forward, given, use_reentrant=False) if recompute else forward(given)
             loss.backward()
-            jobs.run()
+            deferred.run()
         found.append(gradients(model) | {"input": given.grad})
         assert {gradient.dtype for gradient in found[-1].values()} == {torch.float32}
     assert_same(found[1], found[0], 0, "gradient,")
@@ -249,7 +249,7 @@ def test_nothing_stays_alive_when_the_weight_gradients_are_there(make, batch_of,
     """Without the garbage collector's help: a circle would keep a microbatch until it happens to run."""
     model, x = make(3), batch_of(2)[0]
     stage = Stage(model, parts_of(model))
-    passes = Passes(stage, microbatches=1, recompute=recompute, split=True)
+    runner = AutogradRunner(stage, microbatches=1, recompute=recompute, split=True)
     saved: list[StorageWeakRef] = []
     own = {StorageWeakRef(t.untyped_storage()) for t in [x, *model.parameters()]}
 
@@ -264,11 +264,11 @@ def test_nothing_stays_alive_when_the_weight_gradients_are_there(make, batch_of,
     gc.disable()
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            y = passes.forward(0, x)
-            passes.backward_input(0, torch.ones_like(y))
-        saved += [StorageWeakRef(tensor.untyped_storage()) for tensor in passes.deferred(0)]
+            y = runner.forward(0, x)
+            runner.backward_input(0, torch.ones_like(y))
+        saved += [StorageWeakRef(tensor.untyped_storage()) for tensor in runner.deferred_tensors(0)]
         assert any(not reference.expired() for reference in noted())
-        passes.backward_weight(0)
+        runner.backward_weight(0)
         del y
         assert all(reference.expired() for reference in noted())
     finally:
@@ -278,11 +278,11 @@ def test_nothing_stays_alive_when_the_weight_gradients_are_there(make, batch_of,
 def test_gradients_carry_no_graph_and_take_only_their_own_memory():
     model, (x, _) = mlp(4), vectors(6)
     before = live_bytes({"parameters": model.parameters()})["other"]
-    passes = Passes(Stage(model, parts_of(model)), microbatches=1, split=True)
+    runner = AutogradRunner(Stage(model, parts_of(model)), microbatches=1, split=True)
     for microbatch in range(3):
-        passes.backward_input(microbatch, torch.ones_like(passes.forward(microbatch, x)))
+        runner.backward_input(microbatch, torch.ones_like(runner.forward(microbatch, x)))
     for microbatch in range(3):
-        passes.backward_weight(microbatch)
+        runner.backward_weight(microbatch)
     for parameter in model.parameters():
         assert parameter.grad.grad_fn is None and not parameter.grad.requires_grad
     held = live_bytes({"parameters": model.parameters(), "gradients": [p.grad for p in model.parameters()]})

@@ -20,12 +20,12 @@ from lab.memory import live_bytes
 from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.timeline import recorded, start_recording, stop_recording
-from pipeline_parallel import measured
+from pipeline_parallel import from_events
 from pipeline_parallel.executor import Executor
-from pipeline_parallel.passes import Passes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b, stages_per_rank, table_of, zb_v
 from pipeline_parallel.simulate import Costs, simulate
+from pipeline_parallel.stage_runner import AutogradRunner
 from tests.lab.simulated_gpu import simulated_gpu
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
@@ -214,7 +214,7 @@ def test_memory_of_a_message_is_free_before_the_step_ends():
 
 
 class Counting:
-    """Passes whose tensors say where they have been: microbatch and stage in every number."""
+    """AutogradRunner whose tensors say where they have been: microbatch and stage in every number."""
 
     def __init__(self, stage: int, last: bool) -> None:
         self.stage, self.last, self.log = stage, last, []
@@ -222,10 +222,10 @@ class Counting:
     def begin_step(self) -> None:
         self.log.clear()
 
-    def has_waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         assert 0 <= seconds < 60
 
-    def when(self) -> None:
+    def last_span(self) -> None:
         return None
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
@@ -248,7 +248,7 @@ class Counting:
     def backward_weight(self, microbatch: int) -> None:
         self.log.append(f"W{microbatch}")
 
-    def deferred(self, microbatch: int) -> list[Tensor]:
+    def deferred_tensors(self, microbatch: int) -> list[Tensor]:
         return []
 
     def _gradient(self, microbatch: int, dy: Tensor | None) -> Tensor:
@@ -266,17 +266,17 @@ def test_it_does_each_row_in_its_order_with_the_tensors_of_the_right_microbatch_
             last = 3 * stages_per_rank(name, chunks) - 1
             own = sorted({action.stage for action in table[cluster.rank]})
             like = torch.empty(1, 16, device="meta")
-            passes = {stage: Counting(stage, stage == last) for stage in own}
+            runners = {stage: Counting(stage, stage == last) for stage in own}
             boundaries = dict.fromkeys(range(last + 2), like)
-            executor = Executor(table, passes, boundaries, cluster.rank, apart=apart)
+            executor = Executor(table, runners, boundaries, cluster.rank, apart=apart)
             x = torch.full((5, 16), -1.0)
             x[:, 0] = torch.arange(5)
             for _ in range(2):
                 outcome = executor.step(x, torch.arange(5))
                 for stage in own:
                     row = [f"{a.kind}{a.microbatch}" for a in table[cluster.rank] if a.stage == stage]
-                    assert passes[stage].log == row, (name, stage)
-                    passes[stage].log.clear()
+                    assert runners[stage].log == row, (name, stage)
+                    runners[stage].log.clear()
                 if 0 in own:
                     assert outcome.input_gradient[:, 0].tolist() == [0.0, 100.0, 200.0, 300.0, 400.0]
                 if last in own:
@@ -323,13 +323,17 @@ def test_on_a_gpu_an_action_takes_what_the_device_computes_and_not_the_launch():
                     return 2 * x
 
             boundaries = dict.fromkeys((0, 1), torch.empty(1, 1, device="meta"))
-            passes = {0: Passes(Launching(), 2, lambda y, _: y.sum())}
-            executor = Executor(gpipe(1, 2), passes, boundaries, rank=0)
+            runners = {0: AutogradRunner(Launching(), 2, lambda y, _: y.sum())}
+            executor = Executor(gpipe(1, 2), runners, boundaries, rank=0)
             start_recording(gpu.device)
             executor.step(x.requires_grad_(), y)
             stop_recording()
             actions = [event for event in recorded() if "action" in event.args]
-            return measured.makespan(actions), measured.bubble(actions, 1), measured.costs(actions, 1)
+            return (
+                from_events.makespan(actions),
+                from_events.bubble(actions, 1),
+                from_events.costs(actions, 1),
+            )
 
     (found,) = run_ranks(measure, 1)
     assert found == (0.022, 0.0, Costs((0.003,), (0.004,), (0.004,)))

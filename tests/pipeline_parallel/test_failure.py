@@ -14,7 +14,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.model import loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel.failure import is_mark, mark
+from pipeline_parallel.failure import failure_mark, is_failure_mark
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, one_f_one_b, table_of, zb_h1
 from tests.pipeline_parallel.equivalence import (
@@ -271,9 +271,9 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
 def test_a_mark_is_no_number_that_arithmetic_makes():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         for shape in ((1,), (3,), (2, 5)):
-            made = mark(torch.empty(shape, dtype=dtype, device="meta"), "cpu")
+            made = failure_mark(torch.empty(shape, dtype=dtype, device="meta"), "cpu")
             assert (made.shape, made.dtype) == (torch.Size(shape), dtype)
-            assert is_mark(made) and made.isnan().all()
+            assert is_failure_mark(made) and made.isnan().all()
             not_a_number = torch.full(shape, torch.nan, dtype=dtype)
             for other in (
                 not_a_number,
@@ -281,5 +281,5 @@ def test_a_mark_is_no_number_that_arithmetic_makes():
                 torch.zeros(shape, dtype=dtype).log() * 0,
                 made.new_ones(shape),
             ):
-                assert not is_mark(other), (dtype, other)
-    assert not is_mark(torch.empty(0))
+                assert not is_failure_mark(other), (dtype, other)
+    assert not is_failure_mark(torch.empty(0))

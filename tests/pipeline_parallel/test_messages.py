@@ -13,11 +13,11 @@ from pipeline_parallel.messages import (
     Message,
     Receive,
     Send,
-    Sent,
     Step,
+    WaitForSend,
     has_split_backward,
-    needed_by,
     neighbours,
+    received_by,
     sent_by,
     with_messages,
 )
@@ -29,7 +29,7 @@ some_ahead = st.integers(0, 3)
 
 def text(program: list[Step]) -> str:
     """Write actions as 0F1, messages as >0F1 (send), <0F1 (receive) and =0F1 (sent)."""
-    signs = {Send: ">", Receive: "<", Sent: "="}
+    signs = {Send: ">", Receive: "<", WaitForSend: "="}
     return " ".join(
         str(step)
         if isinstance(step, Action)
@@ -43,14 +43,14 @@ def actions(program: list[Step]) -> list[Action]:
 
 
 def crossing(table: Table, of) -> dict[Message, tuple[int, int]]:
-    """Return the rank and place in its row where messages are made (of=sent_by) or used (of=needed_by)."""
+    """Return the rank and place in its row where messages are made (of=sent_by) or used (of=received_by)."""
     rank_of = placement(table)
     last = max(rank_of)
     return {
         message: (rank, at)
         for rank, row in enumerate(table)
         for at, action in enumerate(row)
-        if (message := of(action, last)) is not None and rank_of[message.stage] != rank_of[message.reader]
+        if (message := of(action, last)) is not None and rank_of[message.stage] != rank_of[message.receiver]
     }
 
 
@@ -71,9 +71,9 @@ def run_by_chance(programs: list[list[Step]], table: Table, seed: int) -> int:
 
     def can_go_on(rank: int) -> bool:
         step = programs[rank][done[rank]]
-        if isinstance(step, Sent):
+        if isinstance(step, WaitForSend):
             return has_arrived(rank, step.peer, step.message)
-        if isinstance(step, Action) and (needed := needed_by(step, last)) is not None:
+        if isinstance(step, Action) and (needed := received_by(step, last)) is not None:
             source = placement(table)[needed.stage]
             return needed in here[rank] if source == rank else has_arrived(source, rank, needed)
         return True
@@ -92,7 +92,7 @@ def run_by_chance(programs: list[list[Step]], table: Table, seed: int) -> int:
             case Receive(message, peer):
                 posted[peer, rank].append(message)
             case Action():
-                if (needed := needed_by(step, last)) in here[rank]:
+                if (needed := received_by(step, last)) in here[rank]:
                     here[rank].remove(needed)
                 if (made := sent_by(step, last)) is not None:
                     here[rank].add(made)
@@ -141,7 +141,7 @@ def test_backwards_are_split_where_any_action_is():
 def test_actions_stay_as_they_were_and_each_message_is_sent_received_and_awaited_once(table: Table, ahead):
     programs = with_messages(table, ahead)
     assert [actions(program) for program in programs] == table
-    made, used, rank_of = crossing(table, sent_by), crossing(table, needed_by), placement(table)
+    made, used, rank_of = crossing(table, sent_by), crossing(table, received_by), placement(table)
     assert made.keys() == used.keys()
     counted = Counter(
         (type(step), rank, step.peer, step.message)
@@ -151,8 +151,12 @@ def test_actions_stay_as_they_were_and_each_message_is_sent_received_and_awaited
     )
     expected = []
     for message in made:
-        source, to = rank_of[message.stage], rank_of[message.reader]
-        expected += [(Send, source, to, message), (Sent, source, to, message), (Receive, to, source, message)]
+        source, to = rank_of[message.stage], rank_of[message.receiver]
+        expected += [
+            (Send, source, to, message),
+            (WaitForSend, source, to, message),
+            (Receive, to, source, message),
+        ]
     assert counted == Counter(expected)
 
 
@@ -180,7 +184,7 @@ def test_receives_of_a_neighbour_are_posted_in_its_order_and_exactly_as_early_as
                 if isinstance(step, Receive) and step.peer == source:
                     posted.append(step.message)
                 if isinstance(step, Action):
-                    soon = [needed_by(action, last) for action in table[rank][: at + ahead + 1]]
+                    soon = [received_by(action, last) for action in table[rank][: at + ahead + 1]]
                     wanted = [sends.index(message) for message in soon if message in sends]
                     assert posted == sends[: max(wanted, default=-1) + 1]
                     at += 1
@@ -192,12 +196,12 @@ def test_receives_of_a_neighbour_are_posted_in_its_order_and_exactly_as_early_as
 def test_sent_stands_before_the_first_action_that_needs_a_proof_of_it_or_at_the_end(table: Table, ahead):
     """The proof: what the receiver made with it, or later. Ranks are known by their rows, not by programs."""
     rank_of, last = placement(table), max(placement(table))
-    made, used = crossing(table, sent_by), crossing(table, needed_by)
+    made, used = crossing(table, sent_by), crossing(table, received_by)
     for rank, program in enumerate(with_messages(table, ahead)):
         for at, step in enumerate(program):
-            if not isinstance(step, Sent):
+            if not isinstance(step, WaitForSend):
                 continue
-            needs = [needed_by(action, last) for action in table[rank]]
+            needs = [received_by(action, last) for action in table[rank]]
             proofs = [
                 place
                 for place, answer in enumerate(needs)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.errors import WorkbookError
-from pipeline_parallel.actions import FORWARD, Action, Table, fulfils, needs, parse_row
+from pipeline_parallel.actions import FORWARD, Action, Table, as_dependency, dependencies, parse_row
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, table_of
 from pipeline_parallel.validate import ScheduleError, held, validate
 
@@ -151,8 +151,8 @@ def comes_to_its_end(table: Table) -> bool:
     while goes_on:
         goes_on = False
         for row in left:
-            if row and done.issuperset(needs(row[0], last)):
-                done.add(fulfils(row.pop(0)))
+            if row and done.issuperset(dependencies(row[0], last)):
+                done.add(as_dependency(row.pop(0)))
                 goes_on = True
     return not any(left)
 

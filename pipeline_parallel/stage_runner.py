@@ -1,8 +1,8 @@
 """The passes of one stage: forward, backward, or its halves, of one microbatch after the other.
 
-    passes = Passes(stage, loss_of=loss_of, microbatches=8)      # loss_of: the last stage has one
-    y = passes.forward(3, x)
-    dx = passes.backward(3, dy)      # or passes.backward_input(3, dy), and later passes.backward_weight(3)
+    runner = AutogradRunner(stage, loss_of=loss_of, microbatches=8)      # loss_of: the last stage has one
+    y = runner.forward(3, x)
+    dx = runner.backward(3, dy)      # or runner.backward_input(3, dy), and later runner.backward_weight(3)
 
 What a microbatch leaves behind for its backward lives from its forward to its backward, and no longer. The
 output itself is not kept: autograd is told to begin at its place in the graph (a gradient edge), and
@@ -22,13 +22,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from pipeline_parallel.batches import validated_loss
-from pipeline_parallel.deferred import Jobs, deferring
+from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.stage import Stage
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
-class StagePasses(Protocol):
+class StageRunner(Protocol):
     """What the executor asks of a stage."""
 
     def begin_step(self) -> None:
@@ -49,17 +49,17 @@ class StagePasses(Protocol):
     def backward_weight(self, microbatch: int) -> None:
         """What `backward_input` has left."""
 
-    def deferred(self, microbatch: int) -> list[Tensor]:
+    def deferred_tensors(self, microbatch: int) -> list[Tensor]:
         """The tensors that `backward_weight` will need."""
 
-    def has_waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """So long the rank has waited for messages since its last pass."""
 
-    def when(self) -> tuple[int, int] | None:
+    def last_span(self) -> tuple[int, int] | None:
         """Start and end of the last pass, in nanoseconds, where they are not those of the call."""
 
 
-class Passes:
+class AutogradRunner:
     """The passes of a stage by autograd.
 
     `microbatches` divides the loss, so that gradients add up to those of the mean. `split` prepares forwards
@@ -79,13 +79,13 @@ class Passes:
         self.stage, self.microbatches, self.loss_of = stage, microbatches, loss_of
         self.recompute, self.split, self.output_dtype = recompute, split, output_dtype
         self._begun: dict[int, tuple[Tensor, GradientEdge | None]] = {}
-        self.jobs: dict[int, Jobs] = {}
+        self.deferred_gradients: dict[int, DeferredGradients] = {}
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
-        jobs = Jobs() if self.split else None
-        if jobs is not None:
-            self.jobs[microbatch] = jobs
-        y = self.with_graph(x, target, jobs)
+        deferred = DeferredGradients() if self.split else None
+        if deferred is not None:
+            self.deferred_gradients[microbatch] = deferred
+        y = self.with_graph(x, target, deferred)
         self._begun[microbatch] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
@@ -93,15 +93,17 @@ class Passes:
     def forward_only(self, x: Tensor, target: Tensor | None = None) -> Tensor:
         return self._output_or_loss(self.stage(x), target).detach()
 
-    def with_graph(self, x: Tensor, target: Tensor | None = None, jobs: Jobs | None = None) -> Tensor:
+    def with_graph(
+        self, x: Tensor, target: Tensor | None = None, deferred: DeferredGradients | None = None
+    ) -> Tensor:
         """Return what `forward` returns, with the graph that a backward needs."""
         if self.recompute:
-            return checkpoint(self._compute, x, target, jobs, use_reentrant=False)
-        return self._compute(x, target, jobs)
+            return checkpoint(self._compute, x, target, deferred, use_reentrant=False)
+        return self._compute(x, target, deferred)
 
-    def _compute(self, x: Tensor, target: Tensor | None, jobs: Jobs | None) -> Tensor:
-        if jobs is not None:
-            with deferring(jobs):
+    def _compute(self, x: Tensor, target: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
+        if deferred is not None:
+            with deferring(deferred):
                 y = self.stage(x)
         else:
             y = self.stage(x)
@@ -130,20 +132,20 @@ class Passes:
         return x.grad
 
     def backward_weight(self, microbatch: int) -> None:
-        with without_autocast(*self.jobs[microbatch].tensors[:1]):
-            self.jobs.pop(microbatch).run()
+        with without_autocast(*self.deferred_gradients[microbatch].tensors[:1]):
+            self.deferred_gradients.pop(microbatch).run()
 
-    def deferred(self, microbatch: int) -> list[Tensor]:
-        return self.jobs[microbatch].tensors
+    def deferred_tensors(self, microbatch: int) -> list[Tensor]:
+        return self.deferred_gradients[microbatch].tensors
 
     def begin_step(self) -> None:
         self._begun.clear()  # of a step that failed
-        self.jobs.clear()
+        self.deferred_gradients.clear()
 
-    def has_waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         pass
 
-    def when(self) -> None:
+    def last_span(self) -> None:
         return None
 
 
