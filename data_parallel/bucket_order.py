@@ -1,11 +1,11 @@
-"""The order of the gradients in the buckets: in the first step a guess, afterwards as rank 0 observed it.
+"""Choose the order of the gradients in the buckets: a guess for the first step, then what rank 0 observed.
 
-      first step    the reverse of registration    rank 0 notes which gradient is complete when
-      afterwards    as rank 0 noted it             a gradient that it did not see comes last
+      first step    the reverse of registration    rank 0 notes the order in which gradients come
+      afterwards    the order that rank 0 noted    gradients that it did not see are the last
 
 All ranks need the same order, or their buckets would not match. Later backwards usually complete the
-gradients in the order of the first. As in PyTorch's DistributedDataParallel: Li et al., VLDB 2020,
-section 3.2.3.
+gradients in the same order as the first one. PyTorch's DistributedDataParallel does this too: Li et al.,
+VLDB 2020, section 3.2.3.
 """
 
 from typing import Any
@@ -39,8 +39,8 @@ class BucketOrder:
         if self._seen is not None:
             self._seen = []
 
-    def agree(self, group: Group) -> bool:
-        """Send rank 0's order to all ranks at the end of the first step. Return whether the order changed."""
+    def adopt_observed(self, group: Group) -> bool:
+        """Adopt, after the first step, the order that rank 0 observed. Return whether that changed it."""
         self.was_sent = self._seen is not None
         if self._seen is None:
             return False

@@ -86,8 +86,10 @@ class ReplicaGuard:
     def refuse_unless_dropped(self, parameter: nn.Parameter, is_kept: bool) -> None:
         """Raise WorkbookError in a second backward, unless the program has dropped the first one's gradients.
 
-        That is what the loop of a GAN does with the gradients that the generator's backward leaves in the
-        discriminator. `is_kept`: the gradient of this hook's `parameter` is not a new one.
+        A GAN's loop drops the gradients that the generator's backward leaves in the discriminator. If they
+        are kept, autograd has added to what is being sent. `is_kept` says that of the gradient of the
+        hook's `parameter`, or that messages are left to send, of which other ranks may have sent another
+        number.
         """
         if is_kept or any(p.grad is not None for p in self._wrapped if p is not parameter):
             raise WorkbookError(

@@ -1,10 +1,11 @@
-"""Uses of a sharded optimizer that would train nothing, or part of the model, without a word.
+"""Refuse uses of a sharded optimizer that would train nothing, or only a part of the model, without an error.
 
       in a backward      a parameter was cast: its memory is no longer its bucket's
       at the end of it   a parameter was unfrozen, or replaced by another one: no bucket has it
-      afterwards         a gradient is used that has left for its owner: clipped by a local norm, for example
+      afterwards         a gradient is used that was sent to its owner: clipped by a local norm, for example
 
-What one rank alone may notice, all are told at the end of the backward, by an all-reduce that is done anyway.
+One rank alone may notice such a mistake. All ranks learn of it at the end of the backward, by an all-reduce
+that is needed anyway.
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ ANOTHER_BACKWARD = (
 
 
 class TakenGradient(Tensor):
-    """Stands for a gradient that has left for the ranks that own it. Has no memory; every use is refused."""
+    """A placeholder for a gradient that was sent to the ranks that own it: every use of it is refused."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> "TakenGradient":
@@ -41,18 +42,18 @@ class TakenGradient(Tensor):
         )
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        raise NotImplementedError("There is no memory behind a gradient that has left.")
+        raise NotImplementedError("A gradient that was sent to its owner has no memory here.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class ShardGuard:
-    """Watches the parameters of a sharded optimizer."""
+    """Notices what happens to the parameters of a sharded optimizer that would make it train wrongly."""
 
     def __init__(self) -> None:
         self._memory: dict[Tensor, int] = {}
-        self._taken: dict[Tensor, TakenGradient] = {}
+        self._placeholders: dict[Tensor, TakenGradient] = {}
         self._frozen: set[nn.Parameter] = set()
         self._gradients = HookGradients()
         self._replacements = Replacements()
@@ -64,14 +65,14 @@ class ShardGuard:
             self._replacements.know(parameter)
             if parameter.requires_grad:
                 self._memory[parameter] = parameter.data_ptr()
-                self._taken[parameter] = TakenGradient(parameter)
+                self._placeholders[parameter] = TakenGradient(parameter)
                 self._frozen.discard(parameter)
             else:
                 self._frozen.add(parameter)
 
-    def taken(self, parameter: Tensor) -> TakenGradient:
-        """Return what the parameter has in place of its gradient."""
-        return self._taken[parameter]
+    def placeholder(self, parameter: Tensor) -> TakenGradient:
+        """Return what the parameter has in place of its gradient, and what refuses every use."""
+        return self._placeholders[parameter]
 
     def is_in_place(self, parameter: Tensor) -> bool:
         """Return whether the parameter is still part of its bucket."""
@@ -87,7 +88,7 @@ class ShardGuard:
         """Return whether the gradient of a hook's parameter is complete and can be taken."""
         try:
             is_complete = self._gradients.is_complete(parameter)
-        except WorkbookError as error:  # which the other ranks have to learn, too
+        except WorkbookError as error:  # the other ranks have to learn of it, too
             self._trouble, parameter.grad = str(error), None
             return False
         return is_complete and self.is_in_place(parameter)

@@ -1,8 +1,8 @@
-"""Make an optimizer of shards one of torch's: groups, state dicts, clipping, GradScaler, refusals.
+"""Make an optimizer of shards behave as torch's do: groups, state dicts, clipping, GradScaler, errors.
 
-The cycle of stages 1 and 2 of ZeRO stands in train_zero1.py and train_zero2.py. Both optimizers divide their
-parameters by `_divide`, let `_accepts` look at each gradient, and agree by `_agree_on_used` on which
-parameters are trained in a step.
+The cycle of stages 1 and 2 of ZeRO is in train_zero1.py and train_zero2.py. Both optimizers divide their
+parameters with `_divide`, ask `_has_arrived` about each gradient, and find out with `_agree_on_used` which
+parameters any rank used.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, default_pattern
 from data_parallel.elementwise import refuse_unless_elementwise
 from data_parallel.flat import ParameterBucket, Piece, fill
-from data_parallel.launch_order import LaunchOrder
+from data_parallel.gradient_arrivals import GradientArrivals
 from data_parallel.shard_guard import ShardGuard
 from data_parallel.step_guard import StepGuard
 from lab.errors import WorkbookError
@@ -36,7 +36,9 @@ class ShardedOptimizer(Optimizer):
     work element by element.
     """
 
-    finish_gradient_sync: Callable[[], None]  # the lesson's
+    # These are the lesson's: train_zero1.py, train_zero2.py.
+    finish_gradient_sync: Callable[[], None]
+    _drop_gradients: Callable[[], None]
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class ShardedOptimizer(Optimizer):
         self.inner: Optimizer | None = None
         self.buckets: list[ParameterBucket] = []
         self.pieces: list[Piece] = []
-        self._launches = LaunchOrder(launch)
+        self._arrivals = GradientArrivals(launch)
         self._guard, self._steps = ShardGuard(), StepGuard()
         self._used: set[Tensor] = set()  # parameters that have a gradient on this rank
         # torch's own reading of all the forms that parameters can be given in.
@@ -71,7 +73,7 @@ class ShardedOptimizer(Optimizer):
 
         Return the buckets. All ranks must call it, between two steps.
         """
-        if self._launches:
+        if self._arrivals:
             raise WorkbookError("add_param_group() came in the middle of a step: call it after zero_grad().")
         options = self._class([param_group], **self._defaults).param_groups[0]
         known = {piece.parameter for piece in self.pieces}
@@ -88,7 +90,7 @@ class ShardedOptimizer(Optimizer):
             added.append(ParameterBucket(f"bucket {len(self.buckets)}", parameters, rank, ranks))
             self.buckets.append(added[-1])
             self.pieces += added[-1].pieces
-            self._launches.add(added[-1])
+            self._arrivals.add_bucket(added[-1])
         self._guard.watch(options["params"])
         mine = {piece.parameter: piece.tensor for piece in self.pieces}
         names = options.get("param_names", [None] * len(options["params"]))
@@ -105,23 +107,32 @@ class ShardedOptimizer(Optimizer):
         """Let gradients of microbatches add up: run all backwards but the last one inside."""
         return self._steps.no_sync()
 
-    def _accepts(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a hook's parameter can be taken; WorkbookError out of turn."""
+    def _has_arrived(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of a hook's parameter is there, and note that the parameter is used.
+
+        Raises WorkbookError if the backward comes between calls where it would lose gradients
+        (step_guard.py).
+        """
         if not self._guard.has_gradient(parameter):
             return False
-        self._steps.before_gradient(is_second=parameter in self._launches)
+        self._steps.before_gradient(is_second=parameter in self._arrivals)
+        if self._steps.drops_a_backward():
+            gradient, parameter.grad = parameter.grad, None  # it is not one of those that are dropped
+            self._drop_gradients()
+            parameter.grad = gradient
+            self._used.clear()
         self._used.add(parameter)
         return True
 
     def _has_unsent_gradient(self, parameter: Tensor) -> bool:
-        """Return whether an earlier microbatch, or an operation after the backward, has left a gradient."""
+        """Return whether there is a gradient that was not sent, as an earlier microbatch leaves one."""
         if parameter.grad is None or not self._guard.is_in_place(parameter):
             return False
         self._used.add(parameter)
         return True
 
     def _agree_on_used(self) -> set[Tensor]:
-        """Return the parameters that any rank has a gradient of; WorkbookError if any rank is in trouble."""
+        """Return the parameters that any rank used. Raises WorkbookError if any rank refuses the step."""
         flags = [piece.parameter in self._used for piece in self.pieces] + [self._guard.has_trouble()]
         used = torch.tensor(flags, dtype=torch.uint8).to(self.buckets[0].full.device)
         all_reduce(used, op="max", group=self.group, pattern=self.pattern)
@@ -132,20 +143,25 @@ class ShardedOptimizer(Optimizer):
         self._steps.synced(has_gradients=any(used_somewhere))
         return {piece.parameter for piece, flag in zip(self.pieces, used_somewhere, strict=True) if flag}
 
-    def _hand_over(self, bucket: ParameterBucket, shard: Tensor, used: set[Tensor]) -> None:
-        """Give the bucket's pieces their part of the gradient's shard, and those that are not used none."""
+    def _give_gradients(self, bucket: ParameterBucket, shard: Tensor, used: set[Tensor]) -> None:
+        """Give each piece its part of the shard of gradients; no gradient if no rank used the parameter."""
         for piece, (_, gradient) in zip(bucket.pieces, bucket.flat.pieces(shard), strict=True):
             part = GradientPart.of(gradient, self.group, self.pattern)
             piece.tensor.grad = part if piece.parameter in used else None
 
     def _before_step(self) -> None:
-        """Raise WorkbookError if there is nothing to train with; drop what is left in the model."""
+        """Raise WorkbookError if there is no gradient to train with; remove the placeholders in the model."""
         self._steps.before_step()
         for piece in self.pieces:
             piece.parameter.grad = None
 
-    def _forget_gradients(self) -> None:
-        """Begin another step, with no gradients on the model and on the pieces."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients of the model and of the pieces to None, and wait for what is still being sent.
+
+        Gradients are in flight if a backward was not followed by a step, as the generator's of a GAN is not
+        in the discriminator. `set_to_none=False` does the same: gradients of zeros would have no memory.
+        """
+        self._drop_gradients()
         self._used.clear()
         for piece in self.pieces:
             piece.parameter.grad = piece.tensor.grad = None

@@ -1,8 +1,8 @@
-"""Refuse the calls of a sharded optimizer that come in an order in which gradients would be lost.
+"""Refuse calls of a sharded optimizer in an order in which gradients would be lost.
 
       zero_grad ─► backward, all but the last in no_sync ─► finish_gradient_sync ─► step ─► zero_grad ─► ...
 
-A program makes its mistakes on all ranks, so each rank notices them for itself.
+All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from lab.errors import WorkbookError
 
 
 class StepGuard:
-    """Knows which of a step's calls have come.
+    """Tracks which of a step's calls have been made.
 
     `is_synchronising` is False inside `no_sync()`; `is_synced` is True once the shards have their gradients.
     """
@@ -21,7 +21,8 @@ class StepGuard:
     def __init__(self) -> None:
         self.is_synchronising, self.is_synced = True, False
         self._has_gradients = False
-        self._is_over, self._is_stale = False, False  # stepped since zero_grad(); and then another backward
+        self._is_over, self._is_stale = False, False  # a step since zero_grad(); then another backward
+        self._is_unfinished = False  # a backward outside of no_sync(), and no finish_gradient_sync() since
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -39,6 +40,16 @@ class StepGuard:
         self._is_stale, self.is_synced = self._is_over, False
         if is_second and self.is_synchronising:
             raise WorkbookError(ANOTHER_BACKWARD)
+        self._is_unfinished |= self.is_synchronising
+
+    def drops_a_backward(self) -> bool:
+        """Return whether this microbatch follows a backward whose gradients were sent and then dropped.
+
+        Had the program kept them, autograd could not have added to their placeholders.
+        """
+        is_dropped = self._is_unfinished and not self.is_synchronising
+        self._is_unfinished &= not is_dropped
+        return is_dropped
 
     def before_sync(self) -> None:
         """Raise WorkbookError if the gradients are those of a backward after the step."""
@@ -47,7 +58,7 @@ class StepGuard:
 
     def synced(self, has_gradients: bool) -> None:
         """Note that the shards have their gradients, where any rank has some."""
-        self._has_gradients, self.is_synced = has_gradients, True
+        self._has_gradients, self.is_synced, self._is_unfinished = has_gradients, True, False
 
     def before_step(self) -> None:
         """Raise WorkbookError if there is nothing to train with."""
@@ -60,4 +71,4 @@ class StepGuard:
 
     def begin(self) -> None:
         """Note that the gradients of the step before are forgotten."""
-        self.is_synced = self._is_over = self._is_stale = False
+        self.is_synced = self._is_over = self._is_stale = self._is_unfinished = False

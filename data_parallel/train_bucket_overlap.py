@@ -1,25 +1,28 @@
-"""Buckets and overlap: what production does. Gradients travel in a few large messages, as early as they can.
+"""Buckets and overlap: gradients travel in a few large messages while the backward still computes.
 
-      backward     head  block 3  block 2  block 1  block 0  embedding
-      buckets      [ 0 ][   1   ][     2      ][     3     ][    4   ]
-      on the wire       |■0|■■■1■■■|■■■■■2■■■■■|■■■■■3■■■■■|■■4■■|
-                                                                 └ only this tail can never be hidden
+      backward      head  block 3  block 2  block 1  block 0  embedding
+      buckets       [ 0 ][   1   ][     2      ][     3     ][    4   ]
+      on the wire        |■0|     |■■■1■■■|     |■■■■■2■■■■■||■■■■■3■■■■■|■■4■■|
+                                                                       └ only this part costs time
 
-A message of its own for each parameter pays a latency each; one for all starts when everything is over.
-So gradients share contiguous buckets, in the order in which the backward finishes them. The first is
-small, so that the link has something to do early. With the buckets' bytes b and the time each is ready:
+One message for each parameter pays a latency for each. One message for all of them cannot start before the
+backward ends. So gradients share flat buckets, in the order in which the backward computes them, and a bucket
+is sent when all of its gradients are there. The first bucket is small, so that the link gets to work early.
+For n ranks in a ring, a latency of alpha seconds, beta seconds per byte and buckets of b bytes
+(comm/cost.py):
 
-      end of bucket k = max(ready k, end of bucket k-1) + 2 (n-1) (alpha + b/n beta)
+      end of bucket k = max(bucket k is complete, end of bucket k-1) + 2 (n-1) (alpha + (b/n) beta)
       step            = forward + max(backward, end of the last bucket) + optimizer
 
-Gradients *live* in the buckets: `param.grad` is a view of its place, so nothing is copied out. A new gradient
-(after `zero_grad(set_to_none=True)`) is copied in once, by its hook, while it is in the cache. That is
-cheaper than to clear the bucket and let autograd add to it. A gradient that was set to zero is not copied.
+Gradients live in the buckets: `param.grad` is a view of its place in one, so nothing is copied out. Autograd
+adds to a gradient in place if there is one. After `zero_grad(set_to_none=True)` there is none, so autograd
+makes a new tensor, and the hook copies it into its place. That is cheaper than to fill the buckets with zeros
+first. After `zero_grad(set_to_none=False)` the gradient is still the view.
 
-What production adds stands in files of its own: the order of readiness, observed in the first step
+What production adds stands in files of its own: the order of the gradients, observed in the first step
 (bucket_order.py), 16 bits on the wire (wire_format.py), parameters that some ranks did not use
-(used_parameters.py), and the refusal of wrong use (guard.py). As in PyTorch's DistributedDataParallel: Li et
-al., VLDB 2020, https://arxiv.org/abs/2006.15704, section 4.
+(used_parameters.py), and the refusal of wrong use (guard.py). PyTorch's DistributedDataParallel works in the
+same way: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704, section 4.
 """
 
 import contextlib
@@ -53,7 +56,8 @@ class Bucket:
 
     flat      | gradient 4 | gradient 3 | gradient 2 | flags |      each view is the place of one gradient
 
-    `missing` holds the parameters whose gradient is not complete yet, `flags` has `num_flags` more numbers.
+    `missing` holds the parameters whose gradient is not there yet. The last bucket has `num_flags` numbers
+    more, which tell which parameters were used.
     """
 
     def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
@@ -64,23 +68,23 @@ class Bucket:
         self.missing: set[Tensor] = set(parameters)
 
     def move_in(self, parameter: Tensor) -> None:
-        """Make the gradient a view of this bucket, or its place zero where this rank has no gradient."""
+        """Make the gradient a view of this bucket; without a gradient, fill its place with zeros."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
-        elif parameter.grad.data_ptr() != view.data_ptr():
+        elif parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
 
 
 class BucketDataParallel(nn.Module):
-    """Wraps a module that every rank of `group` holds; any shapes, tied, frozen and unused parameters.
+    """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
-    Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. Of
-    several microbatches, divide each one's loss by their number and run all but the last inside
-    `no_sync()`. `wire_dtype` "bf16" or "fp16" halves the bytes on the wire and rounds the gradients.
+    Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
+    several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
+    `wire_dtype` "bf16" or "fp16" halves the bytes that are sent, and rounds the gradients.
 
-    It has the limits of NaiveDataParallel (train_naive.py).
+    Tied, frozen and unused parameters are supported; guard.py says what is refused.
     """
 
     def __init__(
@@ -109,9 +113,8 @@ class BucketDataParallel(nn.Module):
         """Divide the gradients among buckets, in the order in which the backward completes them."""
         ordered = self.order.parameters()
         filled = [[ordered[at] for at in positions] for positions in fill(ordered, *self._caps)]
-        # The last bucket also tells which parameters were used (used_parameters.py).
-        self.buckets = [Bucket(parameters) for parameters in filled[:-1]]
-        self.buckets += [Bucket(parameters, num_flags=len(ordered)) for parameters in filled[-1:]]
+        flags = [0] * (len(filled) - 1) + [len(ordered)]
+        self.buckets = [Bucket(parameters, n) for parameters, n in zip(filled, flags, strict=False)]
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
         for parameter in ordered:
             if parameter.grad is not None:
@@ -129,22 +132,22 @@ class BucketDataParallel(nn.Module):
     def _on_gradient(self, parameter: Tensor) -> None:
         """Run as a hook in the backward: this gradient is complete, with those of earlier microbatches."""
         if not self._guard.has_gradient(parameter):
-            return  # it is computed after the backward, or not at all
+            return  # autograd also calls the hook where a backward has returned None
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.missing:
-            self._begin_again(parameter)
+            self._drop_unfinished(parameter)
         bucket.move_in(parameter)
         if self._guard.is_synchronising:
             self.order.see(parameter)
             bucket.missing.remove(parameter)
-            # All ranks launch in the same order: a bucket that is complete early waits for those before it.
+            # Ranks pair collectives by the order of the calls: a complete bucket waits for those before it.
             while self._to_launch and not self._to_launch[0].missing:
                 self._launch(self._to_launch.popleft())
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start to reduce the bucket; the backward goes on meanwhile."""
+        """Start to reduce the bucket, and return while it travels: the backward goes on."""
         with span(f"bucket {len(self._in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):
-            if bucket is self.buckets[-1]:
+            if bucket is self.buckets[-1]:  # by now all gradients of this rank are there
                 note_used(self.trained, bucket.flags)
             if self.wire_dtype is None:
                 work = all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern)
@@ -153,39 +156,38 @@ class BucketDataParallel(nn.Module):
         self._in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:
-        """Launch the buckets that still miss a gradient, and wait for all of them.
+        """Launch the buckets that still miss a gradient, with zeros in its place, and wait for all buckets.
 
-        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
-        gradient afterwards.
+        A parameter that no rank used has no gradient afterwards.
         """
         unused = [parameter for bucket in self._to_launch for parameter in bucket.missing]
         for parameter in unused:
             self._bucket_of[parameter].move_in(parameter)
         while self._to_launch:
             self._launch(self._to_launch.popleft())
-        self._wait()
+        self._wait_for_all()
         if unused:
             used = used_on_any_rank(self.trained, self.buckets[-1].flags)
             for parameter in unused:
                 parameter.grad = self._bucket_of[parameter].views[parameter] if parameter in used else None
         self.sizes_on_wire = [size_on_wire(bucket.flat, self.wire_dtype) for bucket in self.buckets]
-        if self.order.agree(self.group):
+        if self.order.adopt_observed(self.group):  # only in the first step
             self._make_buckets()
         self._guard.synchronised()
 
-    def _wait(self) -> None:
-        """Wait for all buckets. Then the next backward may begin."""
+    def _wait_for_all(self) -> None:
+        """Wait for all buckets, and make ready for the next backward."""
         for work in self._in_flight:
             work.wait()
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
         self._to_launch, self._in_flight = deque(self.buckets), []
 
-    def _begin_again(self, parameter: Tensor) -> None:
-        """Forget the backward before this one, if the program has dropped its gradients."""
+    def _drop_unfinished(self, parameter: Tensor) -> None:
+        """Start again if the program has dropped the gradients of an unfinished backward (guard.py)."""
         is_kept = bool(self._to_launch) or parameter.grad is self._bucket_of[parameter].views[parameter]
         self._guard.refuse_unless_dropped(parameter, is_kept)
-        self._wait()
+        self._wait_for_all()
         self.order.forget()
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -207,7 +209,7 @@ class BucketArgs(AccumulationArgs):
 
 
 def traffic_per_step(cluster: Cluster, model: BucketDataParallel, pattern: str) -> Traffic:
-    """What the formula says this rank sent for the last step: the buckets, and at first their order."""
+    """Return this rank's expected traffic for the last step: its buckets and, if it was sent, their order."""
     place = (cluster.world_size, cluster.rank)
     sizes = model.sizes_on_wire
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())

@@ -1,20 +1,31 @@
-"""ZeRO, stage 1: every rank trains with all gradients, but keeps the optimizer's state of its own shard only.
+"""ZeRO, stage 1: every rank holds all parameters and gradients, but only an n-th of the optimizer's state.
 
       rank 0   gradients ─┐                 ┌─► shard 0 ─► optimizer, state 0 ─┐            ┌─► parameters
       rank 1   gradients ─┼─ reduce-scatter ┼─► shard 1 ─► optimizer, state 1 ─┼ all-gather ┼─► parameters
       rank 2   gradients ─┘      mean       └─► shard 2 ─► optimizer, state 2 ─┘            └─► parameters
 
-In plain data parallel every rank computes the same update and holds the same optimizer state, AdamW's two
-numbers for each parameter. One rank is enough to do it, if it sends the others the outcome. An all-reduce
-*is* a reduce-scatter and an all-gather; here the optimizer stands in between, so it costs no more to send:
+In plain data parallel every rank computes the same update from the same optimizer state. But one rank is
+enough for each number. So each of the n ranks updates an n-th of the parameters, and sends the others the
+result. An all-reduce is a reduce-scatter and then an all-gather; here the optimizer stands between the two,
+so no more bytes are sent than without ZeRO:
 
-      memory    P + G + O/n                  traffic   2 (n-1)/n P
-      P, G, O: bytes of parameters, gradients and optimizer state; AdamW in fp32: 4, 4 and 8 for each
+      memory of a rank    P + G + O/n      bytes that a rank sends in a step    2 (n-1)/n P
+      P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
 
-The cycle is one class, read from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete
-bucket is reduce-scattered while the backward computes on (`_reduce_scatter`), the shards become gradients
-(`finish_gradient_sync`), the inner optimizer updates its shard and all shards are gathered (`step`). How flat
-buckets are divided is in flat.py; state dicts, clipping and refusals are in sharded_optimizer.py.
+The trick is in the memory (flat.py). The model's parameters become views of flat buckets:
+
+      bucket.full     |     weight 0     | bias 0 |     weight 1     |     what the model computes with
+      bucket.shard                   |     of rank 1      |                an n-th of it, which rank 1 updates
+      pieces                         | w0 | bias 0 |  w1  |                its part of each parameter
+
+The inner optimizer is an ordinary one, and the pieces are its parameters. Because they share the bucket's
+memory, its step writes into the shard, and an all-gather of the shards into `bucket.full` changes the
+model.
+
+The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
+reduce-scattered while the backward goes on (`_reduce_scatter`), the pieces get their gradients
+(`finish_gradient_sync`), and the update follows (`step`). State dicts, clipping and refusals are in
+sharded_optimizer.py.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -41,17 +52,15 @@ from lab.timeline import span
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """Trains a model with an optimizer of an elementwise class, each rank of `group` a shard of it.
+    """Trains a model with an optimizer of `optimizer_class`, each rank of `group` a shard of the parameters.
 
-    `params` are a model's parameters, or groups of them, in any form torch's optimizers take. They become
-    rank 0's; buffers, which an optimizer does not see, do not (DDP's do, before every forward). Call
-    `finish_gradient_sync()` after the (last) backward, or let `step()` do it. Several microbatches: divide
-    each one's loss by their number, and run all but the last inside `no_sync()`. Learning rate schedulers and
-    torch.amp.GradScaler work as with the class itself.
+    The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
+    through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
+    not. Call `finish_gradient_sync()` after the last backward, or let `step()` call it. With several
+    microbatches, divide each loss by their number, and run all but the last inside `no_sync()`.
 
-    What it does not do: leave gradients in the model (clip with `clip_grad_norm_` here; torch's own is
-    refused), reduce sparse ones, load another rank's state, or train parameters that are unfrozen, replaced
-    (give them to `add_param_group`) or cast after it was made: the next `finish_gradient_sync` refuses them.
+    Gradients do not stay in the model: clip with `clip_grad_norm_` of this class. What else is refused is in
+    shard_guard.py.
     """
 
     def __init__(
@@ -64,14 +73,14 @@ class ZeroOptimizer(ShardedOptimizer):
         first_mb: float = 0.25,
         **defaults: Any,
     ) -> None:
-        self._gradients: dict[ParameterBucket, Tensor] = {}  # of each bucket, in full
-        self._views: dict[Tensor, Tensor] = {}  # each parameter's place in these
+        self._gradients: dict[ParameterBucket, Tensor] = {}  # a flat tensor of gradients for each bucket
+        self._views: dict[Tensor, Tensor] = {}  # the place of each parameter's gradient in them
         self._in_flight: list[Work] = []
         caps = first_mb, bucket_mb
         super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters, too; all ranks call it, between two steps. torch calls it for the first."""
+        """Train these parameters, too. Torch's constructor calls it; later calls need all ranks."""
         for bucket in self._divide(param_group):
             self._gradients[bucket] = torch.zeros_like(bucket.full)
             views = bucket.flat.views(self._gradients[bucket])
@@ -80,59 +89,58 @@ class ZeroOptimizer(ShardedOptimizer):
                 replace_hook(parameter, self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Take a gradient that the backward has computed; with it, a bucket may be complete."""
-        if not self._accepts(parameter):
+        """Run as a hook in the backward: move the gradient into its bucket, which may now be complete."""
+        if not self._has_arrived(parameter):
             return
-        if parameter in self._launches:  # a second one: the first, which the program has dropped, was sent
-            self._complete_buckets()
         self._move_in(parameter)
         if self._steps.is_synchronising:
-            parameter.grad = self._guard.taken(parameter)
-            self._launches.arrived(parameter)
+            # The gradient may be in flight from here on, so a placeholder refuses every use of it.
+            parameter.grad = self._guard.placeholder(parameter)
+            self._arrivals.add(parameter)  # calls _reduce_scatter when a bucket is complete
 
     def _move_in(self, parameter: Tensor) -> None:
         """Copy a new gradient into its bucket; autograd will add the next microbatch's to it there."""
         view = self._views[parameter]
-        if parameter.grad.data_ptr() != view.data_ptr():
+        if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
 
     def _reduce_scatter(self, bucket: ParameterBucket) -> None:
         """Start to make this rank's shard of a complete bucket the mean over ranks."""
-        full = self._gradients[bucket]
-        shard = full[bucket.flat.mine]
-        with span(bucket.name, "launch", lane="launches", bytes=full.nbytes):
+        gradients = self._gradients[bucket]
+        shard = gradients[bucket.flat.mine]
+        with span(bucket.name, "launch", lane="launches", bytes=gradients.nbytes):
             handle = reduce_scatter(
-                shard, full, op="mean", group=self.group, async_op=True, pattern=self.pattern
+                shard, gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
             )
         self._in_flight.append(handle)
 
     def _complete_buckets(self) -> None:
-        """Count gradients that this rank does not have as zero, and wait until all buckets are reduced."""
-        for parameter in self._launches.missing():
+        """Send what no hook has sent: gradients of earlier microbatches, or zeros. Wait for all buckets."""
+        for parameter in self._arrivals.missing():
             if self._has_unsent_gradient(parameter):
                 self._move_in(parameter)
             else:
                 self._views[parameter].zero_()
-            self._launches.arrived(parameter)
+            self._arrivals.add(parameter)
         for handle in self._in_flight:
             handle.wait()
         self._in_flight.clear()
-        self._launches.reset()
+        self._arrivals.reset()
 
     def finish_gradient_sync(self) -> None:
-        """After the backward: give each piece the mean gradient of what this rank owns.
+        """Give each piece its part of the mean gradient, after the last backward.
 
-        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
+        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
         gradient, and the optimizer leaves it alone.
         """
         self._complete_buckets()
         used = self._agree_on_used()
         for bucket in self.buckets:
-            self._hand_over(bucket, self._gradients[bucket][bucket.flat.mine], used)
+            self._give_gradients(bucket, self._gradients[bucket][bucket.flat.mine], used)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard of the parameters, with its shard of the state; gather all shards."""
+        """Update this rank's shard of the parameters, and gather the shards of all ranks."""
         result = None if closure is None else closure()
         if not self._steps.is_synced:
             self.finish_gradient_sync()
@@ -142,7 +150,7 @@ class ZeroOptimizer(ShardedOptimizer):
         return result
 
     def gather_parameters(self) -> None:
-        """Make each rank's parameters the shards of all ranks."""
+        """Make the parameters of every rank full: the shards of all ranks."""
         handles = [
             all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
             for bucket in self.buckets
@@ -150,13 +158,10 @@ class ZeroOptimizer(ShardedOptimizer):
         for handle in handles:
             handle.wait()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step before, on the model and on the pieces."""
-        if (
-            self._launches
-        ):  # a backward that no step follows, as the generator's through a GAN's discriminator
+    def _drop_gradients(self) -> None:
+        """Wait for the gradients of a backward that no step has followed."""
+        if self._arrivals:
             self._complete_buckets()
-        self._forget_gradients()
 
 
 def main(cluster: Cluster, args: BucketedZeroArgs) -> None:

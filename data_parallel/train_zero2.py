@@ -1,19 +1,22 @@
-"""ZeRO, stage 2: a gradient is needed by the rank that owns it; the others forget it as soon as it is sent.
+"""ZeRO, stage 2: a rank frees a gradient as soon as it is sent, and keeps an n-th of the gradients.
 
       backward       head    block 3    block 2    block 1 ...
       bucket         [ fill ][ send  ]
                              [ fill ][ send  ]                   at most three alive at a time
-      my shard            ■        ■       ■                     of each bucket, the mean over ranks
+      own shard           ■        ■       ■                     of each bucket, the mean over ranks
 
-Stage 1 keeps every gradient to the end of the backward, to use an n-th of them. Here a bucket gets its
-memory when its first gradient is ready, is reduce-scattered when it is full, and is gone when it has
-arrived. The price is paid with several microbatches: each of them has to send its gradients.
+Stage 1 keeps every gradient until the backward ends, although a rank uses only an n-th of them. Here a
+bucket gets its memory when its first gradient is computed, is reduce-scattered when it is complete, and is
+freed when the reduce-scatter has ended. With several microbatches that has a price: each of them sends its
+gradients.
 
-      memory    P + G/n + O/n  (and the buckets on their way)      traffic   2 (n-1)/n P, one more (n-1)/n P
-                                                                             for each further microbatch
+      memory of a rank    P + (G + O)/n, and the buckets in flight
+      bytes sent          2 (n-1)/n P in a step, and (n-1)/n P more for each microbatch but the last
+      P, G, O: bytes of parameters, gradients and optimizer state, on n ranks
 
-The class reads as the one in train_zero1.py, which this file does not need: what differs is where a gradient
-lives (`_view`), what is left of it (`_wait_for_oldest`), and that every microbatch sends its own (`no_sync`).
+Parameters are views of flat buckets, and the inner optimizer updates this rank's shard of them, as in stage 1
+(the picture is in train_zero1.py). Three things differ: where a gradient lives (`_view`), what is kept of it
+(`_wait_for_oldest`), and that every microbatch sends its gradients (`no_sync`).
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -43,7 +46,7 @@ MOST_IN_FLIGHT = 2  # buckets; on a slow link more of them would add up to the f
 
 
 class ZeroGradientOptimizer(ShardedOptimizer):
-    """Trains as train_zero1.ZeroOptimizer, with the same arguments; no `param.grad` outlives a backward."""
+    """Trains as train_zero1.ZeroOptimizer does, with the same arguments; no gradient stays in the model."""
 
     def __init__(
         self,
@@ -57,28 +60,28 @@ class ZeroGradientOptimizer(ShardedOptimizer):
     ) -> None:
         self._bucket: dict[Tensor, ParameterBucket] = {}  # of each parameter
         self._filling: dict[ParameterBucket, Tensor] = {}  # buckets that miss a gradient
-        self._views: dict[Tensor, Tensor] = {}  # the places in them that are empty
+        self._views: dict[Tensor, Tensor] = {}  # the places of gradients that they miss
         self._in_flight: deque[tuple[ParameterBucket, Tensor, Tensor, Work]] = deque()
-        self._shards: dict[ParameterBucket, Tensor] = {}  # all that stays
+        self._shards: dict[ParameterBucket, Tensor] = {}  # of the gradients: what this rank keeps
         caps = first_mb, bucket_mb
         super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters, too; all ranks call it, between two steps. torch calls it for the first."""
+        """Train these parameters, too. Torch's constructor calls it; later calls need all ranks."""
         for bucket in self._divide(param_group):
             for parameter in bucket.flat.parameters:
                 self._bucket[parameter] = bucket
                 replace_hook(parameter, self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Move a gradient that the backward has computed out of the model; a bucket may be complete."""
-        if not self._accepts(parameter):
+        """Run as a hook in the backward: move the gradient into its bucket, which may now be complete."""
+        if not self._has_arrived(parameter):
             return
-        if parameter in self._launches:  # the next microbatch inside one no_sync()
+        if parameter in self._arrivals:  # a second backward inside one no_sync()
             self._complete_buckets()
         self._view(parameter).copy_(parameter.grad)
-        parameter.grad = self._guard.taken(parameter) if self._steps.is_synchronising else None
-        self._launches.arrived(parameter)
+        parameter.grad = self._guard.placeholder(parameter) if self._steps.is_synchronising else None
+        self._arrivals.add(parameter)
 
     def _view(self, parameter: Tensor) -> Tensor:
         """Return the parameter's place in its bucket, which gets its memory with its first gradient."""
@@ -90,7 +93,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         return self._views.pop(parameter)
 
     def _reduce_scatter(self, bucket: ParameterBucket) -> None:
-        """Start to send a complete bucket to its owners: this rank gets the mean of its shard."""
+        """Start to make a shard of a complete bucket the mean over ranks, and wait if many are in flight."""
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._wait_for_oldest()
         full = self._filling.pop(bucket)
@@ -102,40 +105,40 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         self._in_flight.append((bucket, full, shard, handle))
 
     def _wait_for_oldest(self) -> None:
-        """Keep the shard, added to that of earlier microbatches; the full bucket's memory is given back."""
+        """Add the oldest shard to those of earlier microbatches; the memory of its full bucket is freed."""
         bucket, _, shard, handle = self._in_flight.popleft()
         handle.wait()
         self._shards[bucket] = self._shards[bucket].add_(shard) if bucket in self._shards else shard
 
     def _complete_buckets(self) -> None:
-        """Count gradients that this rank does not have as zero, and wait until all buckets are reduced."""
-        for parameter in self._launches.missing():
+        """Send what no hook has sent: gradients of earlier microbatches, or zeros. Wait for all buckets."""
+        for parameter in self._arrivals.missing():
             if self._has_unsent_gradient(parameter):
                 self._view(parameter).copy_(parameter.grad)
                 parameter.grad = None
             else:
                 self._view(parameter).zero_()
-            self._launches.arrived(parameter)
+            self._arrivals.add(parameter)
         while self._in_flight:
             self._wait_for_oldest()
-        self._launches.reset()
+        self._arrivals.reset()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Send the gradients of a microbatch that is not the last: they add up in the shards."""
+        """Run all backwards but the last one inside: their gradients are sent, and add up in the shards."""
         with super().no_sync():
             yield
             self._complete_buckets()
 
     def finish_gradient_sync(self) -> None:
-        """After the backward: give each piece the mean gradient, or none where no rank used a parameter."""
+        """Give each piece its part of the mean gradient, or none where no rank used the parameter."""
         self._complete_buckets()
         used = self._agree_on_used()
         for bucket in self.buckets:
-            self._hand_over(bucket, self._shards[bucket], used)
+            self._give_gradients(bucket, self._shards[bucket], used)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard of the parameters, with its shard of the state; gather all shards."""
+        """Update this rank's shard of the parameters, and gather the shards of all ranks."""
         result = None if closure is None else closure()
         if not self._steps.is_synced:
             self.finish_gradient_sync()
@@ -145,7 +148,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         return result
 
     def gather_parameters(self) -> None:
-        """Make each rank's parameters the shards of all ranks."""
+        """Make the parameters of every rank full: the shards of all ranks."""
         handles = [
             all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
             for bucket in self.buckets
@@ -153,13 +156,10 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         for handle in handles:
             handle.wait()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step before, on the model and on the pieces."""
-        if (
-            self._launches
-        ):  # a backward that no step follows, as the generator's through a GAN's discriminator
+    def _drop_gradients(self) -> None:
+        """Wait for the gradients of a backward that no step has followed, and free what is left of them."""
+        if self._arrivals:
             self._complete_buckets()
-        self._forget_gradients()
         self._shards.clear()
 
 

@@ -1,10 +1,11 @@
-"""Which parameters any rank used in a step, told in numbers that travel at the end of the last bucket.
+"""Let all ranks know which parameters any rank used, by flags that travel at the end of the last bucket.
 
       last bucket   | gradient 2 | gradient 1 | gradient 0 | 1 0 1 |      one number for each parameter
 
-A branch of the model may be used on some ranks only. Its parameters then count as zero on the others. A
-parameter that no rank used must have no gradient afterwards, as on one process: zeros would let weight decay
-shrink it. No rank can know that alone, so the ranks tell each other, in no message of its own.
+A branch of the model may be used on some ranks only. The other ranks then contribute zeros to its
+gradients. A parameter that no rank used must have no gradient afterwards, as on one process: with a
+gradient of zeros, weight decay would shrink it. One rank cannot know what the others used. So the flags are
+reduced with the last bucket, which saves a message.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""An all-reduce that rounds what it sends to 16 bits: half the bytes of float32, and less exact gradients.
+"""Round gradients to 16 bits for the all-reduce: half the bytes of float32, and less exact gradients.
 
 gradients     float32  ── / n, round ──►  bf16 or fp16 ── all-reduce (sum) ──►  bf16 or fp16 ──► float32
 """

@@ -2,7 +2,7 @@
 
 from comm.collectives import Group
 
-TARGET = "data_parallel.bucket_order.BucketOrder.agree"
+TARGET = "data_parallel.bucket_order.BucketOrder.adopt_observed"
 KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"
 
 

@@ -9,4 +9,4 @@ def mutant(self) -> None:
     self._agree_on_used()
     every = {piece.parameter for piece in self.pieces}
     for bucket in self.buckets:
-        self._hand_over(bucket, self._gradients[bucket][bucket.flat.mine], every)
+        self._give_gradients(bucket, self._gradients[bucket][bucket.flat.mine], every)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-TARGET = "data_parallel.shard_guard.ShardGuard.taken"
+TARGET = "data_parallel.shard_guard.ShardGuard.placeholder"
 KILLER = (
     "tests.data_parallel.test_sharded_clipping."
     "test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right"

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-TARGET = "data_parallel.launch_order.LaunchOrder.arrived"
+TARGET = "data_parallel.gradient_arrivals.GradientArrivals.add"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_one_ranks_backward_may_take_another_order"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from comm.transport import slow_link
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -75,6 +76,39 @@ def test_the_loop_of_a_gan_leaves_gradients_in_the_discriminator_that_are_droppe
             result = gan(wrap, *mine(cluster, (X,)), 10 * cluster.rank)
             result = {key.replace("module.", ""): value for key, value in result.items()}
             assert_same(result, expected, what=f"parameter of {name}")
+
+    run_ranks(work, 2)
+
+
+def test_gradients_that_are_dropped_while_they_are_sent_do_not_reach_the_next_backward():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        expected = reference_gradients(layers(), lambda model: mean_square(model, X))
+        for name, wrap in OVERLAPPING.items():
+            model = wrap(layers())
+            (5 * mean_square(model, x)).backward()
+            slow_link.use(slow_link.parse("1gbit,20ms"))  # they are in flight for longer than a backward
+            model.zero_grad()
+            (5 * mean_square(model, x)).backward()
+            model.zero_grad()
+            mean_square(model, x).backward()
+            model.finish_gradient_sync()
+            slow_link.use(None)
+            assert_same(gradients(model.module), expected, what=f"gradient of {name}")
+
+    run_ranks(work, 2)
+
+
+def test_a_dropped_backward_that_did_not_reach_all_layers_is_refused_on_all_ranks():
+    """Ranks may have launched different numbers of buckets in it, and would mix them up."""
+
+    def work(cluster: Cluster) -> None:
+        model = OVERLAPPING["a bucket for each"](layers(cluster.rank))
+        (x,) = mine(cluster, (X,))
+        model.module[-1](x @ torch.ones(x.shape[-1], model.module[-1].in_features).to(x)).sum().backward()
+        model.zero_grad()
+        with pytest.raises(WorkbookError, match="Another backward began before finish_gradient_sync"):
+            mean_square(model, x).backward()
 
     run_ranks(work, 2)
 

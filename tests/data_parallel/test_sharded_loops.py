@@ -61,6 +61,30 @@ def test_the_loop_of_a_gan_ends_as_on_one_process():
     run_ranks(work, 2)
 
 
+def test_a_dropped_backward_through_some_layers_does_not_reach_the_microbatches_after_it():
+    """With a feature-matching loss a GAN's generator reaches only some layers of the discriminator."""
+
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        expected = reference_gradients(layers(), lambda model: 2 * square(model, X))
+        for cls in BOTH:
+            for is_last_in_no_sync in (False, True):
+                model = layers(cluster.rank)
+                optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
+                optimizer.zero_grad()
+                (7 * model[0](x).sum()).backward()
+                model.zero_grad()
+                # The backward of the following microbatch comes to the last layers first.
+                with optimizer.no_sync():
+                    square(model, x).backward()
+                with optimizer.no_sync() if is_last_in_no_sync else contextlib.nullcontext():
+                    square(model, x).backward()
+                optimizer.finish_gradient_sync()
+                assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
+
+    run_ranks(work, 3)
+
+
 def test_gradients_that_autograd_leaves_out_and_that_come_after_the_backward_are_right():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))

@@ -1,0 +1,17 @@
+"""In a GAN, the next backward writes into buckets that are still being sent: gradients are wrong at times."""
+
+from collections import deque
+
+from torch import Tensor
+
+TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._drop_unfinished"
+KILLER = (
+    "tests.data_parallel.test_loops"
+    ".test_gradients_that_are_dropped_while_they_are_sent_do_not_reach_the_next_backward"
+)
+
+
+def mutant(self, parameter: Tensor) -> None:
+    for bucket in self.buckets:
+        bucket.missing = set(bucket.views)
+    self._to_launch, self._in_flight = deque(self.buckets), []

@@ -1,0 +1,20 @@
+"""In a GAN, the first gradient of a microbatch is averaged together with dropped ones, and then once more."""
+
+from torch import Tensor
+
+TARGET = "data_parallel.sharded_optimizer.ShardedOptimizer._has_arrived"
+KILLER = (
+    "tests.data_parallel.test_sharded_loops"
+    ".test_a_dropped_backward_through_some_layers_does_not_reach_the_microbatches_after_it"
+)
+
+
+def mutant(self, parameter: Tensor) -> bool:
+    if not self._guard.has_gradient(parameter):
+        return False
+    self._steps.before_gradient(is_second=parameter in self._arrivals)
+    if self._steps.drops_a_backward():
+        self._drop_gradients()
+        self._used.clear()
+    self._used.add(parameter)
+    return True
