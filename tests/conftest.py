@@ -24,7 +24,7 @@ settings.load_profile("workbook")
 # the others, which compute, and would only slow each other down.
 WAITING = {
     *("test_failures", "test_leaving", "test_liveness", "test_lost_rank", "test_rendezvous", "test_script"),
-    *("test_entrypoint", "test_makefile", "test_run", "test_two_checkouts"),
+    *("test_entrypoint", "test_makefile", "test_run", "test_two_checkouts", "test_ways_in"),
 }
 
 

@@ -45,3 +45,66 @@ def test_make_does_not_run_what_stands_in_a_setting(checkout, setting):
     for printed in (make_run(checkout, f"{setting}={text}"), make_run(checkout, **{setting: text})):
         assert text in printed
     assert not (checkout / "by_make").exists()
+
+
+PYTHON = """#!/usr/bin/env bash
+# A Python whose pip notes what it is asked to install.
+case "$*" in
+    "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m pip config list") cat pip_config 2>/dev/null ;;
+    "-m pip install"*) echo "$*" >> installed ;;
+    *torch.__version__*) echo "Ready: all is there" ;;
+esac
+"""
+CPU = "--extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+def set_up(checkout: Path, *arguments: str) -> tuple[str, str]:
+    """Run `make setup` where no GPU is seen; return what pip is asked for, and what make says."""
+    shutil.rmtree(checkout / ".venv")
+    python = checkout / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if name not in (*SETTINGS, "TORCH_INDEX_URL")}
+    command = ["make", "-C", str(checkout), "--no-print-directory", "setup", f"PYTHON={python}"]
+    if not any(argument.startswith("KFD=") for argument in arguments):
+        command.append("KFD=/dev/null/no-driver")
+    done = subprocess.run([*command, *arguments], env=clean, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    return (checkout / "installed").read_text(), done.stderr
+
+
+without_nvidia = pytest.mark.skipif(
+    Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+    reason="this machine has an NVIDIA driver, so make takes no index for CPUs",
+)
+
+
+@without_nvidia
+def test_set_up_installs_torch_for_the_cpu_quietly(checkout):
+    installed, said = set_up(checkout)
+    assert CPU in installed and "--quiet" in installed
+    assert said.splitlines()[1:] == ["Ready: all is there"] and said.startswith("Setting up .venv")
+
+
+@without_nvidia
+def test_set_up_says_so_when_it_installs_torch_for_the_cpu_beside_an_amd_gpu(checkout):
+    (checkout / "kfd").touch()
+    installed, said = set_up(checkout, f"KFD={checkout}/kfd")
+    assert CPU in installed
+    assert "There is an AMD GPU" in said and "TORCH_INDEX_URL=https://download.pytorch.org/whl/rocm" in said
+
+
+def test_set_up_takes_the_index_that_it_is_given(checkout):
+    (checkout / "kfd").touch()
+    installed, said = set_up(checkout, "TORCH_INDEX_URL=https://example.org/rocm", f"KFD={checkout}/kfd")
+    assert "--extra-index-url https://example.org/rocm -r" in installed
+    assert "AMD" not in said
+
+
+@pytest.mark.parametrize("source", ["global.index-url='https://example.org'", ":env:.find-links='/wheels'"])
+def test_set_up_leaves_pip_alone_where_it_has_sources_of_its_own(checkout, source):
+    (checkout / "pip_config").write_text(f"{source}\n")
+    (checkout / "kfd").touch()
+    installed, said = set_up(checkout, f"KFD={checkout}/kfd")
+    assert "index-url" not in installed and "AMD" not in said

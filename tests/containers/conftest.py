@@ -17,7 +17,7 @@ NAME = f"workbook-test-{os.getpid()}"  # of the project, so that its own network
 IMAGE = f"distributed-training-workbook:{NAME}"
 
 SETTINGS = {"RUN_MODE", "ARGS", "WORLD_SIZE", "MASTER_PORT", "LINK", "LINK_DELAY"}
-SETTINGS |= {"JOIN_TIMEOUT", "OP_TIMEOUT", "OMP_NUM_THREADS"}
+SETTINGS |= {"JOIN_TIMEOUT", "OP_TIMEOUT", "OMP_NUM_THREADS", "COMPOSE_PROFILES", "COMPOSE_FILE"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -64,7 +64,7 @@ def run_cluster(
         assert ids, log
         return dict(outcome(container) for container in json.loads(docker("inspect", *ids).stdout))
     finally:
-        compose("down", "--timeout", "1", timeout=120)
+        compose("down", "--timeout", "1", "--remove-orphans", timeout=120)
 
 
 def kill_after(node: str, text: str, deadline: float) -> None:

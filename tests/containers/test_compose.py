@@ -8,6 +8,7 @@ import pytest
 
 from tests.containers.conftest import IMAGE, NAME, Node, Up, compose, docker
 from tests.listening import listed
+from tests.run_modes import MODES, few_steps
 
 DOCKERS_NAME_SERVER = "127.0.0.11"
 NODES = ["node0", "node1", "node2", "node3"]
@@ -120,6 +121,40 @@ def test_a_pipeline_of_four_nodes_trains_as_one_and_holds_what_the_schedule_says
     assert figures["bubble"] >= figures["bubble_formula"] == pytest.approx(3 / 11)
     alone = up(RUN_MODE="pipeline_1f1b", WORLD_SIZE="1", ARGS=args)["node0"].json()
     assert figures["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-5)
+
+
+def test_every_lesson_runs_with_its_defaults_on_four_nodes(up):
+    modes = "\n".join(f"{mode} {' '.join(few_steps(mode))} --json" for mode, _, _ in MODES)
+    files = "docker-compose.yaml:tests/containers/every_mode.yaml"
+    nodes = up(COMPOSE_FILE=files, MODES=modes, timeout=1200)
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
+    reports = [json.loads(line) for line in nodes["node0"].stdout.splitlines() if line.startswith("{")]
+    assert [(one["run_mode"], one["world_size"]) for one in reports] == [(mode, 4) for mode, _, _ in MODES]
+    assert all(one.get("replicas_equal", True) == (one["run_mode"] != "train") for one in reports)
+
+
+def test_six_nodes_train_where_the_profile_starts_eight(up):
+    args = "--json --steps 3 --size tiny"
+    nodes = up(
+        COMPOSE_PROFILES="more", WORLD_SIZE="6", RUN_MODE="data_parallel_naive", ARGS=args, timeout=240
+    )
+    assert exit_codes(nodes) == dict.fromkeys([f"node{i}" for i in range(8)], 0), nodes
+    report = nodes["node0"].json()
+    assert (report["world_size"], report["replicas_equal"]) == (6, True)
+    assert all(f"node{i} is not needed" in nodes[f"node{i}"].stderr for i in (6, 7))
+
+
+def test_more_ranks_than_nodes_are_refused_with_the_profile_that_has_them(up):
+    nodes = up(WORLD_SIZE="6", RUN_MODE="data_parallel_naive")
+    assert exit_codes(nodes) == dict.fromkeys(NODES, 2), nodes
+    assert "COMPOSE_PROFILES=more" in nodes["node0"].stderr
+
+
+def test_the_image_has_no_tools_that_the_lessons_do_not_need(up):
+    packages = docker("run", "--rm", "--entrypoint", "pip", IMAGE, "list", "--format", "freeze").stdout
+    names = {line.split("==")[0].lower() for line in packages.splitlines()}
+    assert {"torch", "tyro", "matplotlib"} <= names
+    assert not {"jupyter", "jupyterlab", "ipython", "pytest", "hypothesis", "ruff", "mypy"} & names
 
 
 def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
