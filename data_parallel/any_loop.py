@@ -1,10 +1,11 @@
-"""Find where a step of stage 3 begins and ends, in whatever order a loop runs forwards and backwards.
+"""Notice where each backward of stage 3 begins and ends, in any order of forwards and backwards.
 
-      forward ─► turns of blocks ─► backward begins ─► ... ─► backward ends ─► pieces' gradients ─► agreed on
+      forward ─► turns of blocks ─► backward begins ─► ... ─► backward ends ─► gradients of pieces
 
-A backward begins with the first gradient that reaches the model, and autograd calls back when it ends: then
-all ranks have sent the same, whatever a rank did not use. So each backward is complete in itself, and it does
-not matter how many there are, whose forwards they follow, or whether an exception ended the last one.
+A backward begins when the first gradient reaches the model. Autograd calls back when it ends, and then the
+gradients that this rank still misses are sent as zeros. So all ranks send the same in each backward. It
+does not matter how many backwards there are, which forwards they follow, or whether an exception ended the
+last one.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from training.clipping import clip_grad_norm_
 
 @dataclass(eq=False)
 class Turn:
-    """A block's forward, or another use of its parameters, until its backward has ended."""
+    """One forward of a block, or another use of its parameters (`is_use`), until its backward has ended."""
 
     block: Block
     is_use: bool = False
@@ -38,14 +39,14 @@ class Turn:
 
 
 class AnyLoop(ShardedModule):
-    """The part of a sharded module that knows which backward it is in."""
+    """The part of a sharded module that tracks forwards and backwards."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._turns: list[Turn] = []
         self._late: list[tuple[ShardedUnit, int, Tensor]] = []
         self._used: set[nn.Parameter] = set()
-        self._order_so_far = 0  # a checksum of all blocks run since gradients were synchronised, in order
+        self._order_checksum = 0  # of the blocks that ran since gradients were synchronised, in order
         self._is_in_forward = self._is_in_backward = self._awaits_backward = False
         self._is_synced = True
         for block in self._all:
@@ -56,7 +57,7 @@ class AnyLoop(ShardedModule):
 
     @contextlib.contextmanager
     def _in_forward(self) -> Iterator[None]:
-        """Around the model's forward: refuse one that cannot be trained, free all parameters if it fails."""
+        """Check before the forward that it can be trained, and free all parameters if it fails."""
         if _is_trained():
             self._wrapped.refuse_changes()
             self._give_up_backward()
@@ -72,7 +73,7 @@ class AnyLoop(ShardedModule):
             self._is_in_forward = False
 
     def _begin_turn(self, block: Block) -> None:
-        """Note that a block runs, and that its backward will come."""
+        """Note that a block runs its forward, so that its backward is recognised."""
         if not torch.is_grad_enabled():
             return
         if not self._is_in_forward:
@@ -80,16 +81,16 @@ class AnyLoop(ShardedModule):
         block.turn = Turn(block)
         self._turns.append(block.turn)
         number = self.blocks.index(block) % 256
-        self._order_so_far = zlib.crc32(bytes([number]), self._order_so_far)
+        self._order_checksum = zlib.crc32(bytes([number]), self._order_checksum)
 
     def _await_backward(self, output: Any) -> None:
-        """Notice the backward when the first gradient reaches the model's output."""
+        """Begin the backward when its first gradient reaches the output of the model."""
         for tensor in tensors_in(output) if _is_trained() else ():
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
 
     def _on_touch(self, parameter: nn.Parameter, block: Block, unit: ShardedUnit) -> None:
-        """A parameter that is not here is used: by a block's method, by another module, or by a user."""
+        """Gather a freed parameter that is used outside of its block's forward, or refuse the use."""
         if is_in_a_backward():
             self._begin_backward()
         elif not self._is_in_forward:
@@ -99,7 +100,7 @@ class AnyLoop(ShardedModule):
         unit.gather()
 
     def _free_touched(self) -> None:
-        """After a forward: free what no hook has freed."""
+        """Free, after a forward, the blocks that no hook has freed."""
         for turn in self._turns:
             if turn.is_use and self._reshards:
                 turn.block.free()
@@ -127,20 +128,20 @@ class AnyLoop(ShardedModule):
             self._give_gradients()
 
     def _give_up_backward(self) -> None:
-        """After an exception: send what the other ranks wait for, and leave the pieces without gradients."""
+        """End a backward that an exception stopped: send what other ranks wait for, drop all gradients."""
         if self._is_in_backward and not is_in_a_backward():
             self._end_backward(is_complete=False)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Change nothing: each backward sends its own gradients. It is here for loops that have it."""
+        """Do nothing: each backward sends its own gradients. Loops that accumulate expect this method."""
         yield
 
     def finish_gradient_sync(self) -> None:
         """Complete the pieces' gradients after the last backward.
 
-        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
-        gradient. WorkbookError if the ranks did not run the same blocks.
+        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
+        gradient. Raises WorkbookError if the ranks did not run the same blocks.
         """
         self._give_up_backward()
         self._turns, self._awaits_backward = [], False
@@ -157,13 +158,13 @@ class AnyLoop(ShardedModule):
         return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
 
     def _free_stale(self) -> None:
-        """Free what a forward has left that no backward followed, if there was an optimizer step since."""
+        """Free blocks that were gathered before the last optimizer step, for a forward without a backward."""
         for block in self._all:
             if any(unit.is_stale for unit in block.units):
                 block.free()
 
     def _send_late(self) -> None:
-        """Reduce what came after its unit had been: the same on all ranks, for they compute the same."""
+        """Reduce gradients that came after their unit was reduced: the same ones on all ranks."""
         for block in self._all:
             for unit in block.trained:
                 late = [(position, gradient) for of, position, gradient in self._late if of is unit]
@@ -186,13 +187,13 @@ class AnyLoop(ShardedModule):
                 unit.give_gradients()
 
     def _agree_on_gradients(self) -> None:
-        """Take the gradients of parameters that no rank used; check that all ranks ran the same blocks."""
+        """Remove gradients of parameters that no rank used, and check that all ranks ran the same blocks."""
         used = [int(parameter in self._used) for parameter in self._place]
         device = self.units[0].shard.device if self.units else None
-        message = torch.tensor([*used, self._order_so_far, -self._order_so_far], device=device)
+        message = torch.tensor([*used, self._order_checksum, -self._order_checksum], device=device)
         all_reduce(message, op="max", group=self.group, pattern=self.pattern)
         *used, most, minus_least = message.tolist()
-        self._order_so_far = 0
+        self._order_checksum = 0
         if most != -minus_least:
             raise WorkbookError(
                 "The ranks ran different blocks in this step, or in another order; in stage 3 all must run "

@@ -1,4 +1,4 @@
-"""Say what is gathered together: the units of a block, and which modules of a model are blocks."""
+"""Divide a model into blocks, and the parameters of each block into units."""
 
 from typing import Any
 
@@ -13,9 +13,10 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
 class Block:
-    """A module's parameters, which come and go together, and how far it is in this backward.
+    """The parameters of a module, as units that are gathered and freed together.
 
-    Gradients are sent in units of `unit_bytes`, so that the first ones leave while others are computed.
+    Its gradients are sent unit by unit, so that the first ones leave while others are computed. A unit has
+    about `unit_bytes`, and parameters of one dtype that are all trained or all frozen.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Block:
         *options: Any,
     ) -> None:
         kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in reversed(parameters):  # as the backward comes to them
+        for parameter in reversed(parameters):  # the order in which a backward computes their gradients
             kinds.setdefault((parameter.requires_grad, parameter.dtype), []).append(parameter)
         self.units = [
             unit_class(name, [kind[at] for at in positions], *options)
@@ -37,15 +38,15 @@ class Block:
         self.trained = [unit for unit in self.units if unit.gradients is not None]
         self._sent = 0
         self.is_reduced = False
-        self.turn: Any = None  # its last forward
+        self.turn: Any = None  # that of its last forward
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of its full gradients."""
+        """Return the size of the full gradients in bytes."""
         return sum(unit.gradients.num_bytes for unit in self.trained)
 
     def reduce_complete(self, reductions: InFlightReductions) -> bool:
-        """Reduce the units that have all their gradients, in order; True when that was the last one."""
+        """Reduce the units that have all their gradients, in order. Return whether all units are reduced."""
         while self._sent < len(self.trained) and self.trained[self._sent].gradients.is_complete:
             reductions.start(self.trained[self._sent])
             self._sent += 1
@@ -54,7 +55,7 @@ class Block:
         return self.is_reduced
 
     def finish(self, reductions: InFlightReductions) -> None:
-        """Free the block, and reduce what has not been: a gradient that is missing counts as zero."""
+        """Free the block, and reduce its other units, with zeros for gradients that are missing."""
         self.free()
         if not self.is_reduced:
             self.is_reduced = True
@@ -64,7 +65,7 @@ class Block:
             self._sent = 0
 
     def start_gather(self) -> None:
-        """Begin to gather the block's parameters."""
+        """Start to gather the parameters of the block."""
         for unit in self.units:
             unit.start_gather()
 
@@ -74,12 +75,12 @@ class Block:
             unit.gather()
 
     def free(self) -> None:
-        """Give the memory of the block's parameters back."""
+        """Free the memory of the full parameters."""
         for unit in self.units:
             unit.free()
 
     def free_trained(self) -> None:
-        """Free what has its gradients; a frozen layer below may still pass one on."""
+        """Free the trained units; frozen ones may still have to pass a gradient on."""
         for unit in self.trained:
             unit.free()
 

@@ -1,12 +1,12 @@
-"""Lay parameters out in one flat tensor, of which each rank owns a shard: all stages of ZeRO divide such.
+"""Lay parameters out in one flat tensor, and divide it into equal shards: all stages of ZeRO do this.
 
       parameters   |     weight 0      | bias 0 |      weight 1     |.|
-      shards       |     rank 0     |     rank 1     |     rank 2     |    equal; at the end a little padding
-      pieces       |   weight 0     |w 0| bias 0 |w1 |   weight 1   | |    what of each a rank owns
+      shards       |     rank 0     |     rank 1     |     rank 2     |    equal, with padding at the end
+      pieces       |   weight 0     |w 0| bias 0 |w1 |   weight 1   | |    the part of a parameter in a shard
 
-Shards are cut without regard to where a parameter ends, so any parameters fit on any number of ranks. A
-rank's *piece* of a parameter is a flat tensor, empty where it owns nothing of it. An elementwise
-optimizer cannot tell whether it is given parameters or pieces.
+A shard may begin and end in the middle of a parameter, so any parameters fit on any number of ranks. A
+rank's *piece* of a parameter is a flat tensor; it is empty if the parameter is not in the rank's shard. An
+optimizer that updates each number on its own does the same to pieces as to parameters.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 
 def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """Return which parameters, by position, share a bucket: neighbours of one dtype, up to a number of bytes.
+    """Divide parameters into buckets of neighbours of one dtype; return their positions, bucket by bucket.
 
-    The first bucket has a cap of its own. A bucket is over its cap by part of its last parameter, at most.
+    A bucket takes parameters until it has `bucket_bytes`, the first one `first_bytes`. So it may have more
+    bytes than that, by a part of its last parameter.
     """
     buckets: list[list[int]] = []
     space = 0
@@ -32,7 +33,7 @@ def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """This rank's part of one parameter: `tensor` is flat, and has its elements from `start` on."""
+    """The part of one parameter that is in this rank's shard: `tensor` is flat, `start` its first element."""
 
     parameter: nn.Parameter  # the full one, of the model
     start: int
@@ -40,9 +41,9 @@ class Piece:
 
 
 class Flat:
-    """The layout of `parameters` of one dtype, one after the other, and which part is this rank's.
+    """The layout of a flat tensor of `parameters` of one dtype; the slice `mine` of it is this rank's shard.
 
-    `numel` and `shard_numel` count the padding at the end too: less than one number for each rank.
+    `numel` and `shard_numel` include the padding at the end: less than one number for each rank.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
@@ -61,7 +62,7 @@ class Flat:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def pieces(self, shard: Tensor) -> list[tuple[int, Tensor]]:
-        """Return, for each parameter, where this rank's piece of it begins, and its view of `shard`."""
+        """Return for each parameter its piece, a view of `shard`, and before it where the piece starts."""
         pieces, offset = [], 0
         for size in self._sizes:
             begin, end = max(self.mine.start, offset), min(self.mine.stop, offset + size)
@@ -72,7 +73,7 @@ class Flat:
 
 
 class ParameterBucket:
-    """Some parameters in one flat tensor; `shard` is this rank's part of it, `pieces` what it has of each."""
+    """A flat tensor `full` that holds parameters, this rank's `shard` of it, and its `pieces` of each."""
 
     def __init__(self, name: str, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
         self.name, self.flat = name, Flat(parameters, rank, ranks)

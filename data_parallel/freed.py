@@ -1,11 +1,11 @@
-"""Parameters whose memory was given back, and what autograd keeps of them: no access meets lost memory.
+"""Free the memory of parameters without breaking what refers to it: autograd's graph, and user code.
 
       forward       parameter ── saved for the backward ──► Note(unit, place)
-      free          parameter becomes a Freed: its shape, dtype and device are known
-      touched       Freed ──► gathered where a forward or backward needs it, else an error in a sentence
-      backward      Note ──► gathered, and the view that was saved
+      free          parameter becomes a Freed, with shape, dtype and device, but no memory of its own
+      used          Freed ──► gathered if a forward or backward needs it, else one clear error
+      backward      Note ──► the unit is gathered, and the note becomes the view that was saved
 
-A freed parameter's data are a number of the shard, seen in the parameter's shape: that costs no memory.
+The data of a freed parameter are one number of the shard, expanded to the shape of the parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from lab.errors import WorkbookError
 
 
 class Gathers(Protocol):
-    """Owns parameters, and gathers them into `full`; the shard's version counts optimizer steps."""
+    """An object that gathers parameters into `full`: a unit. A step changes the version of `shard`."""
 
     full: Tensor | None
     shard: Tensor
@@ -28,7 +28,7 @@ class Gathers(Protocol):
     def gather(self) -> None: ...
 
 
-# What can be said without memory; `new_zeros` and its like take no more than a dtype and a device.
+# Functions that need no numbers. `new_zeros` and the like use only the dtype and the device.
 _KNOWN = {
     Tensor.__len__,
     Tensor.dim,
@@ -56,7 +56,7 @@ _KNOWN = {
 
 
 class Freed(nn.Parameter):
-    """A parameter while only shards of it exist. Whatever needs its numbers calls its `on_touch` first."""
+    """A parameter of which only shards exist. A function that needs its numbers calls `on_touch` first."""
 
     on_touch: Callable[[], None]
 
@@ -76,7 +76,7 @@ class Freed(nn.Parameter):
 
 
 def stand_in(shard: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return a tensor of that dtype and shape in the memory of the shard's first number."""
+    """Return a tensor of the given dtype and shape that only uses the memory of the shard's first number."""
     if shard.nbytes < dtype.itemsize:
         return torch.zeros((), dtype=dtype, device=shard.device).expand(shape)
     nothing = torch.empty(0, dtype=dtype, device=shard.device)
@@ -84,13 +84,13 @@ def stand_in(shard: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def free(parameter: nn.Parameter, data: Tensor) -> None:
-    """Let go of the parameter's memory; `data` is its stand-in."""
+    """Replace the data of the parameter by `data`, its stand-in, so that its memory can be freed."""
     parameter.data = data
     parameter.__class__ = Freed
 
 
 def fill_in(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:
-    """Give the parameter its numbers."""
+    """Make `data` the data of the parameter again."""
     parameter.__class__ = nn.Parameter
     parameter.data = data
     if parameter.requires_grad != requires_grad:
@@ -98,26 +98,26 @@ def fill_in(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> None:
-    """Call `hook` when the gradient of a parameter, freed or not, is complete."""
+    """Call `hook` in each backward when the gradient of the parameter, freed or not, is complete."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.register_post_accumulate_grad_hook(hook)
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return the gradient that autograd has left in a parameter, freed or not, and leave none."""
+    """Return the gradient of a parameter, freed or not, and set it to None."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
     return gradient
 
 
 def is_in_a_backward() -> bool:
-    """Return whether autograd is at work: what runs a forward then recomputes activations."""
+    """Return whether a backward is running; a forward inside one recomputes activations."""
     return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)
 class Note:
-    """Notes where in its unit's memory a saved tensor was, and how often the shard had changed."""
+    """The place of a saved tensor in the memory of its unit, and the version that the shard had."""
 
     unit: Gathers
     shard_version: int
@@ -129,7 +129,7 @@ class Note:
     is_neg: bool
 
     def view(self) -> Tensor:
-        """Gather the unit, and return what was saved."""
+        """Gather the unit, and return the tensor that was saved."""
         if self.unit.shard._version != self.shard_version:
             raise WorkbookError(
                 "The parameters have changed since the forward of this backward: run the backward before "
@@ -144,11 +144,11 @@ class Note:
 
 
 class Notes(torch.autograd.graph.saved_tensors_hooks):
-    """Within it, autograd saves notes of gathered parameters instead of their memory.
+    """A context in which autograd saves notes of gathered parameters, so that their memory can be freed.
 
-    `units` are those that are full, by the address of their memory; `before_use` is called before one is
-    gathered for the backward. Everything else is saved as it would be without: by the hooks around this one,
-    or as it is, with a look whether it was changed since.
+    `units` are those that are full, by the address of their memory. `before_use` is called in the backward
+    before a unit is gathered for a note. Other tensors are saved as usual: by the hooks around this
+    context, or as they are, with a check that they were not changed in place.
     """
 
     def __init__(self, units: Mapping[int, Gathers], before_use: Callable[[], None]) -> None:

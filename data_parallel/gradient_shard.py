@@ -1,6 +1,6 @@
-"""A rank's shard of the gradients of a unit; the full gradients live only until they have been sent.
+"""Hold the gradients of a unit: full ones until they are sent, then this rank's shard of their mean.
 
-backward      gradient ─► [ full buffer ] ── reduce-scatter, mean ───► [shard]; the buffer is given back
+backward      gradient ─► [ full buffer ] ── reduce-scatter, mean ───► [shard]; the buffer is freed
 """
 
 from collections import deque
@@ -13,9 +13,9 @@ from data_parallel.flat import Flat
 
 
 class GradientShard:
-    """Gradients of the parameters of `flat`: first `full`, of `wire_dtype`, then their `shard`, of `dtype`.
+    """The gradients of the parameters of `flat`: `full` in `wire_dtype`, and this rank's `shard` in `dtype`.
 
-    Several backwards add up in the shard, until `clear`.
+    The gradients of several backwards add up in the shard until `clear` is called.
     """
 
     def __init__(self, flat: Flat, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
@@ -28,23 +28,23 @@ class GradientShard:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the full gradients, while they are here."""
+        """Return the size of the full gradients in bytes."""
         return self.flat.numel * self._wire_dtype.itemsize
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all gradients are here, and can be reduced."""
+        """Return whether all gradients are there, so that they can be reduced."""
         return self.full is not None and not self._missing
 
     def put(self, position: int, gradient: Tensor) -> None:
-        """Take the gradient of the parameter at that position of the flat; the caller need not keep it."""
+        """Copy the gradient of the parameter at that position of the flat tensor."""
         if self.full is None:
             self._allocate(gradient.device)
         self._missing.remove(position)
         self._views[position].copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def fill_up(self, device: torch.device) -> None:
-        """Count gradients that this rank does not have as zero."""
+        """Put zeros in the place of gradients that are missing."""
         if self.full is None:
             self._allocate(device)
         for position in self._missing:
@@ -66,12 +66,12 @@ class GradientShard:
             self.shard += arrived
 
     def clear(self) -> None:
-        """Forget what has added up."""
+        """Drop the gradients that have added up."""
         self.shard = None
 
 
 class Reduces(Protocol):
-    """Has gradients, and can reduce them."""
+    """An object that holds gradients and can reduce them: a unit."""
 
     gradients: GradientShard
 
@@ -81,14 +81,14 @@ class Reduces(Protocol):
 
 
 class InFlightReductions:
-    """Reductions that have started, few enough that full gradients take at most `most_bytes` together."""
+    """The reductions that are in flight: together their full gradients take at most `most_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._started: deque[Reduces] = deque()
 
     def start(self, unit: Reduces) -> None:
-        """Reduce the unit's gradients; first wait for the oldest where there are too many."""
+        """Start to reduce a unit's gradients, after waiting for older ones that take too much memory."""
         while (
             self._started
             and sum(one.gradients.num_bytes for one in (unit, *self._started)) > self._most_bytes
@@ -98,6 +98,6 @@ class InFlightReductions:
         self._started.append(unit)
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all reductions in flight."""
         while self._started:
             self._started.popleft().wait_for_gradients()

@@ -1,6 +1,6 @@
-"""Give a module whose parameters are shards its interface: names, saving, clipping, costs, and refusals.
+"""Give a sharded module the interface of a module: names, dtypes, saving, expected traffic, and refusals.
 
-How the shards are gathered, computed with and freed is in train_zero3.py.
+How the shards are gathered and freed is in train_zero3.py.
 """
 
 import contextlib
@@ -24,13 +24,15 @@ from lab.units import MIB
 
 
 class ShardedModule(nn.Module):
-    """A wrapper of `module`. Its `parameters()` are this rank's pieces, for any elementwise optimizer.
+    """A wrapper of `module` whose `parameters()` are this rank's pieces.
 
-    What it does not do, and refuses in a sentence: `state_dict`, `load_state_dict` and `deepcopy`; moving or
-    casting the wrapped model; looking at a parameter outside of a forward and of `gathered()`; training what
-    was added, replaced or unfrozen after wrapping; an optimizer over the module's own parameters; a loss that
-    uses the pieces. Sparse gradients become dense. Buffers are not sent again, as DDP does before each
-    forward; `full_state_dict` has rank 0's.
+    It refuses, with a WorkbookError: `state_dict`, `load_state_dict` and `deepcopy`; moving or casting the
+    wrapped model; looking at a parameter outside of a forward and of `gathered()`; training parameters that
+    were added, replaced or unfrozen after wrapping; an optimizer over the module's own parameters; a loss
+    that uses the pieces.
+
+    Sparse gradients become dense. Buffers become rank 0's when the module is wrapped, and are not sent
+    again (DDP sends them before each forward); `full_state_dict` returns rank 0's.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class ShardedModule(nn.Module):
             self._names.setdefault(parameter, []).append(name)
         self._output_dtype = next((p.dtype for p in self._names if p.is_floating_point()), None)
         self._block_modules = blocks_of(module) if blocks is None else blocks
-        # What two blocks share, or what is in none, is the root's.
+        # Parameters that two blocks share, or that are in no block, belong to the root.
         users = [set(block.parameters()) for block in self._block_modules]
         shared = {p for p in self._names if sum(p in used for used in users) != 1}
         own = [[p for p in block.parameters() if p not in shared] for block in self._block_modules]
@@ -76,19 +78,19 @@ class ShardedModule(nn.Module):
 
     @property
     def units(self) -> list[ShardedUnit]:
-        """Return the units, each of which is gathered as one."""
+        """Return the units of all blocks."""
         return [unit for block in (self.root, *self.blocks) for unit in block.units]
 
     @property
     def pieces(self) -> dict[str, Piece]:
-        """Return this rank's piece of each parameter, by name; tied ones have their first name."""
+        """Return this rank's piece of each parameter, by name; a tied parameter has its first name."""
         owned = {piece.parameter: piece for unit in self.units for piece in unit.pieces}
         return {names[0]: owned[parameter] for parameter, names in self._names.items()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the pieces, under the names of the parameters that they are of."""
+        """Yield the pieces, each with the name of its parameter."""
         for name, piece in self.pieces.items():
             yield f"{prefix}.{name}" if prefix else name, piece.tensor
 
@@ -106,7 +108,7 @@ class ShardedModule(nn.Module):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The module with all its parameters full, as it computes with them; to look at, not to change."""
+        """Yield the module with all its parameters full, in the dtype of computing, to look at only."""
         for unit in self.units:
             unit.gather()
         versions = {parameter: parameter._version for parameter in self._names}
@@ -123,9 +125,9 @@ class ShardedModule(nn.Module):
                 unit.free()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return, on rank 0, what a plain module of the same class loads, on the CPU; nothing on the others.
+        """Return on rank 0 the state dict of the plain module, on the CPU, and on other ranks an empty dict.
 
-        One block's parameters are full at a time. Every rank must call it. Buffers are rank 0's.
+        One unit is full at a time. Every rank must call it. Buffers are rank 0's.
         """
         result: dict[str, Tensor] = {}
         is_main = dist.get_rank(self.group) == 0
@@ -144,14 +146,14 @@ class ShardedModule(nn.Module):
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: see full_state_dict."""
+        """Raise WorkbookError: call full_state_dict instead."""
         raise WorkbookError(
             "state_dict() would hold this rank's shards only: call full_state_dict() on all ranks and save "
             "what rank 0 gets, or write shards with data_parallel.sharded_checkpoint."
         )
 
     def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the module is loaded before it is wrapped."""
+        """Raise WorkbookError: load a module before it is wrapped."""
         raise WorkbookError(
             "Every rank has a shard of each parameter, and a state dict has none: load it into the module "
             "before wrapping, or read shards with data_parallel.sharded_checkpoint."
@@ -164,7 +166,7 @@ class ShardedModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Let pass what `to()`, `double()` and the like leave as it is, and refuse what they would change."""
+        """Raise WorkbookError if `to()`, `double()` or the like would change a tensor."""
         if any(fn(tensor) is not tensor for tensor in (*self.parameters(), *self.buffers())):
             raise WorkbookError(
                 "A sharded model is neither moved nor cast: do that to the module before wrapping; the dtype "
@@ -180,9 +182,9 @@ class ShardedModule(nn.Module):
         )
 
     def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
-        """Return a step's expected traffic, in which every block is run forward and backward once.
+        """Return this rank's expected traffic for a step in which each microbatch runs every block once.
 
-        Each microbatch gathers and reduces; the flags of who used what are exchanged once.
+        Each microbatch gathers and reduces. The flags of used parameters are exchanged once.
         """
         gathers = dict.fromkeys(self.blocks, 2 if self._reshards else 1) | {self.root: 1}
         traffics = [

@@ -126,7 +126,7 @@ class BucketDataParallel(nn.Module):
         return self.module(*inputs, **named_inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all but the last microbatch: gradients add up in the buckets and nothing is sent."""
+        """Run all microbatches but the last inside: gradients add up in the buckets, and nothing is sent."""
         return self._guard.no_sync()
 
     def _on_gradient(self, parameter: Tensor) -> None:

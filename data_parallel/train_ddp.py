@@ -1,4 +1,4 @@
-"""PyTorch's own: torch.nn.parallel.DistributedDataParallel in the same loop, for text and for images.
+"""Train with PyTorch's own DistributedDataParallel in the same loop, on text or on images.
 
       what ours does                               what DDP does
       buckets by hooks, last layers first          the same, in C++ (torch/csrc/distributed/c10d/reducer.cpp)
@@ -8,15 +8,15 @@
       gradients live in the buckets                only with gradient_as_bucket_view=True; by default they are
                                                    copied out, and take their memory twice
       a parameter no rank used keeps no gradient   find_unused_parameters=True, else an error a step later;
-                                                   it walks the graph each time, ours looks at who came
+                                                   it walks the graph each time; ours counts the hooks
       mean in the last hop of the ring             each rank divides its bucket before the all-reduce
       a ring on plain sockets                      gloo, or nccl on GPUs
 
-Left out by ours: buffers broadcast in every forward (as batch norm's statistics need), uneven inputs
-(`join()`), static graphs, forward passes under `torch.compile`, and a hook for other ways to communicate.
+Ours does not have: a broadcast of buffers in every forward (as the statistics of batch norm need), uneven
+inputs (`join()`), static graphs, forwards under `torch.compile`, and a hook for other ways to communicate.
 
-Through that hook DDP's buckets travel by `comm` here, pattern "torch": so they are counted, drawn, and
-slowed down by --link as ours are, and it is still gloo or nccl that reduces them.
+That hook sends DDP's buckets through `comm` here, with pattern "torch". So they are counted, drawn, and
+slowed down by --link as ours are, while gloo or nccl still reduces them.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ class Args(AccumulationArgs):
 
 @dataclasses.dataclass
 class HookState:
-    """What the hook is told, and what it has to tell: DDP cannot pass an error of Python's on."""
+    """The input of the hook, and its error, if any: DDP cannot pass on an error from Python."""
 
     group: Group = None
     error: BaseException | None = None
     sizes: list[int] = dataclasses.field(default_factory=list)  # DDP keeps its buckets to itself
 
     def check(self) -> None:
-        """To be called after the backward: raises the error that a bucket met, if any."""
+        """Raise the error that the hook has met in the backward, if any."""
         if self.error is not None:
             raise self.error
 
@@ -99,7 +99,7 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def traffic_per_step(cluster: Cluster, sizes: list[int]) -> Traffic:
-    """What the best-known algorithm sends for buckets of these numbers of float32."""
+    """Return this rank's expected traffic for buckets of `sizes` float32 numbers each."""
     place = (cluster.world_size, cluster.rank)
     return sum((cost.per_rank("all_reduce", "torch", size, 4, *place) for size in sizes), Traffic())
 

@@ -1,19 +1,21 @@
-"""Naive data parallel: the same model everywhere, another slice of the batch each, one mean gradient.
+"""Naive data parallel: every rank has the same model and a slice of the batch, and gradients are averaged.
 
       rank 0   slice 0 ─► forward ─► backward ─► gradient ─┐               ┌─► step
       rank 1   slice 1 ─► forward ─► backward ─► gradient ─┼─ all-reduce ──┼─► step     the same step
       rank 2   slice 2 ─► forward ─► backward ─► gradient ─┘     mean      └─► step
 
-Three things make it equal to one process with the whole batch: the ranks start from rank 0's weights, their
-slices are equal and together the batch, and each gradient is the *mean* over ranks. Then every rank
-takes the same step, and the replicas stay equal bit for bit: no weights are ever sent again.
+Three things make it equal to one process with the full batch: all ranks start from rank 0's weights, the
+slices are equal in size and together are the batch, and each gradient is the *mean* over ranks. So every
+rank takes the same step, and the replicas stay equal bit for bit. Weights are sent once, at the start.
 
-It is naive because it starts to communicate when all computing is done, a message for each parameter:
+It is naive because communication starts when all computing is done, with a message for each parameter. For n
+ranks in a ring, with a latency of alpha seconds and beta seconds per byte (comm/cost.py):
 
-      cost per step = sum over parameters of 2 (n-1) (alpha + bytes/n beta)      (a ring; comm.cost)
+      time for the gradients of a step = sum over parameters of 2 (n-1) (alpha + (bytes/n) beta)
 
-Each of these terms has a cure: the latencies buckets, the waiting overlap. See Li et al., "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+Overlap hides this time behind the backward (train_overlap.py), and buckets save latencies
+(train_bucket_overlap.py). See Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020, https://arxiv.org/abs/2006.15704.
 """
 
 import contextlib
@@ -35,15 +37,16 @@ from training.arguments import Args
 
 
 class NaiveDataParallel(nn.Module):
-    """Wraps a module that every rank of `group` holds; any shapes, tied, frozen and unused parameters.
+    """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
-    Call `finish_gradient_sync()` after the (last) backward: then every `param.grad` is the mean over ranks.
-    With several microbatches divide each one's loss by their number, as on one process.
-    `pattern` says who reduces (comm.collectives).
+    Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
+    With several microbatches, divide each loss by their number, as on one process. `pattern` names the
+    algorithm of the all-reduce (comm/collectives.py).
 
-    What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
-    rank 0's before every forward), reduce sparse gradients, train parameters that are unfrozen, replaced,
-    cast or added later (wrap again; guard.py), or let a rank have fewer batches (see sampler.py).
+    Tied, frozen and unused parameters are supported. Buffers become rank 0's here, and each rank's own
+    afterwards (DDP sends rank 0's before every forward). Sparse gradients are refused, and parameters that
+    are unfrozen, replaced, cast or added after wrapping (guard.py). All ranks must have as many batches
+    (sampler.py).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
@@ -58,13 +61,13 @@ class NaiveDataParallel(nn.Module):
         return self.module(*inputs, **named_inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all but the last microbatch. Here nothing is sent before `finish_gradient_sync` anyway."""
+        """Run all microbatches but the last inside, as with other wrappers; here it changes nothing."""
         return self._guard.no_sync()
 
     def finish_gradient_sync(self) -> None:
         """Average the gradients, parameter by parameter.
 
-        A parameter that only some ranks used counts as zero on the others; one that no rank used keeps no
+        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
         gradient. The ranks must agree on that first, or they would wait for different parameters.
         """
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -80,7 +83,7 @@ class NaiveDataParallel(nn.Module):
 
 
 def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:
-    """What the formula says this rank sent for the last step: which gradients there are, then each."""
+    """Return this rank's expected traffic for the last step: a flag for each parameter, and the gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained if p.grad is not None)]
     place = (cluster.world_size, cluster.rank)

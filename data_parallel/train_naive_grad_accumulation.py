@@ -1,19 +1,18 @@
-"""Gradient accumulation: several microbatches, one synchronisation. More computing for the same bytes.
+"""Gradient accumulation: gradients of several microbatches add up, and are all-reduced once.
 
-      rank 0   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step        a step, 3 microbatches
+      rank 0   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step        a step with 3 microbatches
       rank 1   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step
                   └────────┴─────────┴── gradients add up in param.grad
 
-Activations are those of one microbatch, so a batch fits that would not fit at once; and the all-reduce is
-paid once a step, however many microbatches it has. With N of them:
+Only one microbatch has activations in memory, so the batch can be larger than what fits at once. And the
+all-reduce is paid once in a step, however many microbatches there are. With N microbatches:
 
-      step = N (forward + backward) + sum over parameters of 2 (n-1) (alpha + bytes/n beta) + optimizer
+      step = N (forward + backward) + sum over parameters of 2 (n-1) (alpha + (bytes/n) beta) + optimizer
 
-autograd adds gradients up, so the *mean* over microbatches needs each loss divided by N, and these must
-be equal in size; the mean over ranks comes from the all-reduce. Two mistakes train almost as well, and
-worse: no division (with SGD the learning rate is N times too large, with Adam nobody notices), and to
-reduce after every microbatch without clearing (earlier ones are averaged again and again: harmless, but N
-times the bytes).
+Autograd adds gradients up. To get their *mean*, each loss is divided by N, and microbatches must be equal
+in size. The mean over ranks comes from the all-reduce. Two mistakes are hard to see in the loss. Without
+the division gradients are N times too large: with SGD that is a learning rate N times too large, while Adam
+hides it. And an all-reduce after every microbatch sends N times the bytes for the same gradients.
 """
 
 import dataclasses

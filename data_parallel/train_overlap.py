@@ -1,21 +1,21 @@
-"""Overlap: reduce a gradient while the backward still computes the next ones.
+"""Overlap: all-reduce a gradient while the backward still computes the others.
 
       naive     |  forward  |     backward     |█ █ █ █ all-reduces █ █ █| step |
 
       overlap   |  forward  |     backward     |       | step |
                                 |█ █ █ █ all-reduces █ █|
-                                 └ in hooks, one for each parameter, last layers first
+                                 └ started by hooks, one for each parameter, last layers first
 
-The backward finishes the last layer's gradients first, long before the first layer's. A hook on each
-parameter runs when its gradient is complete and starts an asynchronous all-reduce, which the
-communication thread works off while the backward goes on. `finish_gradient_sync()` waits for what is
-left.
+A backward computes the gradients of the last layer first, long before those of the first layer. Each
+parameter has a hook, which autograd calls when the gradient is complete. The hook starts an asynchronous
+all-reduce. A communication thread carries it out while the backward goes on, and `finish_gradient_sync()`
+waits for the rest.
 
-      step = forward + max(backward, first gradient ready + sum of 2 (n-1) (alpha + bytes/n beta)) + optimizer
+      step = forward + max(backward, first gradient + sum of 2 (n-1) (alpha + (bytes/n) beta)) + optimizer
 
-A step can lose all its waiting and none of its latencies: there are as many messages as before. Buckets cure
-that, see train_bucket_overlap.py. The idea is as old as layer-wise gradients; for PyTorch see Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
+Overlap can hide all of the waiting, but there are as many messages as before, and each pays a latency.
+Buckets are the cure: train_bucket_overlap.py. See Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", VLDB 2020, section 3.2.3, https://arxiv.org/abs/2006.15704.
 """
 
 import contextlib
@@ -39,16 +39,15 @@ from training.arguments import AccumulationArgs
 
 
 class OverlapDataParallel(nn.Module):
-    """Wraps a module that every rank of `group` holds; any shapes, tied, frozen and unused parameters.
+    """Wraps a module that every rank of `group` holds, and averages its gradients during the backward.
 
-    Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. Of
-    several microbatches, divide each one's loss by their number and run all but the last inside
-    `no_sync()`. Collectives start in the reverse order of registration on all ranks, whatever the order
-    of the hooks.
+    Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
+    several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
 
-    What it does not do: send buffers again (they become rank 0's here, then each rank has its own; DDP sends
-    rank 0's before every forward), reduce sparse gradients, train parameters that are unfrozen, replaced,
-    cast or added later (wrap again; guard.py), or let a rank have fewer batches (see sampler.py).
+    Ranks pair their collectives by the order of the calls. So all-reduces start in one order on all ranks,
+    last registered parameter first, and a gradient that is complete earlier waits (ordered_launcher.py).
+
+    What is supported and refused is as in NaiveDataParallel (train_naive.py).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
@@ -58,7 +57,7 @@ class OverlapDataParallel(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
-        self._order = OrderedLauncher(len(self._trained), self._launch)
+        self._launcher = OrderedLauncher(len(self._trained), self._launch)
         self._in_flight: list[tuple[Tensor, Work]] = []
         for i, parameter in enumerate(self._trained):
             replace_hook(parameter, lambda _, i=i: self._on_gradient(i))
@@ -68,51 +67,55 @@ class OverlapDataParallel(nn.Module):
         return self.module(*inputs, **named_inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For all but the last microbatch: gradients add up on this rank and nothing is sent."""
+        """Run all microbatches but the last inside: gradients add up, and nothing is sent."""
         return self._guard.no_sync()
 
     def _on_gradient(self, i: int) -> None:
-        """The gradient of parameter i is complete: that of this microbatch and of those before it."""
+        """Run as a hook in the backward: gradient i is complete, with those of earlier microbatches."""
         parameter = self._trained[i]
         if not self._guard.has_gradient(parameter):
-            return
-        if self._order.is_ready(i):
-            is_kept = bool(self._order.missing()) or parameter.grad is self._in_flight[i][0]
+            return  # autograd also calls the hook where a backward has returned None
+        if self._launcher.is_ready(
+            i
+        ):  # a second backward: right only if the first one's gradients were dropped
+            is_kept = bool(self._launcher.missing()) or parameter.grad is self._in_flight[i][0]
             self._guard.refuse_unless_dropped(parameter, is_kept)
-            self._wait()
+            self._wait_for_all()
         if self._guard.is_synchronising:
-            self._order.ready(i)
+            self._launcher.ready(i)
 
     def _launch(self, i: int) -> None:
+        """Start to all-reduce gradient i, and return while it travels."""
         gradient = self._trained[i].grad
         assert gradient is not None
         with span("launch", "launch", lane="launches", bytes=gradient.nbytes):
             handle = all_reduce(gradient, op="mean", group=self.group, async_op=True, pattern=self.pattern)
         self._in_flight.append((gradient, handle))
 
-    def _wait(self) -> None:
+    def _wait_for_all(self) -> None:
+        """Wait for all gradients in flight, and make ready for the next backward."""
         for _, handle in self._in_flight:
             handle.wait()
         self._in_flight.clear()
-        self._order.reset()
+        self._launcher.reset()
 
     def finish_gradient_sync(self) -> None:
-        """Start what no hook has started, and wait for all of it.
+        """Start the all-reduces that no hook has started, and wait for all of them.
 
-        A parameter that only some ranks used counts as zero on the others; one that no rank used has no
-        gradient afterwards.
+        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
+        gradient.
         """
-        unused = self._order.missing()
+        unused = self._launcher.missing()
         used = torch.ones(len(self._trained), dtype=torch.uint8)
         for i in unused:
             parameter = self._trained[i]
             used[i] = parameter.grad is not None  # from an earlier microbatch
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._order.ready(i)
+            self._launcher.ready(i)
         used = used.to(self._trained[0].device) if self._trained else used
-        all_reduce(used, op="max", group=self.group, pattern=self.pattern)  # takes its turn behind the others
-        self._wait()
+        all_reduce(used, op="max", group=self.group, pattern=self.pattern)  # after all gradients
+        self._wait_for_all()
         for i in unused:
             if not used[i]:
                 self._trained[i].grad = None
@@ -120,7 +123,7 @@ class OverlapDataParallel(nn.Module):
 
 
 def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:
-    """What the formula says this rank sends for a step's gradients: every one, then which are used."""
+    """Return this rank's expected traffic for a step: all gradients, and a flag for each parameter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [*((p.numel(), p.element_size()) for p in trained), (len(trained), 1)]
     place = (cluster.world_size, cluster.rank)

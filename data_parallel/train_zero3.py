@@ -1,23 +1,32 @@
-"""ZeRO, stage 3, or fully sharded data parallel: a rank owns an n-th of everything and borrows the rest.
+"""ZeRO, stage 3 (fully sharded): a rank keeps an n-th of everything, and gathers the rest when it is needed.
 
-      forward     gather 0 | gather 1 | gather 2                    the next block's while this one computes
-      compute              |  block 0 |  block 1 | block 2 |
-      backward                                             | block 2 |  block 1  |  block 0  |
-      gather                                        gather 1 | gather 0 |
-      reduce-scatter                                                 |  block 2  |  block 1  | block 0
+      forward    compute                    | block 0 | block 1 | block 2 |
+                 all-gather      root  0    |  1      |  2      |         |  2 again
 
-Stages 1 and 2 leave every rank with all parameters. But a block's are needed twice a step, for as long as
-the block takes. In between they are freed. What comes first and last, the embeddings, the last norm, tied
-weights, stays from the start of the forward to the end of the backward: it would be freed for nothing.
+      backward   compute         root (end) | block 2 | block 1 | block 0 | root (start)
+                 all-gather                 |  1      |  0      |         |
+                 reduce-scatter             |     2   |     1   |     0   | root
 
-      memory    (P + G + O)/n and two blocks         traffic    3 (n-1)/n P: two gathers and a reduce-scatter
+Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
+example) are needed only while the block computes, twice in a step. In between they are freed. While one
+block computes, the next one is gathered (prefetched). The root is what belongs to no block or to several:
+embeddings, the last norm, tied weights. It stays full from the start of the forward to the end of the
+backward, which needs it at both ends.
 
-`reshard_after_forward=False` keeps the blocks between forward and backward: memory for one of the gathers.
+      memory of a rank    (P + G + O)/n, the root, two blocks of parameters and two of gradients
+      bytes sent          3 (n-1)/n P for each backward: two gathers and a reduce-scatter
+      P, G, O: bytes of parameters, gradients and optimizer state, on n ranks
 
-All of it is in two classes here. A `Unit`, parameters of a block in one flat tensor, knows how to gather,
-free and reduce-scatter. The hooks of `FullyShardedDataParallel` know when: a block's forward and the backward
-that follows it are a `Turn`. What autograd keeps of a freed parameter is in freed.py, how a backward begins
-and ends in any_loop.py, and state dicts and refusals are in sharded_module.py.
+`reshard_after_forward=False` keeps the blocks full between forward and backward, which takes P more memory
+and saves one of the two gathers. `no_sync()` changes nothing: there is no place for full gradients, so each
+microbatch sends its own.
+
+The algorithm is in two classes. A `Unit` is a flat tensor of parameters that are gathered, freed and
+reduce-scattered together; a block has one unit or several, of about `unit_mb`, so that its first gradients
+are sent while others are computed (blocks.py). The hooks of `FullyShardedDataParallel` decide when. A
+`Turn` is a block's forward and the backward that follows it. any_loop.py begins and ends a backward: at its
+end it reduces the root, waits for all reductions, and gives the pieces their gradients. freed.py keeps
+autograd from saving full parameters. State dicts and refusals are in sharded_module.py.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
@@ -45,28 +54,28 @@ from lab.timeline import span
 
 
 class Unit(ShardedUnit):
-    """Parameters in one flat tensor: this rank's `shard` of it stays, `full` is there while it is needed."""
+    """Parameters in one flat tensor: this rank keeps its `shard`, and has `full` while it is needed."""
 
     def start_gather(self) -> None:
-        """Begin to gather the parameters, unless they are here or it has begun."""
+        """Start to gather the parameters, unless that has been done."""
         if self.full is not None:
             return
-        self._version = self.shard._version
+        self._version = self.shard._version  # an optimizer step changes it, and makes `full` stale
         self.full = torch.empty(self.flat.numel, dtype=self.dtype, device=self.shard.device)
         mine = self.full[self.flat.mine]
         mine.copy_(self.shard)
         self._gathering = all_gather(self.full, mine, group=self.group, async_op=True, pattern=self.pattern)
 
     def gather(self) -> None:
-        """Wait until the parameters are full."""
+        """Wait until all of `full` is there, and make the module's parameters views of it."""
         self.start_gather()
         if self._gathering is not None:
             self._wait_for_gather()
             self._show()
 
     def free(self) -> None:
-        """Give the full parameters' memory back."""
-        if self._gathering is not None:  # they were prefetched, and nothing has used them
+        """Free the memory of the full parameters."""
+        if self._gathering is not None:  # prefetched, but not used: no parameter is a view of it yet
             self._wait_for_gather()
         elif self.full is not None:
             self._hide()
@@ -77,39 +86,37 @@ class Unit(ShardedUnit):
         try:
             handle.wait()
         except BaseException:
-            self.full = None  # the parameters are still freed: there is nothing to give back
+            self.full = None
             raise
 
     def reduce_scatter(self) -> None:
-        """Start to send the full gradients to their owners: this rank gets the mean of its shard."""
-        full = self.gradients.full
-        shard = full.new_empty(self.flat.shard_numel)
-        with span(self.name, "launch", lane="launches", bytes=full.nbytes):
+        """Start to make this rank's shard of the gradients the mean over ranks."""
+        gradients = self.gradients.full
+        shard = gradients.new_empty(self.flat.shard_numel)
+        with span(self.name, "launch", lane="launches", bytes=gradients.nbytes):
             handle = reduce_scatter(
-                shard, full, op="mean", group=self.group, async_op=True, pattern=self.pattern
+                shard, gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
             )
-        self._arriving = shard, handle
+        self._reducing = shard, handle
 
     def wait_for_gradients(self) -> None:
-        """Keep this rank's shard of the gradients; the full ones are given back."""
-        (shard, handle), self._arriving = self._arriving, None
+        """Wait for the shard of the gradients, add it to earlier ones, and free the full gradients."""
+        (shard, handle), self._reducing = self._reducing, None
         handle.wait()
         self.gradients.keep(shard)
 
 
 class FullyShardedDataParallel(AnyLoop):
-    """Wraps a module; its `parameters()` are this rank's pieces, for any elementwise optimizer.
+    """Wraps a module. Its `parameters()` are pieces: what this rank's shards have of each parameter.
 
-    `blocks` are gathered and freed one by one: by default the members of each ModuleList, ModuleDict and
-    Sequential. Every rank must run the same blocks; within them, parameters may be tied, frozen or unused.
-    `compute_dtype` is the dtype of floating-point parameters and inputs in computing and on the wire; shards,
-    and with them the optimizer, keep the parameters' own, which an output in `compute_dtype` gets back.
-    Buffers become rank 0's once; from then on they are each rank's own, as in FSDP2.
+    Give them to any optimizer that updates each number on its own, such as SGD or Adam. `blocks` are
+    gathered and freed one by one; by default they are the members of each ModuleList, ModuleDict and
+    Sequential. Every rank must run the same blocks in the same order. With `compute_dtype`, parameters and
+    inputs are cast to it for computing and for sending, and outputs are cast back; shards and optimizer
+    keep the dtype that the parameters had.
 
-    Forwards and backwards may come in any number and order, as in DDP: gradients add up until the pieces' are
-    cleared. Divide each microbatch's loss by their number, and call `finish_gradient_sync()` after the last
-    backward: then each piece's `grad` is the mean over ranks. After an exception `zero_grad()` is enough.
-    What is refused is in sharded_module.py.
+    With several microbatches, divide each loss by their number. Call `finish_gradient_sync()` after the last
+    backward: then the `grad` of each piece is the mean over ranks. sharded_module.py says what is refused.
     """
 
     def __init__(
@@ -128,18 +135,19 @@ class FullyShardedDataParallel(AnyLoop):
             inner.register_forward_hook(lambda _, inputs, out, block=block: self._after_forward(block, out))
         for parameter in self._place:
             hook_gradient(parameter, self._on_gradient)
-        self._seen: list[Block] = []  # in this forward
-        self._order: list[Block] = []  # in the one before, which tells what comes next
+        self._seen: list[Block] = []  # the blocks that this forward has run
+        self._order: list[Block] = []  # those of the forward before, which tell what to prefetch
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Gather the root for the step; the hooks of blocks gather these one by one."""
+        """Gather the root, and run the module, whose hooks gather the blocks one by one."""
         self._seen = []
         with self._in_forward():
             self.root.start_gather()
             if self._order:
                 self._order[0].start_gather()
             self.root.gather()
-            with Notes(self._full_units, self._begin_backward):  # the graph keeps no full parameter
+            # Autograd saves a note for each full parameter, and gathers it again when the backward needs it.
+            with Notes(self._full_units, self._begin_backward):
                 inputs, options = map_tensors((inputs, options), self._as_computed)
                 output = map_tensors(self.module(*inputs, **options), self._as_given)
         self._order = self._seen
@@ -148,9 +156,9 @@ class FullyShardedDataParallel(AnyLoop):
         return output
 
     def _before_forward(self, block: Block) -> None:
-        """Wait for the block's parameters, and prefetch the next block's."""
-        if is_in_a_backward():
-            block.gather()  # activations are being recomputed
+        """Wait for the block's parameters, and prefetch those of the next block."""
+        if is_in_a_backward():  # which recomputes activations
+            block.gather()
             return
         self._begin_turn(block)
         block.gather()
@@ -160,7 +168,7 @@ class FullyShardedDataParallel(AnyLoop):
             self._order[so_far].start_gather()
 
     def _after_forward(self, block: Block, output: Any) -> None:
-        """Free the block, and notice when the backward comes back to it."""
+        """Free the block, and register what the backward does when it comes back to the block."""
         if is_in_a_backward():
             return
         if torch.is_grad_enabled():
@@ -170,35 +178,36 @@ class FullyShardedDataParallel(AnyLoop):
         if self._reshards or not torch.is_grad_enabled():
             block.free()
             if torch.is_grad_enabled() and self._seen == self._order:
-                block.start_gather()  # the last one: its backward is near
+                block.start_gather()  # the last block, whose backward comes first
 
     def _before_backward(self, turn: Turn) -> None:
-        """Finish the blocks whose backward is over; wait for this block's parameters; prefetch."""
+        """Finish the blocks whose backward has ended, wait for this block's parameters, and prefetch."""
         self._begin_backward()
         if turn.has_begun or turn not in self._turns:
-            return  # a block with several outputs, or a second backward of one graph
+            return  # another output of the block, or a second backward of one graph, where notes gather
         turn.has_begun, at = True, self._turns.index(turn)
-        not_over = {other.block for other in self._turns if not other.has_begun} | {turn.block}
+        still_needed = {other.block for other in self._turns if not other.has_begun} | {turn.block}
         for later in self._turns[at + 1 :]:
-            if later.block not in not_over:
-                later.block.finish(self._reductions)
+            if later.block not in still_needed:
+                later.block.finish(self._reductions)  # gradients that it still misses are zeros
         turn.block.gather()
         if at > 0:
             self._turns[at - 1].block.start_gather()
 
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Take the gradient out of the model; when its block has all of them, reduce-scatter and free."""
+        """Move a gradient out of the model, and reduce-scatter each unit that is complete with it."""
         self._begin_backward()
         gradient = take_gradient(parameter)
         if gradient is None:
-            return  # an operation may have none for one of its inputs
+            return  # autograd also calls the hook where a backward has returned None
         block, unit, position = self._place[parameter]
         self._used.add(parameter)
-        if block.is_reduced:
-            self._late.append((unit, position, gradient))  # the block was used in another one's forward
+        if block.is_reduced:  # another block has used the parameter, too: any_loop.py sends this at the end
+            self._late.append((unit, position, gradient))
             return
         unit.gradients.put(position, gradient)
+        # Gradients of the root come between those of blocks, and not always at one place: they are sent last.
         if block is not self.root and block.reduce_complete(self._reductions):
             block.free_trained()
 

@@ -1,9 +1,8 @@
-"""Hold what a unit of stage 3 consists of: layout, shard, stand-ins for freed parameters, gradients.
+"""Hold the parts of a unit of stage 3: its layout, shard, gradients, and stand-ins for freed parameters.
 
-How a unit is gathered, freed and reduce-scattered is in train_zero3.py.
-
-`param.data` is a view of the full memory. The graph that autograd builds must not keep that memory: within
-`Notes` (data_parallel.freed) it keeps where in a unit each parameter was, and asks for it in the backward.
+How a unit is gathered, freed and reduce-scattered is in train_zero3.py. While a unit is full, `param.data`
+is a view of its memory. Autograd must not save such views, or the memory could not be freed: it saves notes
+(freed.py).
 """
 
 import torch
@@ -20,11 +19,11 @@ from training.gradient_part import GradientPart
 
 
 class ShardedUnit:
-    """Parameters, all of one dtype and all trained or all frozen, that are gathered and freed together.
+    """Parameters of one dtype, all trained or all frozen, that are gathered and freed together.
 
-    They become rank 0's. This rank's shard keeps their dtype; the full parameters, and gradients on the wire,
-    have `compute_dtype` where both are floating-point numbers. Units that are full enter themselves in
-    `full_units`, by the address of their memory.
+    Their values become rank 0's. The shard keeps their dtype. Full parameters, and gradients while they are
+    sent, have `compute_dtype` if the dtype is a floating-point one. A unit that is full is in `full_units`,
+    by the address of its memory.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ShardedUnit:
         self.dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
         self.full: Tensor | None = None
         self._gathering: Work | None = None
-        self._arriving: tuple[Tensor, Work] | None = None
+        self._reducing: tuple[Tensor, Work] | None = None
         self._full_units = {} if full_units is None else full_units
         self._version = 0  # of the shard, when it was gathered
         self._stand_ins = [stand_in(self.shard, self.dtype, parameter.shape) for parameter in parameters]
@@ -63,7 +62,7 @@ class ShardedUnit:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the parameters can be computed with."""
+        """Return whether the full parameters are there, so that the module can compute."""
         return self.full is not None and self._gathering is None
 
     @property
@@ -72,7 +71,7 @@ class ShardedUnit:
         return self.full is not None and self._version != self.shard._version
 
     def _show(self) -> None:
-        """Make the parameters views of the full memory, and enter the unit among those that are full."""
+        """Make the parameters views of `full`, and add the unit to those that are full."""
         assert self.full is not None
         if self.full.data_ptr():
             self._full_units[self.full.data_ptr()] = self
@@ -80,7 +79,7 @@ class ShardedUnit:
             fill_in(piece.parameter, view, piece.tensor.requires_grad)
 
     def _hide(self) -> None:
-        """Put stand-ins in the place of the parameters, so that nothing refers to the full memory."""
+        """Make the parameters stand-ins, so that nothing refers to `full`."""
         assert self.full is not None
         self._full_units.pop(self.full.data_ptr(), None)
         self._let_go()
@@ -88,11 +87,11 @@ class ShardedUnit:
     def _let_go(self) -> None:
         for parameter, data in zip(self.flat.parameters, self._stand_ins, strict=True):
             free(parameter, data)
-        # What was saved outside of a `Notes` shows these very tensors: autograd must notice.
+        # Autograd must notice it if tensors that were saved outside of `Notes` are used now.
         torch.autograd.graph.increment_version(self.flat.parameters)
 
     def adopt_gradients(self) -> list[nn.Parameter]:
-        """Go on from the pieces' gradients, which may be cleared or replaced; return what has none."""
+        """Take over the gradients of the pieces, which the program may have changed; return those without."""
         assert self.gradients is not None
         if all(piece.tensor.grad is None for piece in self.pieces):
             self.gradients.clear()
@@ -109,7 +108,7 @@ class ShardedUnit:
         return cleared
 
     def give_gradients(self) -> None:
-        """Give the pieces the gradients that have added up."""
+        """Make the gradients that have added up the `grad` of the pieces."""
         if self.gradients is None or self.gradients.shard is None:
             return
         for piece, (_, part) in zip(self.pieces, self.flat.pieces(self.gradients.shard), strict=True):
@@ -117,7 +116,7 @@ class ShardedUnit:
                 piece.tensor.grad = GradientPart.of(part, self.group, self.pattern)
 
     def traffic(self, gathers: int) -> Traffic:
-        """Return this rank's expected traffic for so many gathers and, if it is trained, a reduction."""
+        """Return this rank's expected traffic for `gathers` gathers and, if it is trained, a reduction."""
         pattern = self.pattern or default_pattern("all_gather", self.group)
         place = dist.get_world_size(self.group), dist.get_rank(self.group)
         ops = ["all_gather"] * gathers + ["reduce_scatter"] * (self.gradients is not None)
@@ -125,7 +124,7 @@ class ShardedUnit:
         return sum((cost.per_rank(op, pattern, *sizes, *place) for op in ops), Traffic())
 
     def full_master(self) -> list[Tensor]:
-        """Return a copy of each parameter in the shard's precision; every rank must call it."""
+        """Return a full copy of each parameter in the dtype of the shard; every rank must call it."""
         full = self.shard.new_empty(self.flat.numel)
         all_gather(full, self.shard, group=self.group, pattern=self.pattern)
         return self.flat.views(full)

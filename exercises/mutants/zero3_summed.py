@@ -10,4 +10,4 @@ def mutant(self) -> None:
     full = self.gradients.full
     shard = full.new_empty(self.flat.shard_numel)
     handle = reduce_scatter(shard, full, op="sum", group=self.group, async_op=True, pattern=self.pattern)
-    self._arriving = shard, handle
+    self._reducing = shard, handle
