@@ -6,7 +6,7 @@ from comm.shards import shards_of
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.pipelined_ring.all_gather"
-KILLER = "tests.comm.test_collectives.test_an_all_gather_puts_shards_in_rank_order_on_every_rank"
+KILLER = "tests.comm.test_collectives_by_hand.test_an_all_gather_puts_shards_in_rank_order_on_every_rank"
 
 
 def mutant(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:

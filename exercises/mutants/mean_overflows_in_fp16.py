@@ -3,7 +3,7 @@
 import torch
 
 TARGET = "comm.algorithms.reduction.divisor_before"
-KILLER = "tests.comm.test_collectives.test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would"
+KILLER = "tests.comm.test_all_reduce.test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would"
 
 
 def mutant(op: str, dtype: torch.dtype, ranks: int) -> int:

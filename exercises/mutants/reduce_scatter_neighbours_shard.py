@@ -8,7 +8,7 @@ from comm.shards import shards_of
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.pipelined_ring.reduce_scatter"
-KILLER = "tests.comm.test_collectives.test_a_reduce_scatter_gives_each_rank_its_own_shard"
+KILLER = "tests.comm.test_collectives_by_hand.test_a_reduce_scatter_gives_each_rank_its_own_shard"
 
 
 def mutant(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:

@@ -1,7 +1,7 @@
 """All-reduced gradients are wrong, in another way on every rank: the loss is noise, replicas drift apart."""
 
 TARGET = "comm.algorithms.pipelined_ring.chunk_sent"
-KILLER = "tests.comm.test_collectives.test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk"
+KILLER = "tests.comm.test_collectives_by_hand.test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk"
 
 
 def mutant(rank: int, step: int, n: int) -> int:

@@ -3,7 +3,7 @@
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.tree._family"
-KILLER = "tests.comm.test_collectives.test_a_tree_broadcasts_from_every_root"
+KILLER = "tests.comm.test_collectives_by_hand.test_a_tree_broadcasts_from_every_root"
 
 
 def mutant(wire: Wire, root: int) -> tuple[int | None, list[int]]:

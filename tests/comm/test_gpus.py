@@ -13,7 +13,7 @@ import torch.distributed as dist
 from comm import rendezvous
 from comm.membership import gpus, meeting
 from lab.ranks import RankError, run_ranks
-from tests.comm.test_rendezvous import places, set_variables
+from tests.comm.places import places, set_variables
 
 
 def meet(visible: list[list[str]], **variables: object) -> list[Any]:

@@ -1,44 +1,14 @@
 """Ranks that do not fit together all get the same sentence, and the group goes on working."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from comm import collectives
-from comm.collectives import PATTERNS, CommError
+from comm.collectives import PATTERNS
 from lab.ranks import run_ranks
+from tests.comm.mismatches import sentence_of_all, told, works
 from tests.comm.segments import short_segments
-
-
-def told(call: Callable[[], object]) -> str:
-    """The text of the CommError that `call` raises; '' when it raises none."""
-    try:
-        call()
-    except CommError as error:
-        return str(error)
-    return ""
-
-
-def works(group=None) -> bool:
-    x = torch.ones(5)
-    collectives.all_reduce(x, group=group)
-    return bool((x == dist.get_world_size(group)).all())
-
-
-def sentence_of_all(n: int, call: Callable[[int], object]) -> str:
-    """What all ranks are told when each does `call(rank)`; the group must work before and after."""
-
-    def bring(cluster) -> str:
-        assert works()
-        text = told(lambda: call(cluster.rank))
-        assert works(), "the group is of no use after the mismatch"
-        return text
-
-    texts = run_ranks(bring, n, group_timeout=10)
-    assert texts[0] and len(set(texts)) == 1, f"not the same on all ranks: {texts}"
-    return texts[0]
 
 
 def test_another_size_is_told_with_the_ranks_that_bring_it():
@@ -239,71 +209,6 @@ def test_a_mismatch_in_one_group_leaves_the_others_alone():
     texts = run_ranks(call, 4, group_timeout=10)
     assert texts[:2] == ["", ""]
     assert texts[2] == texts[3] != ""
-
-
-def test_wrong_arguments_are_told_before_anything_is_sent():
-    wrong = {
-        "all_reduce has no pattern 'zigzag'; choose one of torch, pipelined_ring, ring, tcp": lambda: (
-            collectives.all_reduce(torch.ones(2), pattern="zigzag")
-        ),
-        "broadcast: root 2 is not a rank of this group of 2": lambda: collectives.broadcast(
-            torch.ones(2), root=2
-        ),
-        "no reduction 'average'; choose one of sum, mean": lambda: collectives.all_reduce(
-            torch.ones(2), "average"
-        ),
-        "mean of torch.int64 tensors would be rounded": lambda: collectives.all_reduce(
-            torch.ones(2, dtype=torch.int64), "mean"
-        ),
-        "tensors of one call must have one dtype, not torch.float32 and torch.float64": lambda: (
-            collectives.all_gather(torch.ones(2), torch.ones(1, dtype=torch.float64))
-        ),
-        "input_sizes [1, 2] are not 2 parts of 2 elements": lambda: collectives.all_to_all(
-            torch.ones(2), torch.ones(2), None, [1, 2]
-        ),
-        "pattern 'torch' needs equal shards, but 3 elements on 2 ranks": lambda: collectives.all_gather(
-            torch.ones(3), torch.ones(1), pattern="torch"
-        ),
-    }
-
-    def call(cluster) -> dict[str, str]:
-        texts = {expected: told(each) for expected, each in wrong.items()}
-        assert works()
-        return texts
-
-    for texts in run_ranks(call, 2, group_timeout=10):
-        for expected, text in texts.items():
-            assert expected in text
-
-
-def test_a_reduction_that_a_dtype_does_not_have_is_told_and_leaves_the_group_usable():
-    def call(cluster) -> list[str]:
-        texts = [
-            told(lambda: collectives.all_reduce(torch.ones(2, dtype=dtype), op))
-            for dtype, op in ((torch.complex64, "max"), (torch.uint16, "sum"))
-        ]
-        assert works()
-        return texts
-
-    for texts in run_ranks(call, 3, group_timeout=5):
-        assert all(texts)
-
-
-def test_a_root_without_its_tensor_is_told_what_to_pass():
-    def call(cluster) -> str:
-        return told(lambda: collectives.scatter(torch.ones(1)))
-
-    assert run_ranks(call, 1) == ["scatter: rank 0 is the root and must pass the full tensor."]
-
-
-def test_a_rank_outside_the_group_is_told():
-    def call(cluster) -> str:
-        group = dist.new_group([0])
-        return told(lambda: collectives.all_reduce(torch.ones(1), group=group))
-
-    member, outsider = run_ranks(call, 2)
-    assert member == ""
-    assert "not" in outsider and "group" in outsider
 
 
 def test_a_group_survives_a_mismatch_of_tensors_so_large_that_they_are_still_moving():

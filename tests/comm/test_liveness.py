@@ -18,8 +18,8 @@ from comm.script import joined
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.same_start import check_same_start
+from tests.comm.places import places, set_variables
 from tests.comm.test_failures import die, sentence
-from tests.comm.test_rendezvous import places, set_variables
 
 PROMPTLY = 20  # seconds; the timeouts below are 50
 POINTS = {

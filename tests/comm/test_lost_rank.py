@@ -13,7 +13,7 @@ from lab import timeline
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.comm.test_rendezvous import places, set_variables
+from tests.comm.places import places, set_variables
 
 
 @dataclasses.dataclass

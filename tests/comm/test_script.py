@@ -14,7 +14,7 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.comm.test_rendezvous import places, set_variables
+from tests.comm.places import places, set_variables
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from comm import rendezvous
 from comm.script import joined
 from lab.ranks import run_ranks
 from lab.replace import replaced
-from tests.comm.test_rendezvous import places, set_variables
+from tests.comm.places import places, set_variables
 
 
 def threads_after_joining(cluster, environments: list[dict[str, object]], cores: list[set[int]]) -> int:

@@ -1,14 +1,10 @@
-"""Processes that stand in for machines: results, errors, hangs, output, and nothing left behind."""
+"""Processes that stand in for machines: their results, their output, and a notebook that starts them."""
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import textwrap
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -16,7 +12,6 @@ import torch
 import torch.distributed as dist
 from nbclient import NotebookClient
 
-from lab import ranks
 from lab.ranks import RankError, run_ranks
 
 
@@ -75,118 +70,6 @@ def test_timeouts_that_no_clock_can_count_are_refused():
                 run_ranks(print, 1, **{name: seconds})
 
 
-def test_the_traceback_of_the_rank_that_failed_first_has_its_source_line(monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE", 10.0)  # until all have failed, however slow this machine is
-
-    def work(cluster) -> None:
-        if cluster.rank == 2:
-            cluster.store.wait(["rank 1 fails"])
-            time.sleep(0.1)
-            raise KeyError("a consequence")
-        if cluster.rank == 1:
-            cluster.store.set("rank 1 fails", "")
-            raise ValueError("the cause")  # here it begins
-        dist.barrier()
-
-    with pytest.raises(RankError) as error:
-        run_ranks(work, 3)
-    text = str(error.value)
-    assert error.value.rank == 1
-    assert text.startswith("rank 1 failed:")
-    assert 'raise ValueError("the cause")  # here it begins' in text and "test_ranks.py" in text
-    assert "rank_child.py" not in text
-    assert re.search(r"Afterwards also: .*rank 2 failed: KeyError: 'a consequence'", text)
-
-
-def test_the_cause_of_a_cause_is_told_too():
-    def work(cluster) -> None:
-        try:
-            torch.ones(2) @ torch.ones(3)
-        except RuntimeError as error:
-            raise ValueError("shapes") from error
-
-    with pytest.raises(
-        RankError, match=r"inconsistent tensor size[\s\S]*direct cause[\s\S]*ValueError: shapes"
-    ):
-        run_ranks(work, 1)
-
-
-def test_a_killed_rank_is_named_with_its_signal_and_so_is_one_that_exits():
-    def killed(cluster) -> None:
-        if cluster.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
-
-    def leaves(cluster) -> None:
-        if cluster.rank == 1:
-            os._exit(3)
-        dist.barrier()
-
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL before it returned") as error:
-        run_ranks(killed, 3)
-    assert error.value.rank == 1
-    with pytest.raises(RankError, match="rank 1 exited with code 3 before it returned"):
-        run_ranks(leaves, 3)
-
-
-def test_a_call_of_sys_exit_is_a_failure_and_not_a_hang():
-    with pytest.raises(RankError, match=r"rank 0 failed:[\s\S]*SystemExit: 4"):
-        run_ranks(lambda cluster: sys.exit(4), 1)
-
-
-def test_failures_can_be_collected_instead():
-    def work(cluster) -> str:
-        if cluster.rank == 0:
-            raise ValueError("only here")
-        return "fine"
-
-    first, *others = run_ranks(work, 3, collect_failures=True)
-    assert isinstance(first, RankError) and first.rank == 0 and "only here" in str(first)
-    assert others == ["fine", "fine"]
-
-
-def test_a_result_that_cannot_be_sent_is_a_failure_of_that_rank():
-    with pytest.raises(RankError, match=r"rank 0 failed:[\s\S]*cannot pickle"):
-        run_ranks(lambda cluster: (number for number in range(3)), 1)
-
-
-def test_a_hang_is_reported_with_the_line_where_each_rank_is_stuck_and_ends_them_all(monkeypatch, tmp_path):
-    def work(cluster) -> None:
-        (tmp_path / str(cluster.rank)).write_text(str(os.getpid()))
-        if cluster.rank == 0:
-            dist.barrier()  # nobody else comes
-        elif cluster.rank == 1:
-            time.sleep(60)  # overslept
-        elif cluster.rank == 3:
-            while True:  # busy
-                pass
-
-    monkeypatch.setattr(ranks, "_GRACE", 0.5)  # for a slow machine
-    with pytest.raises(RankError) as error:
-        run_ranks(work, 4, timeout=1.5)
-    text = str(error.value)
-    assert text.startswith("no answer within 1.5 s.")
-    assert re.search(r"rank 0 is stuck at \S+test_ranks\.py:\d+ in work: .*nobody else comes", text)
-    assert re.search(r"rank 1 is stuck at \S+test_ranks\.py:\d+ in work: .*overslept", text)
-    assert "rank 2 has finished" in text
-    assert re.search(r"rank 3 is stuck at \S+test_ranks\.py:\d+ in work: (while True|pass)", text)
-    assert not [path for path in tmp_path.iterdir() if is_alive(int(path.read_text()))]
-
-
-def test_after_a_failure_no_rank_is_alive(tmp_path):
-    def work(cluster) -> None:
-        (tmp_path / str(cluster.rank)).write_text(str(os.getpid()))
-        dist.barrier()
-        if cluster.rank == 0:
-            raise ValueError
-        time.sleep(60)
-
-    with pytest.raises(RankError, match="ValueError"):
-        run_ranks(work, 3)
-    pids = [int(path.read_text()) for path in tmp_path.iterdir()]
-    assert len(pids) == 3 and not any(is_alive(pid) for pid in pids)
-
-
 def test_output_is_tagged_by_rank_line_by_line(capfd):
     def work(cluster) -> None:
         print(f"one from {cluster.rank}\ntwo from {cluster.rank}")
@@ -242,97 +125,6 @@ def test_four_ranks_start_warm(capsys):
     assert seconds < 5  # a start that imports torch again in every rank takes longer
 
 
-SLEEPERS = """
-import os, time
-from pathlib import Path
-from lab.ranks import run_ranks
-
-print("the script runs")
-
-class Point:
-    def __init__(self, x):
-        self.x = x
-
-def move(cluster, point):
-    return Point(point.x + cluster.rank)
-
-def sleep(cluster):
-    Path(os.environ["PIDS"], str(cluster.rank)).write_text(str(os.getpid()))
-    time.sleep(60)
-
-print([point.x for point in run_ranks(move, 3, Point(10))], flush=True)
-run_ranks(sleep, 3)
-"""
-
-
-def what_they_do(pids: list[int]) -> str:
-    """Return the command line and, of each thread, the state and where in the kernel it waits."""
-    lines = []
-    for pid in pids:
-        with suppress(OSError):
-            folder = Path("/proc", str(pid))
-            lines.append(f"{pid}: {(folder / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
-            for task in (folder / "task").iterdir():
-                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-                lines.append(f"  thread {task.name}: {state} in {(task / 'wchan').read_text()}")
-    return "\n".join(lines)
-
-
-def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("t")  # short: a Unix socket's name has at most 107 characters
-    script = tmp_path / "sleepers.py"
-    script.write_text(SLEEPERS)
-    runs = {}
-    for name in ("SIGINT", "SIGKILL"):
-        for folder in ("pids", "tmp"):
-            (tmp_path / name / folder).mkdir(parents=True)
-        environment = os.environ | {
-            "PIDS": str(tmp_path / name / "pids"),
-            "TMPDIR": str(tmp_path / name / "tmp"),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),  # importing torch makes one
-        }
-        runs[name] = subprocess.Popen(
-            [sys.executable, str(script)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # In the background of a script Ctrl-C is ignored, and would be here, too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    try:
-        for name, process in runs.items():
-            pids_folder = tmp_path / name / "pids"
-            asleep = wait_until(lambda: all_numbers(pids_folder, 3) and process.poll() is None, 60)
-            assert asleep, process.communicate(timeout=5)
-            pids = [int(path.read_text()) for path in pids_folder.iterdir()]
-            assert all(is_alive(pid) for pid in pids)
-            if name == "SIGINT":
-                os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all in the foreground
-            else:
-                process.kill()
-            try:
-                output, error = process.communicate(timeout=20)
-            except subprocess.TimeoutExpired:
-                pytest.fail(
-                    f"after {name} a process still holds the output: {what_they_do(session(process.pid))}"
-                )
-            # No process has run the script again to find its classes, though its main is not guarded.
-            assert output.splitlines() == ["the script runs", "[10, 11, 12]"]
-            orphans = lambda: [pid for pid in {*pids, *session(process.pid)} if is_alive(pid)]  # noqa: E731
-            assert wait_until(lambda: not orphans(), 10), f"after {name} are left: {orphans()}"
-            left_over = lambda: list((tmp_path / name / "tmp").glob("ranks-*"))  # noqa: E731
-            assert wait_until(lambda: not left_over(), 5), f"after {name} is left: {left_over()}"
-            if name == "SIGINT":
-                assert "KeyboardInterrupt" in error
-                assert list((tmp_path / name / "tmp").iterdir()) == []
-    finally:
-        for process in runs.values():
-            process.kill()
-            process.wait()
-
-
 def test_a_notebook_cell_is_run_in_every_rank_beside_jupyters_own_comm_package():
     cells = [
         # Jupyter's kernel has a package called comm too: both must work.
@@ -369,40 +161,6 @@ def test_a_notebook_cell_is_run_in_every_rank_beside_jupyters_own_comm_package()
     assert "return 1 / cluster.rank  # rank 0 cannot" in failed[0].text
     assert "ZeroDivisionError" in failed[0].text
     assert both[0].text.strip() == "True"
-
-
-def is_alive(pid: int) -> bool:
-    """Return False for a zombie too: it only waits for its exit code to be read."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return not os.path.isdir("/proc/self")
-
-
-def session(leader: int) -> list[int]:
-    """Return all processes of a session, multiprocessing's helpers among them; none without /proc."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
-                members.append(int(stat.parent.name))
-    return members
-
-
-def all_numbers(folder: Path, how_many: int) -> bool:
-    return sum(path.read_text().isdecimal() for path in folder.iterdir()) == how_many
-
-
-def wait_until(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_a_rank_that_is_done_stays_until_its_peers_are():

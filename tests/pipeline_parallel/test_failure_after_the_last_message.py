@@ -11,7 +11,7 @@ from lab.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
-from tests.comm.test_rendezvous import places, set_variables
+from tests.comm.places import places, set_variables
 from tests.pipeline_parallel.equivalence import vectors
 from tests.pipeline_parallel.test_failure import failing
 

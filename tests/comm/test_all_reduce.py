@@ -1,0 +1,102 @@
+"""An all-reduce of random floats, NaNs and zeros of both signs is right, and bitwise equal on all ranks."""
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+
+from comm import collectives
+from comm.collectives import PATTERNS
+from lab.ranks import run_ranks
+from tests.comm.collective_cases import ALL, ALL_REDUCE, REDUCING, REDUCTIONS
+
+
+def test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would():
+    def mean(cluster) -> None:
+        large = torch.full((5,), 40000.0, dtype=torch.float16)
+        for op, pattern in ALL:
+            if op not in REDUCING:
+                continue
+            mine = large[: 4 + (pattern != "torch")]
+            given, shard = mine.clone(), torch.tensor_split(mine, cluster.world_size)[cluster.rank].clone()
+            if op == "reduce_scatter":
+                collectives.reduce_scatter(shard, given, "mean", pattern=pattern)
+            else:
+                getattr(collectives, op)(given, "mean", pattern=pattern)
+            for got in (given, shard):
+                assert torch.equal(got, mine[: len(got)]), f"{op}, {pattern}: {got}"
+
+    for n in (2, 4):
+        run_ranks(mean, n)
+
+
+def test_a_mean_of_float16_is_rounded_once_on_any_number_of_ranks():
+    def mean(cluster) -> None:
+        numbers = torch.randint(-9, 9, (3, 50), generator=torch.Generator().manual_seed(0)).half()
+        for pattern in PATTERNS["all_reduce"]:
+            mine = numbers[cluster.rank].clone()
+            collectives.all_reduce(mine, "mean", pattern=pattern)
+            assert torch.equal(mine, numbers.double().mean(0).half()), pattern
+
+    run_ranks(mean, 3)
+
+
+def bits(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7])
+def test_an_all_reduce_of_random_floats_is_bitwise_the_same_on_every_rank(n: int):
+    def reduce_all(cluster) -> list[str]:
+        results = []
+        for pattern, dtype, op in itertools.product(
+            ALL_REDUCE, (torch.float32, torch.bfloat16, torch.float64), ("sum", "mean", "product")
+        ):
+            inputs = [
+                torch.randn(1003, generator=torch.Generator().manual_seed(p)).to(dtype) for p in range(n)
+            ]
+            mine = inputs[cluster.rank].clone()
+            collectives.all_reduce(mine, op, pattern=pattern)
+            if op != "product":
+                scale = n if op == "mean" else 1
+                expected = torch.stack(inputs).double().sum(0) / scale
+                tolerance = n * torch.finfo(dtype).eps * 10
+                assert torch.allclose(mine.double(), expected, rtol=0, atol=tolerance), (pattern, dtype, op)
+            results.append(f"{pattern} {dtype} {op} {bits(mine)}")
+        return results
+
+    first, *others = run_ranks(reduce_all, n)
+    for other in others:
+        assert other == first
+
+
+def test_zeros_of_both_signs_and_nans_end_the_same_on_every_rank():
+    def reduce_all(cluster) -> list[str]:
+        signs, results = [0.0, -0.0, torch.nan, 1.0, -0.0], []
+        for pattern, op in itertools.product(ALL_REDUCE, REDUCTIONS):
+            mine = torch.tensor([signs[(cluster.rank + i) % len(signs)] for i in range(20)])
+            collectives.all_reduce(mine, op, pattern=pattern)
+            assert pattern == "torch" or mine.isnan().any(), (pattern, op)
+            mine[mine.isnan()] = 2.0
+            results.append(f"{pattern} {op} {bits(mine)}")
+        return results
+
+    for n in (2, 4, 5):
+        first, *others = run_ranks(reduce_all, n)
+        for other in others:
+            assert other == first
+
+
+def test_a_conjugated_view_is_reduced_by_its_values():
+    def conjugate(cluster) -> None:
+        z = torch.tensor([1 + 2j, 3 - 1j])
+        for pattern in PATTERNS["all_reduce"]:
+            mine = z.clone().conj()
+            collectives.all_reduce(mine, pattern=pattern)
+            assert torch.equal(mine.resolve_conj(), 3 * z.conj().resolve_conj()), pattern
+        imaginary = z.clone().conj().imag
+        collectives.all_reduce(imaginary)
+        assert imaginary.tolist() == [-6.0, 3.0]
+
+    run_ranks(conjugate, 3)

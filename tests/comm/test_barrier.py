@@ -1,0 +1,39 @@
+"""A barrier holds back every rank until all have arrived."""
+
+import pytest
+
+from comm import collectives
+from lab.ranks import run_ranks
+
+
+@pytest.mark.parametrize("pattern", ["tree", "torch"])
+def test_nobody_leaves_a_barrier_before_all_have_come(pattern: str):
+    def meet(cluster) -> None:
+        for late in range(cluster.world_size):
+            if cluster.rank == late:
+                # a rank that slipped through would be here long before
+                cluster.store.wait([f"{p} is at {late}" for p in range(cluster.world_size) if p != late])
+                assert cluster.store.add(f"through {late}", 0) == 0
+            else:
+                cluster.store.set(f"{cluster.rank} is at {late}", "")
+            cluster.store.add(f"came {late}", 1)
+            collectives.barrier(pattern=pattern)
+            assert cluster.store.add(f"came {late}", 0) == cluster.world_size
+            cluster.store.add(f"through {late}", 1)
+
+    for n in (1, 2, 3, 5):
+        run_ranks(meet, n)
+
+
+def test_a_barrier_waits_for_the_last_even_when_it_takes_a_while():
+    def hold_back(cluster) -> list[bool]:
+        if cluster.rank == 2:
+            cluster.store.wait(["all have looked"])
+        handle = collectives.barrier(async_op=True)
+        passed = handle.is_completed() if cluster.rank != 2 else False
+        if cluster.rank != 2 and cluster.store.add("looked", 1) == 2:
+            cluster.store.set("all have looked", "")
+        handle.wait()
+        return [passed, handle.is_completed()]
+
+    assert run_ranks(hold_back, 3) == [[False, True]] * 3

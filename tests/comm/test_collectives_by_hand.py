@@ -1,0 +1,122 @@
+"""Compare collectives with results that a reader can compute by hand."""
+
+import torch
+
+from comm import collectives
+from comm.collectives import PATTERNS
+from lab.ranks import run_ranks
+
+
+def test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk():
+    def add_up(cluster) -> list[float]:
+        mine = torch.arange(8.0) + 10.0 ** (2 + cluster.rank)  # each element tells whom it has met
+        collectives.all_reduce(mine, pattern="pipelined_ring")
+        return mine.tolist()
+
+    for n in (2, 4):
+        everyone = sum(10.0 ** (2 + rank) for rank in range(n))
+        assert run_ranks(add_up, n) == [[n * i + everyone for i in range(8)]] * n
+
+
+def test_a_mean_is_divided_by_the_number_of_ranks_once():
+    def average(cluster) -> list[float]:
+        results = []
+        for pattern in PATTERNS["all_reduce"]:
+            mine = torch.full((6,), float(cluster.rank))
+            collectives.all_reduce(mine, "mean", pattern=pattern)
+            results.append(mine)
+        shard = torch.empty(2)
+        collectives.reduce_scatter(shard, torch.full((6,), float(cluster.rank)), "mean")
+        return torch.cat([*results, shard]).tolist()
+
+    for got in run_ranks(average, 3):
+        assert got == [1.0] * (6 * len(PATTERNS["all_reduce"]) + 2)
+
+
+def test_a_reduce_scatter_gives_each_rank_its_own_shard():
+    def own(cluster) -> list[float]:
+        shard = torch.empty(3)
+        collectives.reduce_scatter(shard, torch.arange(12.0))
+        return shard.tolist()
+
+    assert run_ranks(own, 4) == [[4.0 * (3 * rank + i) for i in range(3)] for rank in range(4)]
+
+
+def test_an_all_gather_puts_shards_in_rank_order_on_every_rank():
+    def collect(cluster) -> list[float]:
+        whole = torch.empty(8)
+        collectives.all_gather(whole, torch.tensor([1.0, 2.0]) + 10 * cluster.rank)
+        return whole.tolist()
+
+    assert run_ranks(collect, 4) == [[1.0, 2.0, 11.0, 12.0, 21.0, 22.0, 31.0, 32.0]] * 4
+
+
+def test_a_tree_broadcasts_from_every_root():
+    def spread(cluster) -> list[float]:
+        got = []
+        for root in range(cluster.world_size):
+            mine = torch.tensor([float(cluster.rank)])
+            collectives.broadcast(mine, root, pattern="tree")
+            got.append(mine.item())
+        return got
+
+    assert run_ranks(spread, 5) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 5
+
+
+def test_a_reduce_leaves_alone_what_the_other_ranks_brought():
+    def lend(cluster) -> list[float]:
+        got = []
+        for pattern in ("tree", "flat", "torch"):
+            for root in range(cluster.world_size):
+                mine = torch.tensor([10.0**cluster.rank])
+                collectives.reduce(mine, root=root, pattern=pattern)
+                got.append(mine.item())
+        return got
+
+    for rank, got in enumerate(run_ranks(lend, 4)):
+        assert got == [1111.0 if root == rank else 10.0**rank for root in range(4)] * 3
+
+
+def test_an_all_gather_in_place_takes_its_part_of_the_whole():
+    def in_place(cluster) -> None:
+        for pattern, numel in (("pipelined_ring", 10), ("pipelined_ring", 2), ("torch", 12)):
+            whole = torch.zeros(numel)
+            mine = torch.tensor_split(whole, cluster.world_size)[cluster.rank]
+            mine.fill_(cluster.rank + 1)
+            collectives.all_gather(whole, mine, pattern=pattern)
+            expected = [
+                p + 1.0
+                for p, part in enumerate(torch.tensor_split(whole, cluster.world_size))
+                for _ in range(part.numel())
+            ]
+            assert whole.tolist() == expected
+
+    run_ranks(in_place, 4)
+
+
+def test_an_all_to_all_without_sizes_divides_evenly():
+    def transpose(cluster) -> list[float]:
+        n = cluster.world_size
+        full = torch.arange(2.0 * n) + 100 * cluster.rank
+        output = torch.empty(2 * n)
+        collectives.all_to_all(output, full)
+        return output.tolist()
+
+    for rank, got in enumerate(run_ranks(transpose, 3)):
+        assert got == [100 * p + 2 * rank + i for p in range(3) for i in range(2)]
+
+
+def test_gradients_of_a_model_are_averaged_where_they_are():
+    def average(cluster) -> None:
+        layer = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(layer.weight, 1.0)
+        layer(torch.full((1, 3), float(cluster.rank))).sum().backward()
+        for parameter in layer.parameters():
+            collectives.all_reduce(parameter.grad, "mean")
+            assert parameter.grad.grad_fn is None
+        assert torch.equal(layer.weight.grad, torch.full((2, 3), 1.0))
+        # and the parameter itself, as a missing no_grad would have it
+        collectives.broadcast(layer.weight)
+        assert layer.weight.is_leaf and layer.weight.requires_grad
+
+    run_ranks(average, 3)
