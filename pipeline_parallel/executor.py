@@ -1,11 +1,26 @@
-"""The executor: one plain loop that runs any schedule.
+"""Run any schedule: one loop over a row of the table.
 
-      table ──with_messages──► program of this rank ──► for step in program: do it
+      for action in row:              a row of the table, such as F0 F1 B0 B1 (schedules.py)
+          if it needs a message:      an activation from the stage before, a gradient from the stage after
+              wait for it
+          compute                     F, B, I or W of one microbatch in one stage (stage_runner.py)
+          if another rank needs it:   an activation for the stage after, a gradient for the stage before
+              start sending it
 
-It knows nothing of 1F1B or zero bubbles; those are tables (schedules.py). A step of the program is an action
-(F, B, I, W), or a message: receives are posted early, sends never block (messages.py says why this cannot
-deadlock). An activation or gradient has one owner at a time: who makes it hands it over, and who uses it
-lets it go.
+The executor knows nothing of GPipe or 1F1B, which are tables. A step of its loop is an action or a message.
+Rank 1 of 2 does this in 1F1B with two microbatches:
+
+      Receive 0F0        post the receives of both activations: 0F1 is used two actions later
+      Receive 0F1
+      1F0                wait for 0F0, and compute the forward of microbatch 0 in stage 1
+      1B0                its backward, which makes the gradient 1I0 of the stage's input
+      Send 1I0           start sending it to rank 0
+      1F1  1B1  Send 1I1
+      WaitForSend 1I0  WaitForSend 1I1      their memory may be used again
+
+`with_messages` derives these steps from the table, and messages.py says why they cannot deadlock. The loop is
+`Executor._run`, and `_act` does an action. The methods below `_wait` complete a step: checks of the batch,
+evaluation, timeline, activations. When one rank fails, all of them raise (failure.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -54,10 +69,10 @@ from pipeline_parallel.stage_runner import StageRunner
 
 
 class Outcome(NamedTuple):
-    """What a step leaves on this rank, besides gradients in the parameters.
+    """Holds what a step returns on this rank. The gradients are in the parameters.
 
-    `loss`: the mean over the batch, on the last stage's rank. `input_gradient`: the gradient of `x`, on the
-    first stage's, if `x` wants one.
+    `loss` is the mean over the batch, on the rank of the last stage. `input_gradient` is the gradient of `x`,
+    on the rank of the first stage, if `x` requires one.
     """
 
     loss: Tensor | None
@@ -67,9 +82,9 @@ class Outcome(NamedTuple):
 class Executor:
     """Runs `table` on the ranks of `group`: row r on rank r.
 
-    `runners` are this rank's stages by number, and `boundaries` what each stage gets as its input, as tensors
-    without memory (Pipeline makes them): a gradient has the shape of the activation it is for. `rows` are the
-    examples of a microbatch. `apart` is Channels'.
+    `runners` holds this rank's stages by their numbers. `boundaries[s]` is a tensor without memory that has
+    the shape and dtype of the input of stage s, and of its gradient (Pipeline makes it). `rows` is the number
+    of examples in a microbatch. `apart` goes to comm's Channels.
     """
 
     def __init__(
@@ -87,25 +102,24 @@ class Executor:
         self.microbatches = num_microbatches(table)
         self.last_stage = max(placement(table))
         self.watch: ActivationWatch | None = None
-        self._chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(runners))}
         self._boundaries = boundaries
         programs = with_messages(table)
         self._rank, self._program = rank, programs[rank]
         self._forwards = with_messages(forward_only(table))[rank]
         self._channels = Channels(group, neighbours(programs), apart)
         self._failure = SharedFailure(group, device)
-        self._here: dict[Message, Tensor] = {}
+        self._ready: dict[Message, Tensor] = {}  # results that are still to be sent, or used by this rank
         self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
         self._leaving: dict[Message, Transfer | SlowTransfer] = {}
 
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None
     ) -> Outcome:
-        """Do the forward and the backward of all microbatches; add the gradients to the parameters'.
+        """Do the forward and the backward of all microbatches, and add the gradients to the parameters'.
 
-        `x` is the full batch, for the rank of the first stage, and `y` the targets, for the last one's.
-        What goes wrong on one rank, a batch that does not fit or an error in a stage, raises on all of them;
-        so does what `check` raises before the first action.
+        `x` is the full batch, for the rank of the first stage, and `y` its targets, for the rank of the last.
+        An error on one rank raises on all of them: a batch that does not fit, an error in a stage, or one
+        that `check` raises before the first action.
         """
         self._trains = True
         self._run(self._program, lambda: self._begin(x, y, check), self._failure.end_step)
@@ -116,25 +130,110 @@ class Executor:
         self._results, self._input_gradients = {}, {}
         return outcome
 
+    def _run(
+        self, program: list[Step], begin: Callable[[], None], end: Callable[[], Exception | None]
+    ) -> None:
+        """Do a program from its first step to its last one."""
+        self._start()
+        self._failure.compute_unless_failed(None, begin)
+        for step in program:
+            match step:
+                case Receive(message, peer):
+                    self._post(message, peer)
+                case Action():
+                    self._act(step)
+                case Send(message, peer):
+                    self._send(message, peer)
+                case WaitForSend(message):
+                    self._wait(message, self._leaving.pop(message))
+        self._finish(end())
+
+    def _act(self, action: Action) -> None:
+        """Wait for what the action needs, compute, and keep the result for the message that comes next."""
+        message = received_by(action, self.last_stage)
+        received = None if message is None else self._take(message)
+        start = self._before(action)
+        sent = sent_by(action, self.last_stage)
+        like = None if sent is None else self._boundary_of(sent)
+        result = self._failure.compute_unless_failed(action, lambda: self._compute(action, received), like)
+        self._hand_over(action, result)
+        self._after(action, start)
+
+    def _compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        (kind, microbatch, stage), runner = action, self.runners[action.stage]
+        if kind == BACKWARD:
+            return runner.backward(microbatch, received)
+        if kind == INPUT_GRADIENT:
+            return runner.backward_input(microbatch, received)
+        if kind == WEIGHT_GRADIENT:
+            return runner.backward_weight(microbatch)
+        x = self._xs[microbatch] if received is None else received.requires_grad_()
+        target = self._ys[microbatch] if stage == self.last_stage and self._ys else None
+        if not self._trains:
+            return runner.forward_only(x, target)
+        with nullcontext() if self.watch is None else self.watch.saving(stage, microbatch):
+            return runner.forward(microbatch, x, target)
+
+    def _hand_over(self, action: Action, result: Tensor | None) -> None:
+        message = sent_by(action, self.last_stage)
+        if message is not None and result is not None:
+            self._ready[message] = result
+        elif result is not None:
+            (self._results if action.kind == FORWARD else self._input_gradients)[action.microbatch] = result
+
+    def _post(self, message: Message, peer: int) -> None:
+        """Post the receive of a message."""
+        like = self._boundary_of(message)
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        try:
+            self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
+        except CommError as error:
+            raise named_error(message, error) from error
+
+    def _send(self, message: Message, peer: int) -> None:
+        """Start sending a result."""
+        tensor = self._ready.pop(message).contiguous()
+        try:
+            self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
+        except CommError as error:
+            raise named_error(message, error) from error
+
+    def _take(self, message: Message) -> Tensor:
+        """Return what another stage has made. If that is a stage of another rank, wait for its message."""
+        if message in self._ready:
+            return self._ready.pop(message)
+        tensor, transfer = self._arriving.pop(message)
+        self._wait(message, transfer)
+        self._failure.check_message(tensor, message.kind)
+        return tensor
+
+    def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
+        start = timeline.now()
+        try:
+            with timeline.span("wait", "wait"):
+                transfer.wait()
+        except CommError as error:
+            raise named_error(message, error) from error
+        self._waited += (timeline.now() - start) / 1e9
+
+    def _boundary_of(self, message: Message) -> Tensor:
+        return self._boundaries[max(message.stage, message.receiver)]
+
     @torch.no_grad()
     def forward_only(
         self, x: Tensor | None = None, y: Tensor | None = None, has_targets: bool = False
     ) -> list[Tensor]:
         """Return the output of each microbatch, or its loss with `has_targets`, on the last stage's rank.
 
-        Nothing is kept for a backward, and the other ranks return an empty list. What goes wrong on one rank
-        raises on all of them: an all-reduce of one number tells them, for no gradient comes back.
+        Nothing is kept for a backward, and the other ranks return an empty list. An error on one rank raises
+        on all of them: an all-reduce of one number tells the others, because no gradient comes back.
         """
-        self._trains = False
-        self._run(
-            self._forwards, lambda: self._begin_forwards(x, y, has_targets), self._failure.end_step_on_all
-        )
+        self._trains, end = False, self._failure.end_step_on_all
+        self._run(self._forwards, lambda: self._divide(x, y, has_targets), end)
         results, self._results = self._results, {}
         return _in_order(results)
 
-    def _run(
-        self, program: list[Step], begin: Callable[[], None], end: Callable[[], Exception | None]
-    ) -> None:
+    def _start(self) -> None:
         self._failure.begin_step()
         self._waited = 0.0
         self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
@@ -144,128 +243,47 @@ class Executor:
         self._ys: list[Tensor] = []
         for runner in self.runners.values():
             runner.begin_step()
-        self._failure.compute_unless_failed(None, begin)
-        for step in program:
-            match step:
-                case Receive(message, peer):
-                    self._post(message, peer)
-                case Send(message, peer):
-                    self._send(message, peer)
-                case WaitForSend(message):
-                    self._wait(message, self._leaving.pop(message))
-                case Action():
-                    self._act(step)
-        for action, when in self._done:  # not at once: a neighbour may be waiting for the result
-            self._record(action, when)
-        self._xs, self._ys = [], []
-        if (error := end()) is not None:
-            self._here.clear()
-            for runner in self.runners.values():
-                runner.begin_step()  # which forgets what was not ended
-            raise error
 
     def _begin(self, x: Tensor | None, y: Tensor | None, check: Callable[[], None] | None) -> None:
         refuse_without_gradients()
         if check is not None:
             check()
-        if 0 in self.runners:
-            self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
-        if self.last_stage in self.runners:
-            self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
+        self._divide(x, y, has_targets=True)
         if self.watch is not None:
             self.watch.ignore([x, y])
 
-    def _begin_forwards(self, x: Tensor | None, y: Tensor | None, has_targets: bool) -> None:
+    def _divide(self, x: Tensor | None, y: Tensor | None, has_targets: bool) -> None:
         if 0 in self.runners:
             self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
         if has_targets and self.last_stage in self.runners:
             self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
 
-    def _act(self, action: Action) -> None:
-        needs, sends = received_by(action, self.last_stage), sent_by(action, self.last_stage)
-        needed = None if needs is None else self._take(needs)
-        runner, start = self.runners[action.stage], timeline.mark()
-        runner.add_wait(self._waited)
-        like = None if sends is None else self._boundary_of(sends)
-        made = self._failure.compute_unless_failed(action, lambda: self._compute(action, needed), like)
+    def _before(self, action: Action) -> timeline.Moment:
+        self.runners[action.stage].add_wait(self._waited)
+        return timeline.mark()
+
+    def _after(self, action: Action, start: timeline.Moment) -> None:
         self._waited = 0.0
+        runner = self.runners[action.stage]
         self._done.append((action, runner.last_span() or (start, timeline.mark())))
-        self._hand_over(action, made)
-        if self.watch is not None and self._trains and not self._failure.has_failed:
-            self._look(action)
-
-    def _compute(self, action: Action, needed: Tensor | None) -> Tensor | None:
-        (kind, microbatch, stage), runner = action, self.runners[action.stage]
-        if kind == BACKWARD:
-            return runner.backward(microbatch, needed)
-        if kind == INPUT_GRADIENT:
-            return runner.backward_input(microbatch, needed)
-        if kind == WEIGHT_GRADIENT:
-            return runner.backward_weight(microbatch)
-        x = self._xs[microbatch] if needed is None else needed.requires_grad_()
-        target = self._ys[microbatch] if stage == self.last_stage and self._ys else None
-        if not self._trains:
-            return runner.forward_only(x, target)
-        with nullcontext() if self.watch is None else self.watch.saving(stage, microbatch):
-            return runner.forward(microbatch, x, target)
-
-    def _record(self, action: Action, when: tuple[timeline.Moment, timeline.Moment]) -> None:
-        kind, microbatch, stage = action
-        place = {"microbatch": microbatch, "stage": stage, "chunk": self._chunk_of[stage]}
-        timeline.record(str(microbatch), GANTT_KIND[kind], *when, action=kind, **place)
-
-    def _hand_over(self, action: Action, made: Tensor | None) -> None:
-        message = sent_by(action, self.last_stage)
-        if message is not None and made is not None:
-            self._here[message] = made
-        elif made is not None:
-            (self._results if action.kind == FORWARD else self._input_gradients)[action.microbatch] = made
-
-    def _look(self, action: Action) -> None:
-        assert self.watch is not None
+        if self.watch is None or not self._trains or self._failure.has_failed:
+            return
         if action.kind == INPUT_GRADIENT:
-            deferred = self.runners[action.stage].deferred_tensors(action.microbatch)
-            self.watch.deferred(action.stage, action.microbatch, deferred)
+            tensors = runner.deferred_tensors(action.microbatch)
+            self.watch.deferred(action.stage, action.microbatch, tensors)
         self.watch.update_peak()
 
-    def _post(self, message: Message, peer: int) -> None:
-        like = self._boundary_of(message)
-        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        try:
-            self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
-        except CommError as error:
-            raise named_error(message, error) from error
-
-    def _send(self, message: Message, peer: int) -> None:
-        tensor = self._here.pop(message).contiguous()
-        try:
-            self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
-        except CommError as error:
-            raise named_error(message, error) from error
-
-    def _take(self, message: Message) -> Tensor:
-        """What another stage has made: of this rank, or of another one, then it may have to come yet."""
-        if message in self._here:
-            return self._here.pop(message)
-        tensor, transfer = self._arriving.pop(message)
-        self._wait(message, transfer, tensor)
-        return tensor
-
-    def _boundary_of(self, message: Message) -> Tensor:
-        return self._boundaries[max(message.stage, message.receiver)]
-
-    def _wait(
-        self, message: Message, transfer: Transfer | SlowTransfer, arriving: Tensor | None = None
-    ) -> None:
-        start = timeline.now()
-        try:
-            with timeline.span("wait", "wait"):
-                transfer.wait()
-        except CommError as error:
-            raise named_error(message, error) from error
-        if arriving is not None:
-            self._failure.check_message(arriving, message.kind)
-        self._waited += (timeline.now() - start) / 1e9
+    def _finish(self, error: Exception | None) -> None:
+        chunk_of = {stage: chunk for chunk, stage in enumerate(sorted(self.runners))}
+        for (kind, microbatch, stage), when in self._done:  # only now, when no rank waits for a result
+            place = {"microbatch": microbatch, "stage": stage, "chunk": chunk_of[stage]}
+            timeline.record(str(microbatch), GANTT_KIND[kind], *when, action=kind, **place)
+        self._xs, self._ys = [], []
+        if error is not None:
+            self._ready.clear()
+            for runner in self.runners.values():
+                runner.begin_step()  # it forgets what the failed step has left
+            raise error
 
 
 def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:

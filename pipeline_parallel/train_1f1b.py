@@ -1,16 +1,29 @@
-"""1F1B: one forward, one backward, so that a microbatch's activations go as soon as they can.
+"""1F1B: one forward, one backward in turn, so that a microbatch's activations are freed early.
 
-      rank 0   F0 F1 F2 .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
-      rank 1   .  F0 F1 .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .        the same bubble as GPipe,
-      rank 2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .        other memory
+      rank 0   F0 F1 F2 .  .  .  B0--- F3 B1--- .  B2--- .  B3---      F: forward of a microbatch
+      rank 1   .  F0 F1 .  B0--- F2 B1--- F3 B2--- .  B3--- .  .       B: its backward, twice as long
+      rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .       a dot: a forward's time of idleness
 
-      bubble        (n-1) / (m + n-1)
-      activations   at most n - rank microbatches, however many there are
-      traffic       as naive model parallel's
+Rank r of p ranks begins with p-1-r forwards, one for each rank after it (warmup). Then it does one forward
+and one backward in turn (steady state), and at the end the backwards that are left (cooldown). On rank 0
+above, the warmup is F0 F1, the steady state is F2 B0 F3 B1, and the cooldown is B2 B3.
 
-Rank r begins with n-1-r forwards (warmup), then does one forward and one backward in turn (steady), and ends
-with the backwards that are left (cooldown). So m can grow until the bubble is small. After Narayanan et al.,
-"Memory-Efficient Pipeline-Parallel DNN Training", 2020 (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
+In GPipe all backwards come after all forwards. Here a backward comes as soon as its gradient can have come
+back, and it frees the activations of its microbatch before the next forward makes new ones:
+
+      bubble        (p-1) / (m + p-1)      GPipe's: of the time, with m microbatches
+      activations   p - rank microbatches at most, where GPipe holds m
+      traffic       that of naive model parallelism
+
+So m can grow until the bubble is small, and the memory stays the same.
+
+What to read, in this order:
+  1. `one_f_one_b` in schedules.py: the table above, made by three short loops, one for each phase.
+  2. The docstring of executor.py, then `Executor._run` and `Executor._act`: one loop does any table.
+  3. `main` below. `pipeline.step` runs the table on a batch.
+
+Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),
+https://arxiv.org/abs/2006.09503.
 """
 
 from comm.script import start

@@ -1,18 +1,32 @@
-"""Interleaved 1F1B: every rank has several small stages instead of a large one, and the bubble shrinks.
+"""Interleaved 1F1B: every rank has several small stages in place of a large one, and the bubble shrinks.
 
-      layers     0 1 | 2 3 | 4 5 | 6 7              2 ranks with one stage each:   0 1 2 3 | 4 5 6 7
-      rank        0     1     0     1               with two: a microbatch passes every rank twice
+      layers     0 1 | 2 3 | 4 5 | 6 7              two ranks with one stage each would have 0 1 2 3 | 4 5 6 7
+      stage       0     1     2     3
+      rank        0     1     0     1               a microbatch visits each rank twice
 
-A rank waits at the beginning and at the end until the first, or the last, microbatch has come through the
-others, and these are v times faster through their small stages:
+      rank 0   F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
+      rank 1   .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 
-      bubble        (n-1) / (v m + n-1)     with v stages (chunks) on each rank
-      activations   a little more than 1F1B: v (n - rank) + n - 1 - rank small stages, about
-      traffic       2 v - 1 times that of 1F1B, for there are v n - 1 boundaries instead of n - 1
+      (small letters: the second stage of a rank; each action takes half the time of 1F1B's)
 
-Microbatches go in rounds of n: a round passes a rank's first stage, then its second one, and so on. After
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
-https://arxiv.org/abs/2104.04473.
+At the beginning a rank waits until the first microbatch has come through the stages before its own, and at
+the end until the last gradient has. These stages are v times smaller, and so is the time:
+
+      bubble        (p-1) / (v m + p-1)    of the time, with p ranks, m >= p microbatches and v stages a rank
+      activations   (v-1) p + 2 (p-1-rank) + 1 microbatches of small stages, if p divides m
+      traffic       (v p - 1) / (p - 1) times that of 1F1B: there are v p - 1 boundaries instead of p - 1
+
+Microbatches go in rounds of p. In a round each microbatch goes through the first stage of the rank, then each
+goes through the second one, and so on; the backwards take the stages in the opposite order.
+
+What to read, in this order:
+  1. `one_f_one_b` in schedules.py, then `interleaved_1f1b`: the same three phases, over pairs of a microbatch
+     and a stage.
+  2. The docstring of executor.py: it is the one of 1F1B.
+  3. `main` below, which is train_1f1b.py's with another table.
+
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+2021, section 2.2, https://arxiv.org/abs/2104.04473.
 """
 
 import dataclasses

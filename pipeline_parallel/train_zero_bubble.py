@@ -1,20 +1,28 @@
-"""Zero bubble: the backward is cut in two, and the half nobody waits for fills the bubble.
+"""Zero bubble: the backward is cut into two halves, and the half that no rank waits for fills the bubble.
 
-      B = I and W        I, the input's gradient: the stage before waits for it
-                         W, the weights' gradient: only the optimizer waits for it
+      B = I and W        I: the gradient of the stage's input, for which the stage before waits
+                         W: the gradients of the stage's weights, for which only the optimizer waits
 
-      rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 I3 W3       zb_h1: 1F1B's order, W put off
+      rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 I3 W3       ZB-H1: the order of 1F1B, W put off
       rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
       rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-      --schedule    bubble (seconds idle)       activations
-      zb_h1         (n-1) (f + i - w)           n microbatches: 1F1B's on rank 0, on all ranks
-      zb_v          (n-1) i / 2                 2 n of half-sized stages
+      --schedule    idle seconds of a rank      activations of a rank
+      zb_h1         (p-1) (f + i - w)           p microbatches: what rank 0 holds in 1F1B
+      zb_v          (p-1) i / 2                 2 p microbatches of stages of half the size
 
-where f, i and w are the times of F, I and W; 1F1B's bubble is (n-1) (f + i + w). zb_v gives each rank two
-stages, in a V: rank 0 has the first and the last one. --recompute saves little here, for a W put off keeps
-its layers' inputs anyway. How autograd is brought to compute the halves apart stands in deferred.py. After
-Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
+f, i and w are the seconds of F, I and W; in 1F1B a rank is idle for (p-1) (f + i + w). ZB-V gives each rank
+two stages, in a V: down the ranks and up again, so rank 0 has the first and the last one. The traffic is
+1F1B's, and for ZB-V that of interleaved 1F1B with two stages a rank, less one boundary: its two middle stages
+are on one rank. --recompute saves little memory here, because a W that was put off keeps the inputs of its
+layers anyway.
+
+What to read, in this order:
+  1. `zb_h1` in schedules.py: 1F1B's loops, with "FIW" or "FI" where 1F1B has "FB".
+  2. deferred.py: autograd computes I and W in one node; here they become two.
+  3. `main` below, which is train_1f1b.py's with another table.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 """
 
 import dataclasses
@@ -29,7 +37,7 @@ from pipeline_parallel.schedules import zb_h1, zb_v
 
 @dataclasses.dataclass
 class ZeroBubbleArgs(Args):
-    """Train a small GPT on the source of Python's standard library, cut into stages, the backward in two."""
+    """Train a small GPT on the source of Python's standard library, cut into stages, with split backwards."""
 
     schedule: Literal["zb_h1", "zb_v"] = "zb_h1"
     """Schedule: zb_h1 has one stage on each rank and 1F1B's memory; zb_v has two, in the shape of a V."""

@@ -10,7 +10,7 @@ KILLER = "tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_
 def mutant(self, action, made) -> None:
     message = sent_by(action, self.last_stage)
     if message is not None and made is not None:
-        self._here[message] = made
+        self._ready[message] = made
     elif made is not None and action.kind == FORWARD:
         self._results = {action.microbatch: made}
     elif made is not None:

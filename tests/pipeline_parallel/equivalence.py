@@ -95,7 +95,7 @@ def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
         left = [executor._arriving, executor._leaving, executor._sent, executor._received]
         assert not any(left), f"{what}: {left}"
         return
-    assert not executor._here, f"{what}: made and not used: {list(executor._here)}"
+    assert not executor._ready, f"{what}: made and not used: {list(executor._ready)}"
     assert not executor._arriving, f"{what}: received and not used: {list(executor._arriving)}"
     assert not executor._leaving, f"{what}: sent and not waited for: {list(executor._leaving)}"
     for stage, runner in executor.runners.items():

@@ -203,7 +203,7 @@ def test_memory_of_a_message_is_free_before_the_step_ends():
 
         def look(action) -> None:
             act(action)
-            for i, waiting in enumerate((executor._here, executor._arriving, executor._leaving)):
+            for i, waiting in enumerate((executor._ready, executor._arriving, executor._leaving)):
                 most[i] = max(most[i], len(waiting))
 
         executor._act = look
