@@ -22,7 +22,7 @@ ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 # Before the code, so that a change of the code installs nothing again.
 COPY requirements.txt .
 RUN sed -n '/^# lessons/,/^$/p' requirements.txt > /tmp/requirements.txt \
- && pip install --quiet --root-user-action=ignore --no-cache-dir \
+ && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir \
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/requirements.txt
 
 COPY --chown=learner:learner . .
@@ -34,5 +34,5 @@ ENTRYPOINT ["bash", "entrypoint.sh"]
 FROM lessons AS notebook
 USER root
 RUN sed -n '/^# notebook/,/^$/p' requirements.txt > /tmp/requirements.txt \
- && pip install --quiet --root-user-action=ignore --no-cache-dir -r /tmp/requirements.txt
+ && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir -r /tmp/requirements.txt
 USER learner

@@ -73,6 +73,6 @@ $(READY): requirements.txt pyproject.toml hatch_build.py
 	        if [ -e '$(KFD)' ]; then echo "There is an AMD GPU ($(KFD)), and this installs torch for the CPU; for the GPU: make clean setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y (README.md, Set-up)" >&2; fi; \
 	    fi; \
 	fi; \
-	$(PY) -m pip install --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
+	$(PY) -m pip install --quiet --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
 	@$(PY) -c 'import platform, torch; print("Ready: Python", platform.python_version() + ", torch", torch.__version__)' >&2
 	@echo '$(CURDIR)' > $@

@@ -4,11 +4,12 @@
       rank 1   w ──► w1' ──► w1''         as many models as ranks, each trained on 1/n of the data,
       rank 2   w ──► w2' ──► w2''         and none of them has seen the rest
 
-Nothing is communicated, so n ranks train n times as many examples a second, and it is worth little. Lesson 2
-makes the ranks agree on one gradient before every step: see train_naive.py.
+The training communicates nothing, so n ranks train n times as many examples a second, but the result is n
+poor models. In the next script, train_naive.py, the ranks agree on one gradient before every step.
 
-The drift of a rank is |w - mean w| / |mean w| over all its parameters; 0 while the replicas are equal.
-Where the summary speaks of tokens, they are images.
+The drift of a rank is |w - mean w| / |mean w| over all its parameters; 0 while the replicas are equal. After
+each epoch the ranks exchange their drifts and accuracies for a table; the report leaves these bytes out.
+Where the report speaks of tokens, they are images.
 """
 
 import dataclasses

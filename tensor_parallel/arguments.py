@@ -1,4 +1,4 @@
-"""Validate the inputs of tensor-parallel models."""
+"""Validate what tensor-parallel scripts and models are given."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from lab.errors import WorkbookError
+from lab.model import GPTConfig
 
 
 def the_tensor_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -15,3 +16,13 @@ def the_tensor_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         what = ", ".join("None" if one is None else f"a {type(one).__name__}" for one in given) or "nothing"
         raise WorkbookError(f"A tensor-parallel model takes one tensor, and was given {what}.")
     return given[0]
+
+
+def validate_size(size: str, ranks: int) -> None:
+    """Raise WorkbookError unless the ranks can have equally many heads of the GPT that --size names."""
+    heads = GPTConfig.named(size).num_heads
+    if heads % ranks:
+        raise WorkbookError(
+            f"--size {size}: its {heads} heads cannot be divided among {ranks} ranks equally; take "
+            "--size 24heads, or 2, 3, 4, 6, 8, 12 or 24 ranks with it."
+        )

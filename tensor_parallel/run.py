@@ -14,6 +14,7 @@ from comm.functions import InFlightAllGather
 from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
+from tensor_parallel.arguments import validate_size
 from tensor_parallel.parallel_model import TensorParallel
 from training.arguments import ClipArgs, NotOffered, Size, TrainArgs
 from training.checkpoint import FullState
@@ -38,6 +39,10 @@ class Run(training.run.Run):
         super().__init__(cluster, args, run_mode, whole_batch=True)
         self._activations: int | None = None
         self._block_bytes = self._block_formula = 0
+
+    def _validate(self, args: TrainArgs) -> None:
+        super()._validate(args)
+        validate_size(args.size, self._cluster.world_size)
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
         """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.

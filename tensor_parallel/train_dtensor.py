@@ -60,6 +60,7 @@ from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, loss_of
 from lab.timeline import span
+from tensor_parallel.arguments import validate_size
 from tensor_parallel.layers import TIME
 from training.arguments import NotOffered, Size, TrainArgs
 from training.run import Run
@@ -233,6 +234,7 @@ class Args(TrainArgs):
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "tensor_parallel_native", whole_batch=True)
+    validate_size(args.size, cluster.world_size)
     model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
     # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.

@@ -84,7 +84,10 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
         ):
             with pytest.raises(WorkbookError, match=sentence):
                 summary(cluster, "tensor_parallel", **changes)
-        with pytest.raises(WorkbookError, match="4 query heads cannot be divided among 3 ranks equally"):
+        with pytest.raises(
+            WorkbookError,
+            match=r"^--size tiny: its 4 heads cannot be divided among 3 ranks equally; take --size 24heads",
+        ):
             summary(cluster, "sequence_parallel")
 
     run_ranks(refuse, 3)
