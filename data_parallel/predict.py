@@ -1,13 +1,13 @@
-"""How long a step should take: the backward hands over gradients, a link carries them one after the other.
+"""Predict how long a step takes: the backward makes gradients ready, and a link sends them one by one.
 
       compute   |   forward   |        backward        |            | step |
       ready                        r0    r1       r2
       link                         |  0  |  1  |  |  2  |
                                                        └── wait ────┘
 
-Every lesson of this folder is a case of it: naive has all gradients ready at the end of the backward,
-overlap has one message for each parameter, buckets fewer. Compute is measured, alpha and beta too; the
-rest follows.
+Every lesson of this folder is a special case. In naive data parallel all gradients are ready at the end of
+the backward; with overlap there is a message for each parameter, with buckets there are fewer. Compute,
+alpha and beta are measured. The rest follows from the formula.
 """
 
 import statistics
@@ -22,10 +22,11 @@ Message = tuple[float, int]  # seconds of computing before it is ready, and its 
 def step_seconds(
     compute: float, optimizer: float, messages: Sequence[Message], wire: Callable[[int], float]
 ) -> float:
-    """Predicted seconds of a step.
+    """Return the predicted seconds of a step.
 
-    `compute` seconds of forward and backward, then `optimizer` seconds once the last message is through;
-    `wire(num_bytes)` seconds for a message. Messages in the order in which they start.
+    Forward and backward take `compute` seconds. The optimizer takes `optimizer` seconds, and starts when
+    the last message has arrived. A message takes `wire(num_bytes)` seconds; `messages` are in the order in
+    which they start.
     """
     free = 0.0
     for ready, num_bytes in messages:
@@ -34,10 +35,10 @@ def step_seconds(
 
 
 def observed_step(events: Sequence[Event]) -> tuple[float, float, list[Message]]:
-    """Compute, optimizer and messages of a step, from one rank's spans of it.
+    """Return the seconds of compute and optimizer, and the messages, from one rank's spans of a step.
 
-    Messages that a launch span announces are ready when it begins; others when all computing is done. What is
-    sent after the optimizer has begun (the loss) is left out.
+    A message with a launch span is ready when that span begins, the others when all compute is done. Messages
+    after the start of the optimizer, such as the loss, are left out.
     """
     main = [event for event in events if event.lane == MAIN_LANE]
     blocked = busy(main, BLOCKED)
@@ -63,6 +64,6 @@ def observed_step(events: Sequence[Event]) -> tuple[float, float, list[Message]]
 
 
 def median_step_seconds(steps: Sequence[Sequence[Event]], wire: Callable[[int], float]) -> float | None:
-    """The median of the predictions for several steps; None without steps."""
+    """Return the median of the predictions for several steps, or None without steps."""
     predictions = [step_seconds(*observed_step(events), wire) for events in steps]
     return statistics.median(predictions) if predictions else None

@@ -1,7 +1,8 @@
-"""Notice parameters that take the place of an optimizer's in a model.
+"""Notice when another parameter takes the place of one that an optimizer trains.
 
-An optimizer knows parameters, and not the modules that hold them: it cannot tell one that was replaced from
-one that is unused. But torch calls a hook for each parameter and each module that is put into a module.
+An optimizer knows parameters, but not the modules that hold them. So it cannot tell a parameter that was
+replaced from one that is unused. But torch calls a hook for each parameter and each module that is put into
+a module.
 """
 
 import weakref
@@ -16,7 +17,7 @@ from torch.nn.modules.module import (
 
 
 class Replacements:
-    """Watches the places in modules that held one of an optimizer's parameters."""
+    """Watches the attributes of modules that held a parameter of an optimizer."""
 
     def __init__(self) -> None:
         self._known: set[Tensor] = set()
@@ -24,11 +25,11 @@ class Replacements:
         _watching.add(self)
 
     def know(self, parameter: Tensor) -> None:
-        """Watch the place of one more parameter."""
+        """Watch one more parameter."""
         self._known.add(parameter)
 
     def find(self) -> str | None:
-        """Return a place whose parameter no optimizer of this kind has; None if there is none."""
+        """Return the name of an attribute whose parameter no watching optimizer has, or None."""
         if not self._places:
             return None
         known = {parameter for one in _watching for parameter in one._known}
@@ -40,7 +41,7 @@ class Replacements:
         return None
 
     def note(self, module: nn.Module, name: str, before: Tensor | nn.Module | None) -> None:
-        """Remember that something else takes the place of `before`."""
+        """Remember that the attribute `name` of `module`, which held `before`, gets another value."""
         if any(parameter in self._known for parameter in _parameters(before)):
             self._places[weakref.ref(module), name] = None
 

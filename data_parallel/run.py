@@ -1,4 +1,4 @@
-"""A run whose gradients are all-reduced: training.run, and how long a step should take (predict.py)."""
+"""Add to training.run the predicted step time of a run whose gradients are all-reduced (predict.py)."""
 
 import training.run
 from comm import cost

@@ -1,12 +1,12 @@
-"""Give each rank its examples: shares of one length that together cover the data, shuffled in each epoch.
+"""Give each rank its examples: shares of equal length that together cover the data, shuffled in each epoch.
 
       epoch 0   shuffled  7 2 9 4 0 3 8 1 6 5     rank 0: 7 4 8 5    rank 1: 2 0 1 7    rank 2: 9 3 6 2
       epoch 1   shuffled  3 8 5 1 9 0 2 7 4 6     ...                             └ repeated ──────── ┘
 
-All ranks shuffle with the same seed, so that their shares fit together, and take every world_size-th example.
-Without `set_epoch` each epoch repeats the first one's order: the model sees the same batches again and
-again. Shares must have one length: a rank with a batch more would wait for the others' gradients. As
-torch.utils.data.DistributedSampler does, examples are repeated for that, or the last ones left out.
+All ranks shuffle with the same seed, and each takes every world_size-th example, so no example is taken
+twice. Without `set_epoch` every epoch has the order of the first one, and the same batches. Shares must
+have equal length, because a rank with one batch more would wait for the others' gradients. So some examples
+are repeated, or the last ones are left out, as in torch.utils.data.DistributedSampler.
 """
 
 from collections.abc import Iterator, Sized
@@ -24,10 +24,11 @@ Uneven = Literal["pad", "drop", "keep"]
 
 
 class DistributedSampler(Sampler[int]):
-    """Indices of `rank`'s share of `num_examples`.
+    """Yields the indices of one rank's share of `num_examples` examples.
 
-    `uneven` says what is done where the ranks do not divide the examples: "pad" repeats the first ones,
-    "drop" leaves the last ones out, "keep" gives some ranks one more, for evaluations where no rank waits.
+    `uneven` decides what happens if the number of ranks does not divide the examples: "pad" repeats the
+    first ones, "drop" leaves the last ones out, "keep" gives some ranks one more, for evaluation, where no
+    rank waits.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Call before each epoch, on all ranks: it decides the shuffle."""
+        """Choose the shuffle of the next epoch; all ranks must call it."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -57,9 +58,9 @@ class DistributedSampler(Sampler[int]):
 
 
 def refuse_uneven(batches: Sized, group: Group = None) -> None:
-    """Raise WorkbookError on all ranks unless all have the same number of batches; call it before an epoch.
+    """Raise WorkbookError on all ranks unless all have as many batches; call it before an epoch.
 
-    Without it the ranks that have one more wait for the others' gradients until the timeout.
+    Without this check, ranks that have one more would wait for the others' gradients until the timeout.
     """
     mine = torch.tensor([len(batches)], device=message_device(group))
     counts = torch.zeros(dist.get_world_size(group), dtype=mine.dtype, device=mine.device)

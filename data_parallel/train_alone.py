@@ -1,15 +1,15 @@
-"""The problem: every rank trains alone on its share of the data, and the replicas drift apart.
+"""Show the problem: every rank trains alone on its share of the data, and the replicas drift apart.
 
-      rank 0   w ──► w0' ──► w0''         the same start, other data: after a few steps there are
-      rank 1   w ──► w1' ──► w1''         as many models as ranks, each trained on 1/n of the data,
-      rank 2   w ──► w2' ──► w2''         and none of them has seen the rest
+      rank 0   w ──► w0' ──► w0''         The ranks start from the same weights, but see different data. After
+      rank 1   w ──► w1' ──► w1''         a few steps there are as many models as ranks, each trained on 1/n
+      rank 2   w ──► w2' ──► w2''         of the data, and each worse than a model that was trained on all.
 
-The training communicates nothing, so n ranks train n times as many examples a second, but the result is n
+The training communicates nothing, so n ranks process n times as many examples a second, but the result is n
 poor models. In the next script, train_naive.py, the ranks agree on one gradient before every step.
 
-The drift of a rank is |w - mean w| / |mean w| over all its parameters; 0 while the replicas are equal. After
-each epoch the ranks exchange their drifts and accuracies for a table; the report leaves these bytes out.
-Where the report speaks of tokens, they are images.
+The drift of a rank is |w - mean w| / |mean w| over all its parameters. It is 0 while the replicas are equal.
+After each epoch the ranks exchange their drifts and accuracies for a table; the report leaves these bytes
+out. Where the report counts tokens, they are images here.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Args:
 
 
 def drift(model: nn.Module) -> list[float]:
-    """Each rank's distance from the mean of all replicas, relative to the mean's length."""
+    """Return for each rank how far its replica is from the mean of all replicas, relative to that mean."""
     mine = parameters_to_vector(model.parameters()).detach()
     mean = mine.clone()
     all_reduce(mean, op="mean")
@@ -66,7 +66,7 @@ def drift(model: nn.Module) -> list[float]:
 
 
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The share of images that are given their label."""
+    """Return the share of images that the model labels correctly."""
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).double().mean().item()
 

@@ -1,36 +1,35 @@
-"""Train with PyTorch's own torch.distributed.fsdp.fully_shard (FSDP2) in the same loop, on text or images.
+"""Train with PyTorch's own fully_shard (FSDP2) in the same loop, on text or on images.
 
       what ours does (train_zero3.py)              what FSDP2 does
-      a block is one flat tensor, cut anywhere     each parameter is a DTensor, cut between its rows: padding
-                                                   for each one whose rows n does not divide
-      param is a whole tensor, freed in between    param is a DTensor of a shard; during forward and backward
-                                                   another, whole one stands in its place
-      gathers straight into place                  gathers a block's shards, then copies each parameter out
-      prefetch on a thread, forward and backward   prefetch on CUDA streams; the CPU has none, so here each
+      a unit is one flat tensor, cut anywhere      each parameter is a DTensor, cut between rows, with padding
+                                                   for each parameter whose rows n does not divide
+      param is a full tensor, freed in between     param is a DTensor of a shard; during forward and backward
+                                                   another parameter, a full one, takes its place
+      gathers into the memory that is used         gathers a block's shards, then copies each parameter out
+      prefetch on a thread, forward and backward   prefetch on CUDA streams; a CPU has none, so here each
                                                    gather and each reduce-scatter is waited for
-      reduce-scatter of (n-1)/n of the bytes       gloo's is an all-reduce and a slice: twice that
-      gradients are sent in each microbatch        set_requires_gradient_sync(False): they add up whole on
-                                                   each rank, and are sent once
-      a parameter some ranks did not use is zeros  set_reduce_scatter_unused_params(True), else the ranks'
-      there; one nobody used has no gradient       messages do not fit together; then it is zeros for all
-      reshard_after_forward                        the same, for a block; the root stays whole, for the
-                                                   backward begins with it
-      compute_dtype                                MixedPrecisionPolicy: the dtypes of computing, of reducing,
-                                                   and of a module's output
-      a checkpoint has ranges of flat parameters   a DTensor's rows are such a range: either goes on from the
-                                                   other's (sharded_checkpoint.py)
+      reduce-scatter of (n-1)/n of the bytes       gloo's is an all-reduce and a slice: twice as many bytes
+      gradients are sent in each microbatch        set_requires_gradient_sync(False): full gradients add up
+                                                   on each rank, and are sent once
+      zeros for a parameter that some ranks did    set_reduce_scatter_unused_params(True), else messages do
+      not use, no gradient if no rank used it      not match; then all ranks get zeros
+      reshard_after_forward                        the same for a block; the root stays full, because
+                                                   the backward begins with it
+      compute_dtype                                MixedPrecisionPolicy: the dtypes of compute, reductions,
+                                                   and of outputs
+      a checkpoint has ranges of flat parameters   the rows of a DTensor are such a range, so each can load
+                                                   the other's checkpoint (sharded_checkpoint.py)
 
-Left out by ours: meshes that shard in one axis and replicate in the other (HSDP), shards in the memory of
-the CPU, and tensor parallel parameters, which are DTensors already.
+Ours does not have: meshes that shard along one axis and replicate along the other (HSDP), shards in CPU
+memory, and parameters that are DTensors already, as in tensor parallelism.
 
-FSDP2 lets one replace its all-gather and reduce-scatter. Here they travel by `comm`, so they are counted,
-drawn, and slowed down by --link; with pattern "torch" it is still gloo or nccl that does the work, counted
-and slowed down as the best-known algorithm. A pattern of ours shows what FSDP2 would gain from another
-reduce-scatter. (--clip's norm, a few bytes, is torch's.)
+FSDP2 allows other implementations of its all-gather and reduce-scatter. Here they are `comm`'s, so they are
+counted, drawn, and slowed down by --link. With pattern "torch" gloo or nccl still does the work, and the
+link charges what the best-known algorithm sends. With another pattern you see what FSDP2 would gain from
+another reduce-scatter. (The norm of --clip, a few bytes, is torch's own.)
 
-https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; FSDP1, from which the idea comes:
-Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023,
-https://arxiv.org/abs/2304.11277.
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; the idea is from FSDP1: Zhao et al.,
+"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, https://arxiv.org/abs/2304.11277.
 """
 
 import contextlib
@@ -76,8 +75,8 @@ class Args(ZeroArgs):
     """Free a block's parameters after its forward, and gather them again for its backward."""
 
 
-class UnderWay(dist.Work):
-    """One of comm's handles as torch expects it."""
+class CommWork(dist.Work):
+    """A handle of comm with the interface that torch expects."""
 
     def __init__(self, handle: Work) -> None:
         super().__init__()
@@ -89,12 +88,12 @@ class UnderWay(dist.Work):
 
 
 def blocked_unless(async_op: bool) -> contextlib.AbstractContextManager[None]:
-    """Shows that a forward or a backward computes nothing meanwhile."""
+    """Record a span of waiting, unless the operation is asynchronous."""
     return contextlib.nullcontext() if async_op else span("wait", "wait")
 
 
 class GatherByComm(AllGather):
-    """FSDP2's all-gather, by comm."""
+    """An all-gather for FSDP2 that calls comm."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -107,11 +106,11 @@ class GatherByComm(AllGather):
     ) -> dist.Work | None:
         with blocked_unless(async_op):
             handle = all_gather(output_tensor, input_tensor, group, async_op, self._pattern)
-        return UnderWay(handle) if async_op else None
+        return CommWork(handle) if async_op else None
 
 
 class ReduceByComm(ReduceScatter):
-    """FSDP2's reduce-scatter, by comm. It asks for a mean, or scales by itself where that might overflow."""
+    """A reduce-scatter for FSDP2 that calls comm: a mean, or a sum where FSDP2 scales by itself."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -130,11 +129,11 @@ class ReduceByComm(ReduceScatter):
         how = "mean" if op == dist.ReduceOp.AVG else "sum"
         with blocked_unless(async_op):
             handle = reduce_scatter(output_tensor, input_tensor, how, group, async_op, self._pattern)
-        return UnderWay(handle) if async_op else None
+        return CommWork(handle) if async_op else None
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered at a time: a GPT's blocks, any other model's children. The rest is the root's."""
+    """Return the modules that are gathered one by one: a GPT's blocks, or any other model's children."""
     return list(model.blocks if isinstance(model, GPT) else model.children())
 
 
@@ -146,7 +145,7 @@ def shard(
     recompute: bool = False,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Make the model rank 0's on all ranks, and have FSDP2 shard it in place."""
+    """Broadcast the model from rank 0, and let FSDP2 shard it in place."""
     for tensor in (*model.parameters(), *model.buffers()):
         broadcast(tensor.detach(), root=0, pattern=pattern if pattern == "torch" else None)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -156,24 +155,24 @@ def shard(
         if recompute:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # The loss is computed from the root's output, and needs the digits that bfloat16 lacks.
+    # The loss is computed from the root's output, and needs more precision than bfloat16 has.
     policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32 if bf16 else None)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for part in model.modules():
-        if isinstance(part, FSDPModule):  # which fully_shard has made of it
+        if isinstance(part, FSDPModule):  # fully_shard has changed its class
             part.set_custom_all_gather(GatherByComm(pattern))
             part.set_custom_reduce_scatter(ReduceByComm(pattern))
     return model
 
 
 def full_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, whole; one after the other, on all ranks."""
+    """Yield each parameter and buffer in full, with its name; all ranks must call it."""
     for name, tensor in model.state_dict().items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shares_of(model: nn.Module, rank: int, ranks: int) -> list[Share]:
-    """What this rank has of each parameter: whole rows; where they do not suffice, padding."""
+    """Return this rank's share of each parameter: some of its rows, and padding if there are too few."""
     shares = []
     for parameter in model.parameters():
         rows, row = parameter.shape[0], parameter.shape[1:].numel()
@@ -187,7 +186,7 @@ def shares_of(model: nn.Module, rank: int, ranks: int) -> list[Share]:
 
 
 def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
-    """Layers are gathered for each pass, the root once for both; gradients are reduced once. With padding."""
+    """Return the expected traffic: blocks are gathered twice, the root once, gradients are reduced once."""
     ranks, itemsize = cluster.world_size, 2 if args.bf16 else 4
 
     def one(op: str, parameters: Sequence[Tensor]) -> Traffic:
@@ -238,9 +237,9 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(traffic_per_step(cluster, args, model))
             run.stop_if_asked(step)
     held = memory.finish(as_json=args.json)
-    whole = run.model()
-    whole.load_state_dict(dict(full_state_dict(model)))
-    run.finish(whole, **held)
+    full = run.model()
+    full.load_state_dict(dict(full_state_dict(model)))
+    run.finish(full, **held)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Refuse what would be lost in silence in a sharded model: changes and penalties."""
+"""Refuse changes to a sharded model, and penalties on its shards, that would be ignored without an error."""
 
 from typing import NoReturn
 
@@ -9,7 +9,7 @@ from lab.errors import WorkbookError
 
 
 class Wrapped:
-    """Remembers what a module was made of when it was wrapped: what is added later has no shard."""
+    """Remembers the parameters and modules of a wrapped module: what is added later has no shard."""
 
     def __init__(
         self, model: nn.Module, names: dict[nn.Parameter, list[str]], units: list[ShardedUnit]
@@ -41,13 +41,13 @@ class Wrapped:
     def _refuse(name: str, what: str) -> NoReturn:
         name = name.removeprefix("module.")
         raise WorkbookError(
-            f"{name} {what} after the module was sharded, and would not be trained: make the module as it is "
-            "to be, then wrap it and give parameters() to the optimizer."
+            f"{name} {what} after the module was sharded, and would not be trained: change the module "
+            "first, then wrap it and give parameters() to the optimizer."
         )
 
 
 def refuse_penalties(names: dict[nn.Parameter, list[str]], units: list[ShardedUnit]) -> None:
-    """Raise WorkbookError where a backward reaches a piece: each rank sees its part of a penalty only."""
+    """Raise WorkbookError when a backward reaches a piece: each rank would add only its part of a penalty."""
 
     def refuse(gradient: Tensor, name: str) -> NoReturn:
         raise WorkbookError(

@@ -1,4 +1,4 @@
-"""What a rank's memory should hold at each stage of ZeRO, and what it does hold: measured, side by side.
+"""Compare the memory that a rank should hold at each stage of ZeRO with the memory that it does hold.
 
                      parameters    gradients    optimizer state
       0, no ZeRO         P             G               O        one process; each rank of plain data parallel
@@ -6,13 +6,13 @@
       2                  P             G/n             O/n
       3                  P/n           G/n             O/n
 
-On n ranks, in bytes. With momentum O is P, with AdamW 2P, with plain SGD nothing. What is not in the table:
-activations, and what is there only for a while, such as gathered parameters and buckets on their way.
-After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-https://arxiv.org/abs/1910.02054, figure 1.
+The table is for n ranks, in bytes. O is 2P for AdamW, P for SGD with momentum, and 0 for plain SGD.
+Activations are not in the table, nor is what lives for a short time only: gathered parameters, and buckets
+that are being sent. After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020, https://arxiv.org/abs/1910.02054, figure 1.
 
-Elements cannot be cut in two, so what one rank owns is an n-th but for some elements, and shards of one
-length need padding (data_parallel.flat). Both are told apart here, to the byte.
+A rank cannot own a fraction of a number, so a shard may differ from an n-th by a few numbers, and shards of
+equal length need padding (flat.py). The report counts both, to the byte.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ FORMULAS = ("P+G+O", "P+G+O/n", "P+G/n+O/n", "(P+G+O)/n")  # by stage
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of the three things that ZeRO divides."""
+    """The sizes in bytes of the parameters, the gradients and the optimizer's state."""
 
     parameters: float
     gradients: float
@@ -49,67 +49,67 @@ class Held:
 
 @dataclass(frozen=True)
 class Share:
-    """Some parameters divided among ranks: `mine` of their `whole` elements are this rank's.
+    """How many of the `full` numbers of some parameters this rank owns: `mine`.
 
-    `padding` elements stand beside these, and `whole_padding` where a rank has all shards in one tensor.
+    A shard has `padding` numbers more, and a tensor of all shards `full_padding`.
     """
 
-    whole: int
+    full: int
     mine: int
     padding: int = 0
-    whole_padding: int = 0
+    full_padding: int = 0
     itemsize: int = 4
     trained: bool = True
 
 
 def flat_share(flat: Flat, itemsize: int = 4, trained: bool = True) -> Share:
-    """This rank's shard of a flat tensor, as ZeRO's stages have it."""
-    whole = flat.numel - flat.padding
-    mine = max(0, min(flat.mine.stop, whole) - flat.mine.start)
-    return Share(whole, mine, flat.shard_numel - mine, flat.padding, itemsize, trained)
+    """Return this rank's share of a flat tensor."""
+    full = flat.numel - flat.padding
+    mine = max(0, min(flat.mine.stop, full) - flat.mine.start)
+    return Share(full, mine, flat.shard_numel - mine, flat.padding, itemsize, trained)
 
 
 def replicated(parameter: Tensor) -> Share:
-    """A frozen parameter that every rank has whole."""
+    """Return the share of a frozen parameter that every rank holds in full."""
     return Share(parameter.numel(), parameter.numel(), itemsize=parameter.itemsize, trained=False)
 
 
-def formula(stage: int, whole: Held, ranks: int) -> Held:
-    """The paper's: what a rank of `ranks` holds, where one process holds `whole`."""
+def formula(stage: int, full: Held, ranks: int) -> Held:
+    """Return what one of `ranks` ranks holds by the paper's formula, if one process holds `full`."""
     if stage not in range(len(FORMULAS)):
         raise WorkbookError(
             f"ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}."
         )
     return Held(
-        whole.parameters / (ranks if stage >= 3 else 1),
-        whole.gradients / (ranks if stage >= 2 else 1),
-        whole.optimizer_state / (ranks if stage >= 1 else 1),
+        full.parameters / (ranks if stage >= 3 else 1),
+        full.gradients / (ranks if stage >= 2 else 1),
+        full.optimizer_state / (ranks if stage >= 1 else 1),
     )
 
 
-def whole_of(shares: Sequence[Share], states: int) -> Held:
-    """P, G and O of one process. The optimizer keeps `states` numbers for each trained one (`states_of`)."""
-    trained = sum(share.whole * share.itemsize for share in shares if share.trained)
-    return Held(sum(share.whole * share.itemsize for share in shares), trained, states * trained)
+def of_one_process(shares: Sequence[Share], states: int) -> Held:
+    """Return P, G and O; the optimizer keeps `states` numbers for each trained one (`states_of`)."""
+    trained = sum(share.full * share.itemsize for share in shares if share.trained)
+    return Held(sum(share.full * share.itemsize for share in shares), trained, states * trained)
 
 
 def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
-    """The formula for this rank to the byte, without padding: over all ranks it adds up to the paper's."""
-    whole = whole_of(shares, states)
+    """Return what this rank should hold, to the byte, without padding; all ranks add up to the formula."""
+    full = of_one_process(shares, states)
     mine = sum(share.mine * share.itemsize for share in shares)
     trained = sum(share.mine * share.itemsize for share in shares if share.trained)
     return Held(
-        mine if stage >= 3 else whole.parameters,
-        trained if stage >= 2 else whole.gradients,
-        states * trained if stage >= 1 else whole.optimizer_state,
+        mine if stage >= 3 else full.parameters,
+        trained if stage >= 2 else full.gradients,
+        states * trained if stage >= 1 else full.optimizer_state,
     )
 
 
 def padding_of(stage: int, shares: Sequence[Share]) -> Held:
-    """The padding that stands beside it. An optimizer is given pieces, and those have none."""
+    """Return the padding of what this rank holds. Pieces have none, so the optimizer's state has none."""
 
     def padding(shares: Iterable[Share], is_divided: bool) -> int:
-        return sum((s.padding if is_divided else s.whole_padding) * s.itemsize for s in shares)
+        return sum((s.padding if is_divided else s.full_padding) * s.itemsize for s in shares)
 
     if stage == 0:
         return Held(0, 0, 0)
@@ -117,7 +117,7 @@ def padding_of(stage: int, shares: Sequence[Share]) -> Held:
 
 
 def states_of(optimizer_class: type[Optimizer], **defaults: Any) -> int:
-    """How many numbers an optimizer keeps for one of a parameter's, found by letting it take a step."""
+    """Return how many numbers an optimizer keeps for each number of a parameter, found by a step."""
     parameter = nn.Parameter(torch.zeros(7))
     parameter.grad = torch.ones(7)
     optimizer = optimizer_class([parameter], **defaults)
@@ -127,7 +127,7 @@ def states_of(optimizer_class: type[Optimizer], **defaults: Any) -> int:
 
 
 def _state_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """Its state, and its step counters: one number for a parameter of any size."""
+    """Return the optimizer's state, and its step counters, which are one number for each parameter."""
     entries = [entry for state in optimizer.state.values() for entry in state.items()]
     tensors = [(name, value) for name, value in entries if isinstance(value, Tensor)]
     state = [value for name, value in tensors if name != "step"]
@@ -136,7 +136,7 @@ def _state_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes that a rank holds: the classes of tensors, what autograd saved in a forward, the peak."""
+    """The bytes that a rank holds, by kind of tensor, with activations of a forward, and the peak."""
 
     parameters: int
     gradients: int
@@ -147,14 +147,14 @@ class Measured:
     peak: int  # 0 where it is not known
 
     def amiss(self, should: Held, padding: Held) -> int:
-        """By how many bytes the first three are not what they should be."""
+        """Return by how many bytes the first three differ from what they should be."""
         held = Held(self.parameters, self.gradients, self.optimizer_state)
         triples = zip(astuple(held), astuple(should), astuple(padding), strict=True)
         return sum(abs(h - s - p) for h, s, p in triples)
 
 
 class MemoryReport:
-    """Watches one rank's training. `shares` and `states` (per trained number) are what the formula needs.
+    """Measures the memory of one rank's training, and compares it with the formula for `shares` and `states`.
 
         memory = MemoryReport(cluster, stage, model, optimizer, shares, states)
         with memory.forward():                       # counts the first forward's activations
@@ -162,7 +162,7 @@ class MemoryReport:
         ...
         run.finish(model, **memory.finish())         # after a step, before its gradients are cleared
 
-    Parameters are the optimizer's and those of all modules, in a wrapper too; gradients are their `grad`.
+    Parameters are those of the optimizer and of all modules; gradients are their `grad`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class MemoryReport:
         shares: Sequence[Share],
         states: int,
     ) -> None:
-        formula(stage, Held(0, 0, 0), cluster.world_size)  # says so if there is no such stage
+        formula(stage, Held(0, 0, 0), cluster.world_size)  # raises if there is no such stage
         self._cluster, self._stage, self._model, self._optimizer = cluster, stage, model, optimizer
         self._shares, self._states = shares, states
         self._activations: int | None = None
@@ -185,7 +185,7 @@ class MemoryReport:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward: the first one's activations are counted, the others run as they are."""
+        """Count the activations of the first forward that runs inside; later ones run as they are."""
         if self._activations is not None:
             yield
             return
@@ -194,7 +194,7 @@ class MemoryReport:
         self._activations = saved.bytes
 
     def measure(self, aside: Iterable[Tensor] = ()) -> Measured:
-        """What there is now; `aside` are tensors that count nowhere, such as the data."""
+        """Return the bytes that are held now, without the tensors `aside`, such as the data."""
         peak = peak_memory(self._cluster.device) or 0  # before the measurement adds to it
         groups = self._optimizer.param_groups
         parameters = [*self._of_modules(), *(p for group in groups for p in group["params"])]
@@ -219,10 +219,11 @@ class MemoryReport:
         )
 
     def finish(self, aside: Iterable[Tensor] = (), as_json: bool = False) -> dict[str, int]:
-        """Rank 0 prints a table of all ranks; returns this rank's fields of the summary. All must call it.
+        """Print a table of all ranks on rank 0, and return this rank's fields; all ranks must call it.
 
-        `formula_..._bytes` is the formula for this rank to the byte, `padding_bytes` what shards of one
-        length cost beyond it: equal to what was measured, unless there is a tensor too many or too few.
+        `formula_..._bytes` is the formula for this rank to the byte, and `padding_bytes` what shards of
+        equal length cost beyond it. Together they are what was measured, unless there is a tensor too many
+        or too few.
         """
         measured, cluster = self.measure(aside), self._cluster
         should = owned(self._stage, self._shares, self._states)
@@ -251,19 +252,17 @@ class MemoryReport:
             sizes = [show_bytes(size) for size in (parameters, gradients, state, other, activations)]
             seen = show_bytes(peak) if peak else "-"
             table.add_row(str(rank), *sizes, seen, end_section=rank + 1 == len(rows))
-        whole, ranks = whole_of(self._shares, self._states), len(rows)
+        full, ranks = of_one_process(self._shares, self._states), len(rows)
         for stage in sorted({self._stage, 0}, reverse=True):
-            sizes = astuple(formula(stage, whole, ranks))
+            sizes = astuple(formula(stage, full, ranks))
             table.add_row(FORMULAS[stage], *(show_bytes(size) for size in sizes))
         return table
 
     def _verdict(self, rows: list[list[int]]) -> str:
         padding, amiss, steps = (sum(row[i] for row in rows) for i in (-2, -1, 3))
         if amiss:
-            return (
-                f"{amiss:,} bytes of parameters, gradients and optimizer state are not as the formula says."
-            )
+            return f"{amiss:,} bytes of parameters, gradients and optimizer state differ from the formula."
         return (
-            "Parameters, gradients and optimizer state are the formula's to the byte, "
+            "Parameters, gradients and optimizer state are equal to the formula to the byte, "
             f"with {padding:,} bytes of padding; step counters take {steps:,} more (all ranks)."
         )

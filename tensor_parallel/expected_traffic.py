@@ -22,7 +22,7 @@ from lab.model import GPTConfig
 
 @dataclasses.dataclass
 class ExpectedTraffic:
-    """What this rank of `group` sends for a GPT whose parameters have `itemsize` bytes for each number."""
+    """The expected traffic of this rank for a GPT; `itemsize` is the bytes of each number of a parameter."""
 
     config: GPTConfig
     group: Group

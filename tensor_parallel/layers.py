@@ -1,29 +1,36 @@
-"""Tensor-parallel layers divide one weight matrix among ranks: by columns, by rows, or by vocabulary entries.
+"""Tensor-parallel layers divide one weight matrix among the n ranks of a group: by columns, or by rows.
 
-      x ──► column parallel ──► each rank some of the outputs ──► row parallel ──► sum over ranks ──► y
-            W = [W0 | W1]       act(x W0)   act(x W1)             W = [W0]
-                                                                      [W1]
+      x ──► column parallel ──► some of the outputs ──► act ──► row parallel ──► sum over ranks ──► y
+            W = [W0 | W1]       x W0    (rank 0)                V = [V0]         act(x W0) V0
+                                x W1    (rank 1)                    [V1]       + act(x W1) V1
 
-A column-parallel layer needs the full input and computes some of the outputs. A row-parallel layer needs some
-of the inputs and computes one term of each output. One after the other they need a single all-reduce in the
-forward and one in the backward. What stands between them works on each rank's features alone: a GELU, or the
-heads of attention.
+Here y = x W. PyTorch stores a weight transposed, (outputs, inputs): columns of W are dim 0 of `weight`,
+rows are dim 1.
+
+A column-parallel layer needs the full input, and computes some of the outputs. A row-parallel layer needs
+some of the inputs, and computes one term of each output. What stands between the two works on each feature
+alone (a GELU), or on features that one rank has together (a head of attention). The other order would need
+a sum before the GELU, because GELU(a + b) is not GELU(a) + GELU(b).
 
     forward     column: nothing to send                row: all-reduce of the outputs
     backward    column: all-reduce of x's gradient     row: nothing to send
 
-With `sequence_parallel`, activations before and after such a pair are divided by tokens. The column layer
-all-gathers the tokens of its input, and the row layer reduce-scatters its outputs (comm/functions.py): the
-same number of bytes, and less memory.
+All of x goes into the outputs of each rank, so each rank computes one term of x's gradient, and the
+backward of the column layer adds the terms up. All ranks compute the same loss from the full y, so the
+gradient of y is complete everywhere: another sum would make it n times too large.
 
-With `overlap`, the default, the column layer's backward sends the input's gradient while it computes the
-weight's (overlapped.py). Without it, what runs is what `column_parallel` shows. The gradients are the same.
+With `sequence_parallel`, activations before and after such a pair are divided by tokens. The column layer
+all-gathers the tokens of its input, and the row layer reduce-scatters its outputs. Together they send as many
+bytes as an all-reduce, and what stands between the pairs needs an n-th of the memory.
+
+With `overlap`, the default, overlapped.py runs instead of the last lines of `column_parallel`. It sends the
+gradient of the input while it computes that of the weight. With `sequence_parallel` it also keeps only this
+rank's tokens, and gathers the others again in the backward: a quarter more bytes, and less memory. The
+gradients are the same.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
-https://arxiv.org/abs/2205.05198, section 4.2.
-
-n is the number of ranks in the group.
+https://arxiv.org/abs/2205.05198, section 4.2. The differentiable collectives are in comm/functions.py.
 """
 
 import torch
@@ -77,19 +84,26 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self])
+        # All-gather forward, own shard backward.
         return gather_from_ranks(y, -1, self.group) if self.gather_output else y
 
 
 def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """Apply several column-parallel layers to one input, whose gradient is then reduced only once."""
+    """Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once."""
     layer = layers[0]
     if layer.overlap:
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         dim = TIME if layer.sequence_parallel else None
         return overlapped_column_parallel(x, weights, biases, layer.group, dim)
-    # The backward reduce-scatters the gradient of the tokens, or all-reduces that of the input.
-    full = gather_tokens(x, TIME, layer.group) if layer.sequence_parallel else copy_to_ranks(x, layer.group)
-    return tuple(F.linear(full, layer.weight, layer.bias) for layer in layers)
+    x = full_input(x, layer.group, layer.sequence_parallel)
+    return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
+
+
+def full_input(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """Return the full input of a column-parallel layer; the backward adds up its gradient over ranks."""
+    if sequence_parallel:
+        return gather_tokens(x, TIME, group)  # all-gather forward, reduce-scatter backward
+    return copy_to_ranks(x, group)  # nothing is sent forward, all-reduce backward
 
 
 class RowParallelLinear(nn.Module):
@@ -115,7 +129,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.sequence_parallel, self.split_input = group, sequence_parallel, split_input
         full = _linear(in_features, out_features, bias, seed)
         self.weight = nn.Parameter(own_shard(full.weight.detach(), 1, group).clone())
-        self.bias = nn.Parameter(full.bias.detach().clone()) if bias else None
+        self.bias = full.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split_input:
@@ -125,14 +139,14 @@ class RowParallelLinear(nn.Module):
             y = scatter_sums(term, TIME, self.group)  # reduce-scatter forward, all-gather backward
         else:
             y = sum_over_ranks(term, self.group)  # all-reduce forward, identity backward
-        # The bias is added after the sum, so it counts once. Under torch.autocast y has another dtype.
+        # The bias is added after the sum, so it counts once. Under torch.autocast y keeps its low precision.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
     """An embedding of which each rank holds an n-th of the vocabulary: tokens to (..., width).
 
-    A rank looks up zeros for tokens whose entries other ranks hold, and the sum over ranks is the embedding.
+    A rank's term is zero for tokens whose entries other ranks hold, and the sum over ranks is the embedding.
     The vocabulary is padded to a multiple of n. Raises IndexError for a token outside of the vocabulary (on a
     GPU it is a device-side assertion, as nn.Embedding's is).
     """

@@ -1,32 +1,32 @@
-"""PyTorch's own: parallelize_module in the same loop, with parameters that are DTensors.
+"""Train with PyTorch's own parallelize_module in the same loop: parameters are DTensors.
 
       what ours does (parallelize.py)              what PyTorch does
-      layers of other classes replace the plain    the classes stay; a plan says by module name how weights
-                                                   are placed, and hooks convert what goes in and out
-      a parameter is this rank's part              a DTensor: a local tensor and a placement, Shard(dim),
+      layers of other classes replace the plain    classes stay; a plan says by module name how weights are
+                                                   placed, and hooks convert inputs and outputs
+      a parameter is this rank's shard             a DTensor: a local tensor and a placement, Shard(dim),
                                                    Replicate or Partial (one term of a sum)
       a collective and its conjugate               redistribute() from one placement to another, and back
-      one all-reduce for q, k and v, because they  PrepareModuleInput makes one DTensor of their input;
-      are one autograd function                    ColwiseParallel alone would reduce each one's gradient
-      the input's gradient is reduced while the    waited for at once
+      one all-reduce for q, k and v, because they  PrepareModuleInput makes one DTensor of their input; with
+      share one function                           ColwiseParallel alone each gradient would be reduced
+      the input's gradient is reduced while the    the reduction is waited for at once
       weight's is computed
-      tokens are gathered again in the backward    the gathered ones are kept: less to send, more memory
-      finish_gradient_sync() adds up norms' and    their gradients stay Partial, and are all-reduced whenever
-      positions' gradients, all at once            someone reads them, by AdamW three times; see below
-      the embedding's gradient is of this rank's   of all words, on every rank, and then cut
-      words
-      the vocabulary is padded                     the last rank has fewer words; padding only on the wire
+      tokens are gathered again in the backward    gathered tokens are kept: fewer bytes, more memory
+      finish_gradient_sync() adds up gradients of  these gradients stay Partial, and are all-reduced each time
+      norms and positions, all at once             they are read: by AdamW three times; see below
+      the embedding's gradient has this rank's     it has all entries, on every rank, and is sharded then
+      vocabulary entries
+      the vocabulary is padded                     the last rank has fewer entries; padding only when sent
       vocab_parallel_cross_entropy                 loss_parallel() around F.cross_entropy and its backward
-      sequence parallel pads the tokens            hooks take it for granted that parts are equal: refused
-      clip_grad_norm_, a stream of random numbers  where all parameters and activations are DTensors: here
-      for each rank                                norms, and what is dropped, are plain tensors
+      sequence parallelism pads the tokens         hooks assume equal shards: other lengths are refused
+      clip_grad_norm_, and random numbers of each  only if all parameters and activations are DTensors; here
+      rank's own                                   norms, and what is dropped, are plain tensors
 
-Left out by ours: meshes of several axes (lesson 5), plans for any model, asynchronous tensor parallelism in
-compiled models.
+Ours does not have: meshes of several axes (lesson 5), plans for any model, and asynchronous tensor
+parallelism in compiled models.
 
-DTensor's collectives are operators (`_c10d_functional`), and operators can have other kernels: `by_comm`
-gives them some that call comm, pattern "torch". So they are counted, drawn, and slowed down by --link as
-ours are, and it is still gloo or nccl that does the work.
+The collectives of DTensors are operators (`_c10d_functional`), and an operator can have another kernel.
+`by_comm` installs kernels that call comm with pattern "torch". So the collectives are counted, drawn, and
+slowed down by --link as ours are, while gloo or nccl still does the work.
 
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -66,22 +66,24 @@ from training.arguments import NotOffered, Size, TrainArgs
 from training.run import Run
 
 
-class OwnPositions(ParallelStyle):
-    """An embedding that looks up this rank's part of what it is asked for."""
+class PositionsOfOwnTokens(ParallelStyle):
+    """The style of an embedding that looks up this rank's shard of its input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(_: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+        def shard(_: nn.Module, inputs: tuple[Tensor]) -> DTensor:
             positions = DTensor.from_local(inputs[0], device_mesh, [Replicate()])
             return positions.redistribute(placements=[Shard(0)])
 
-        module.register_forward_pre_hook(cut)
+        module.register_forward_pre_hook(shard)
         module.register_forward_hook(lambda _, __, found: found.to_local())
-        return distribute_module(module, device_mesh)  # every rank has the whole weight
+        return distribute_module(module, device_mesh)  # every rank has the full weight
 
 
 def plan_of(sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """How each module of a GPT is cut, by name."""
-    between = Shard(TIME) if sequence_parallel else Replicate()  # what blocks, and their halves, pass on
+    """Return how each module of a GPT is parallelized, by name."""
+    between = (
+        Shard(TIME) if sequence_parallel else Replicate()
+    )  # the placement of activations between blocks and between their halves
     attention: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
     attention |= {"o_proj": RowwiseParallel(output_layouts=between)}
     block = {
@@ -100,14 +102,15 @@ def plan_of(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     if sequence_parallel:
         norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "final_norm")
         plan |= {name: SequenceParallel(use_local_output=True) for name in norms}
-        plan["position_embedding"] = OwnPositions()
+        plan["position_embedding"] = PositionsOfOwnTokens()
     return plan
 
 
 def shard(model: GPT, device: torch.device, sequence_parallel: bool = False) -> GPT:
-    """Make the model rank 0's on all ranks, and have PyTorch cut it among them in place.
+    """Broadcast the model from rank 0, and let PyTorch divide it among the ranks in place.
 
-    It returns the logits as a DTensor. WorkbookError where heads do not divide.
+    The model returns its logits as a DTensor. Raises WorkbookError unless the number of ranks divides the
+    heads.
     """
     config, ranks = model.config, dist.get_world_size()
     for what, heads in (("query heads", config.num_heads), ("key and value heads", config.kv_heads)):
@@ -120,14 +123,14 @@ def shard(model: GPT, device: torch.device, sequence_parallel: bool = False) -> 
     # Without src_data_rank each parameter would be scattered from rank 0 once more.
     parallelize_module(model, mesh, plan_of(sequence_parallel), src_data_rank=None)
     if is_tied:
-        model.head.weight = model.token_embedding.weight  # each has been cut for itself
+        model.head.weight = model.token_embedding.weight  # each was sharded on its own
     if sequence_parallel:
-        model.register_forward_pre_hook(refuse_unequal_parts)
+        model.register_forward_pre_hook(validate_equal_shards)
     return model
 
 
-def refuse_unequal_parts(model: nn.Module, inputs: tuple[Tensor]) -> None:
-    """A forward pre-hook: WorkbookError unless each rank can have as many tokens."""
+def validate_equal_shards(model: nn.Module, inputs: tuple[Tensor]) -> None:
+    """Raise WorkbookError, as a hook before the forward, unless the number of ranks divides the tokens."""
     time, ranks = inputs[0].shape[TIME], dist.get_world_size()
     if time % ranks:
         raise WorkbookError(
@@ -137,21 +140,21 @@ def refuse_unequal_parts(model: nn.Module, inputs: tuple[Tensor]) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What a plain model loads, whole on every rank; all ranks must call it."""
+    """Return the state dict of the plain model, full on every rank; all ranks must call it."""
     state = model.state_dict()
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
 @contextmanager
 def by_comm() -> Iterator[None]:
-    """In the block, the collectives of DTensors on this process go through comm, with pattern "torch"."""
-    under_way: dict[int, Work] = {}
+    """Make the collectives of DTensors call comm, with pattern "torch", inside the block."""
+    in_flight: dict[int, Work] = {}
 
     def of(name: Any) -> Group:
         return _resolve_process_group(GroupName(name)) if isinstance(name, str) else name
 
     def send(result: Tensor, work: Work) -> Tensor:
-        under_way[result.untyped_storage()._cdata] = work
+        in_flight[result.untyped_storage()._cdata] = work
         return result
 
     def reduced(x: Tensor, op: str, group: Any) -> Tensor:
@@ -169,7 +172,7 @@ def by_comm() -> Iterator[None]:
         return send(result, reduce_scatter(result, x, _NAMES[op.lower()], of(group), True, "torch"))
 
     def waited(x: Tensor) -> Tensor:
-        work = under_way.pop(x.untyped_storage()._cdata, None)
+        work = in_flight.pop(x.untyped_storage()._cdata, None)
         if work is not None:
             work.wait()
         return x
@@ -180,7 +183,7 @@ def by_comm() -> Iterator[None]:
         "reduce_scatter_tensor": scattered,
         "wait_tensor": waited,
     }
-    # torch's own kernels are for all devices; those for one come before them.
+    # A kernel for one device is preferred to torch's own, which are for all devices.
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
         for name, kernel in kernels.items():
             for device in ("CPU", "CUDA"):
@@ -192,14 +195,14 @@ _NAMES = {"sum": "sum", "avg": "mean", "max": "max", "min": "min", "product": "p
 
 
 def finish_gradient_sync(model: nn.Module) -> None:
-    """Reduce gradients that are still terms of a sum; AdamW would, each time it reads one."""
+    """Reduce gradients that are still terms of a sum; AdamW would do it each time it reads one."""
     for parameter in model.parameters():
         if isinstance(parameter.grad, DTensor) and parameter.grad.placements[0].is_partial():
             parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
 
 
 def traffic_per_step(cluster: Cluster, model: GPT, batch_size: int, sequence_parallel: bool) -> Traffic:
-    """Activations at both ends of all halves of blocks, the loss's three numbers, partial gradients."""
+    """Return the expected traffic: activations around each half of a block, the loss, partial gradients."""
     config = model.config
     tokens = batch_size * config.block_size
 
@@ -211,8 +214,8 @@ def traffic_per_step(cluster: Cluster, model: GPT, batch_size: int, sequence_par
     total = sum([one(op, tokens * config.width) for op in ops] * ends, Traffic())
     total += sum([one("all_reduce", tokens)] * 3, Traffic())
     if sequence_parallel:
-        whole = [name for name, _ in model.named_parameters() if "norm" in name or "position" in name]
-        total += sum((one("all_reduce", model.get_parameter(name).numel()) for name in whole), Traffic())
+        replicated = [name for name, _ in model.named_parameters() if "norm" in name or "position" in name]
+        total += sum((one("all_reduce", model.get_parameter(name).numel()) for name in replicated), Traffic())
     return total
 
 
@@ -256,9 +259,9 @@ def main(cluster: Cluster, args: Args) -> None:
                 record.loss = run.mean_loss(loss.full_tensor())
             run.expect_traffic(formula)
             run.stop_if_asked(step)
-    whole = run.model()
-    whole.load_state_dict(full_state_dict(model))
-    run.finish(whole)
+    full = run.model()
+    full.load_state_dict(full_state_dict(model))
+    run.finish(full)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""Sequence parallel: what tensor parallel leaves whole, norms, dropout, residuals, is cut by tokens.
+"""Sequence parallelism: divide by tokens what tensor parallelism replicates: norms, dropout and residuals.
 
       tokens of rank 0  ─► norm ─┐          ┌─► heads 0..1 ─┐                ┌─► tokens of rank 0 ─► norm ...
                                  ├─ gather ─┤               ├ reduce-scatter ┤
       tokens of rank 1  ─► norm ─┘          └─► heads 2..3 ─┘                └─► tokens of rank 1 ─► norm ...
 
-An all-reduce is a reduce-scatter and an all-gather. With the norm between the two, each rank computes it for
-an n-th of the tokens and keeps an n-th of the activations; what travels stays the same. To keep only an n-th
-of the gathered inputs too, the backward gathers them again: a quarter more is sent.
+An all-reduce is a reduce-scatter and an all-gather. With the norm between the two, each rank normalises an
+n-th of the tokens and keeps an n-th of those activations, for the same number of bytes. With `--overlap`,
+the default, a rank also keeps only an n-th of the gathered inputs, and gathers them again in the backward:
+a quarter more bytes.
 
-      activations of a layer     s b h (10 + 24/n + 5 a s / (h n))     tensor parallel, in 16 bit
-                                 s b h (34 + 5 a s / h) / n            sequence parallel
+      activations of a layer     s b h (10 + 24/n + 5 a s / (h n))     tensor parallelism
+      in bytes, in 16 bits       s b h (34 + 5 a s / h) / n            sequence parallelism
+      s tokens, b examples, width h, a heads, n ranks
 
-A norm's weight sees only a rank's tokens: its gradient is summed over ranks after the backward. After
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
-https://arxiv.org/abs/2205.05198.
+The weight of a norm sees only the tokens of its rank, so its gradient is summed over the ranks after the
+backward (parallel_model.py). After Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, https://arxiv.org/abs/2205.05198.
 """
 
 from comm.script import start

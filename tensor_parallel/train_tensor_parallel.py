@@ -1,19 +1,22 @@
-"""Tensor parallel: every layer is cut among the ranks, and all of them work on the same examples.
+"""Tensor parallelism: every layer is divided among the ranks, and all ranks work on the same examples.
 
       rank 0   x ─► norm ─► heads 0..1 ─┐         ┌─► norm ─► half of the MLP ─┐         ┌─►
                                         ├── sum ──┤                            ├── sum ──┤
       rank 1   x ─► norm ─► heads 2..3 ─┘         └─► norm ─► half of the MLP ─┘         └─►
 
-Data parallel needs a model that fits on every rank, and ZeRO has to gather what it computes with. Here a rank
-computes with its part only: an n-th of the parameters, gradients, optimizer state, and of the products. The
-price is paid in every layer, forward and backward, while everybody waits:
+Data parallelism needs a model that fits on every rank, and ZeRO has to gather the parameters that it
+computes with. Here a rank computes only with its shard: an n-th of the parameters, gradients, optimizer
+state and multiplications. The price is paid in every layer, forward and backward, where the ranks wait for
+each other:
 
-      all-reduces of a block     2 forward, 2 backward, of batch * time * width numbers each
-      traffic of a block         4 * 2 (n-1)/n * batch * time * width * 4 bytes
+      all-reduces of a block        2 forward, 2 backward, of batch * time * width numbers each
+      bytes sent by a rank          4 * 2 (n-1)/n * batch * time * width * 4 for each block
 
-which is why ranks that do this share a machine. In the backward the reductions hide behind the gradients of
-the weights. The layers are in layers.py, what is cut how in parallelize.py. After Shoeybi et al.,
-"Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
+So ranks that do this should be in one machine. In the backward the all-reduces hide behind the gradients of
+the weights (overlapped.py); `--no-overlap` runs the layers as layers.py shows them.
+
+Read layers.py first: it has the idea. parallelize.py shows which layers of a GPT are divided in which way.
+After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 """
 
 from comm.script import start

@@ -13,11 +13,11 @@ from data_parallel.zero_memory import (
     Share,
     flat_share,
     formula,
+    of_one_process,
     owned,
     padding_of,
     replicated,
     states_of,
-    whole_of,
 )
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -63,7 +63,7 @@ def test_what_the_ranks_own_adds_up_to_the_formula_and_padding_makes_shards_equa
         [flat_share(Flat(group, rank, ranks), trained=i > 0) for i, group in enumerate(parameters)]
         for rank in range(ranks)
     ]
-    whole = whole_of(shares[0], states)
+    whole = of_one_process(shares[0], states)
     assert whole.parameters == 4 * sum(sum(group) for group in sizes)
     assert whole.gradients == 4 * sum(sum(group) for group in sizes[1:])
     for stage in (1, 2, 3):
@@ -150,7 +150,7 @@ def test_the_table_has_a_row_for_each_rank_and_the_formulas_beneath(capfd):
     held = ["3.4", "kB", "3.4", "kB", "6.8", "kB"]
     assert [line[:7] for line in lines if line and line[0] in "012"] == [[str(r), *held] for r in range(3)]
     assert ["P+G+O", *held] in lines
-    assert any("the formula's to the byte" in " ".join(line) for line in lines)
+    assert any("equal to the formula to the byte" in " ".join(line) for line in lines)
 
 
 def test_only_the_first_forwards_activations_count():
