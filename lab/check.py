@@ -1,8 +1,8 @@
 """Compare gradients and parameters with a single-process reference.
 
-Never judge by the loss alone: with the wrong gradient scale Adam trains almost as well. When a tensor differs
-by a constant factor, the message says so, for that factor usually names the mistake (the world size:
-a sum instead of a mean).
+The loss alone proves nothing: with a wrong gradient scale Adam trains almost as well. If a tensor differs by
+a constant factor, the message names the factor, because it usually shows the mistake. A factor equal to the
+world size, for example, is a sum instead of a mean.
 """
 
 import hashlib
@@ -41,10 +41,10 @@ def reference_gradients(
 def assert_same(actual: Tensors, expected: Tensors, rtol: float = 1e-9, what: str = "gradient") -> None:
     """Raise AssertionError, naming every tensor that differs, unless all agree.
 
-    Two tensors agree when no element differs by more than `rtol` times the largest expected element: sums
-    in another order differ by rounding, which is relative to what was summed. A gradient that is zero but for
-    rounding (a key's bias in attention) is compared on a millionth of the largest element of all.
-    `rtol=0` asks for equal bits. A tensor that only one side has differs.
+    Two tensors agree if no element differs by more than `rtol` times the largest expected element: sums in
+    another order differ by rounding, which is relative to the summands. A gradient that is zero except for
+    rounding (the bias of the keys in attention) is compared relative to a millionth of the largest element of
+    all tensors. `rtol=0` requires equal bits. A tensor that is missing on one side differs.
     """
     floor = 1e-6 * max(
         (t.abs().max().item() for t in expected.values() if t is not None and t.numel()), default=0.0
@@ -85,7 +85,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def module_digest(module: nn.Module) -> str:
-    """Return SHA-256 of all parameters and buffers, bit for bit."""
+    """Return the SHA-256 of all bits of the parameters and buffers."""
     sha = hashlib.sha256()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         sha.update(name.encode())

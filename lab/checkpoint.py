@@ -5,10 +5,10 @@
     data = read(directory)                   # rank 0 reads, and sends the bytes to the others
     state = unpack(data, f"the checkpoint in {directory}")
 
-The new file is written beside the old one and then takes its name, which the file system does at once or not
-at all. It ends with the SHA-256 of all bytes before, so a changed bit shows when it is loaded; torch.load
-ignores that line. Loading runs no code from the file: tensors, numbers, strings, and lists, tuples and dicts
-of them.
+The new file is written beside the old one and then renamed to its name. The file system does that completely
+or not at all. The file ends with the SHA-256 of all bytes before, so loading detects a changed bit;
+torch.load ignores that line. Loading runs no code from the file, which may hold tensors, numbers, strings,
+and lists, tuples and dicts of them.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ _claims: dict[tuple[int, int], int] = {}  # device and number of a directory -> 
 
 
 def save(directory: Path, state: dict[str, Any]) -> Path:
-    """Write `state` to `checkpoint.pt` in `directory`, made if need be, and return the file's path.
+    """Write `state` to `checkpoint.pt` in `directory`, which is created if needed, and return the path.
 
-    WorkbookError if the file cannot be written or another process saves here, TypeError if `state` holds what
-    `unpack` would refuse. Whatever is raised, an older checkpoint is as it was.
+    Raise WorkbookError if the file cannot be written or another process saves here, and TypeError if `state`
+    holds an object that `unpack` would refuse. After any error an older checkpoint is unchanged.
     """
     try:
         claim(directory)
-        for abandoned in directory.glob(f"{NAME}.partial*"):  # by a killed job
+        for abandoned in directory.glob(f"{NAME}.partial*"):  # left by a killed job
             abandoned.unlink(missing_ok=True)
     except OSError as error:
         raise _cannot_save(directory / NAME, error) from error
@@ -51,7 +51,7 @@ def save(directory: Path, state: dict[str, Any]) -> Path:
 
 
 def write(directory: Path, state: dict[str, Any]) -> Path:
-    """Do what `save` does, in a directory that is there, and that only this process knows or has claimed."""
+    """Do what `save` does, in an existing directory that this process has claimed or has just created."""
     path = directory / NAME
     partial = directory / f"{NAME}.partial-{secrets.token_hex(4)}"
     try:
@@ -79,10 +79,10 @@ def _cannot_save(path: Path, error: OSError) -> WorkbookError:
 
 
 def claim(directory: Path) -> None:
-    """Make `directory` if need be, and let no other process save there until this one ends.
+    """Create `directory` if needed, and let no other process save there until this process ends.
 
-    WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. On file
-    systems that cannot lock a directory (NFS) that is not noticed.
+    Raise WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. A
+    file system that cannot lock a directory (NFS) does not detect that.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
@@ -97,15 +97,15 @@ def claim(directory: Path) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise WorkbookError(
-            f"another job saves its checkpoints in {directory}: name another folder, or wait for its end"
+            f"another job saves its checkpoints in {directory}: choose another folder, or wait until it ends"
         ) from None
     except OSError:
-        pass  # no locks here
+        pass  # this file system has no locks
     _claims[found.st_dev, found.st_ino] = descriptor
 
 
 def read(directory: Path) -> bytes:
-    """Return the bytes of the checkpoint in `directory`. WorkbookError if it is missing or cannot be read."""
+    """Return the bytes of the checkpoint in `directory`. Raise WorkbookError if it cannot be read."""
     path = directory / NAME
     try:
         return path.read_bytes()
@@ -116,9 +116,9 @@ def read(directory: Path) -> bytes:
 
 
 def unpack(data: bytes, name: str) -> dict[str, Any]:
-    """Return the state that `save` was given, its tensors on the CPU.
+    """Return the state that was saved, with its tensors on the CPU.
 
-    WorkbookError, which calls the data `name`, if a bit has changed, or it is no checkpoint at all.
+    Raise WorkbookError if a bit has changed or the data is no checkpoint. The error calls the data `name`.
     """
     try:
         if data[-SEAL_BYTES:] != seal(hashlib.sha256(memoryview(data)[:-SEAL_BYTES])):
@@ -132,7 +132,7 @@ def unpack(data: bytes, name: str) -> dict[str, Any]:
 
 
 def seal(digest: Any) -> bytes:
-    """Return the line at a checkpoint's end, of the SHA-256 object of all bytes before it."""
+    """Return the last line of a checkpoint, from the SHA-256 object of all bytes before it."""
     return f"\nsha256 {digest.hexdigest()}\n".encode()
 
 
@@ -141,9 +141,9 @@ SEAL_BYTES = len(seal(hashlib.sha256()))
 
 @contextmanager
 def refusing_misfits(name: object) -> Iterator[None]:
-    """Let what goes wrong while a state is put in place be a WorkbookError that says so of `name`.
+    """Turn errors of a block that loads a state into a WorkbookError: `name` does not fit this run.
 
-    The bytes are what was saved; but another program, or an older version of this one, may have saved them.
+    The bytes are undamaged, but another program, or an older version of this one, may have saved them.
     """
     try:
         yield
@@ -157,7 +157,7 @@ def refusing_misfits(name: object) -> Iterator[None]:
 
 
 def nothing_in(directory: Path) -> WorkbookError:
-    """Return the error of one who looks for a checkpoint in `directory`."""
+    """Return the error for a directory without a checkpoint."""
     return WorkbookError(
         f"There is no checkpoint in {directory} to resume from; name the directory of an earlier run, "
         "or leave out --resume."
@@ -165,9 +165,9 @@ def nothing_in(directory: Path) -> WorkbookError:
 
 
 def disk_error(error: OSError | RuntimeError) -> OSError | None:
-    """Return the disk's own error behind what torch.save has raised; None if it was another matter.
+    """Return the disk's error that is the cause of an error of torch.save, or None if there is none.
 
-    torch.save closes its archive before it lets an error pass; on a full disk that fails as well.
+    After an error torch.save closes its archive, and on a full disk that fails too: so the cause is hidden.
     """
     behind = error if isinstance(error, OSError) else error.__context__
     return behind if isinstance(behind, OSError) else None
@@ -175,7 +175,7 @@ def disk_error(error: OSError | RuntimeError) -> OSError | None:
 
 def _check_loads(path: Path) -> None:
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: reads no tensor's data
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: reads no data
     except pickle.UnpicklingError as error:
         raise TypeError(
             "a checkpoint takes tensors, numbers, strings, and lists, tuples and dicts of them, nothing else"

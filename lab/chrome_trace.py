@@ -13,10 +13,10 @@ from lab.gantt import Event, lanes, tracks
 
 
 def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
-    """Write events as a trace for https://ui.perfetto.dev: a process per rank, in it a thread per lane.
+    """Write events as a trace for https://ui.perfetto.dev: a process for each rank, a thread for each lane.
 
-    Times become microseconds since the first event. The format wants spans of a thread apart or one within
-    the other; a lane where they cross becomes several threads of one name.
+    Times become microseconds since the first event. In the format two spans of a thread must be disjoint or
+    nested. So a lane whose spans overlap becomes several threads of the same name.
     """
     table = lanes(events)
     zero = min(
@@ -25,7 +25,7 @@ def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
     )
     rows: list[dict[str, Any]] = []
     for rank, by_lane in table.items():
-        # Perfetto takes pid 0 and tid 0 for the idle task, and merges tid 0 with tid 1.
+        # For Perfetto pid 0 and tid 0 are the idle task, and it merges tid 0 with tid 1.
         pid = rank + 1
         rows += [_label("process_name", pid, pid, name=f"rank {rank}")]
         rows += [_label("process_sort_index", pid, pid, sort_index=rank)]
@@ -47,6 +47,6 @@ def _label(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value if it is a number or text, else as text: strict JSON has no NaN and no infinity."""
+    """Return a number or a text unchanged, and all else as text: strict JSON has no NaN or infinity."""
     finite = isinstance(value, float) and math.isfinite(value)
     return value if finite or isinstance(value, int | str) else str(value)

@@ -1,4 +1,4 @@
-"""What a rank knows about its place in the job."""
+"""Describe the place of a rank in the job."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Cluster:
-    """One rank's view: who it is, how many there are, where its tensors live.
+    """The place of a rank in the job: its number, the number of ranks, its device, and the store.
 
-    `store` is the key-value store that all ranks share; it outlives the rendezvous, so equipment can
-    compare digests or align clocks through it. Prefix your keys with the name of your module.
+    `store` is a key-value store that all ranks share until the job ends. Equipment uses it, to compare
+    digests or to align clocks for example. Prefix your keys with the name of your module.
     """
 
     rank: int
@@ -22,5 +22,5 @@ class Cluster:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the one that prints and writes files."""
+        """Return whether this is rank 0, which prints and writes files."""
         return self.rank == 0

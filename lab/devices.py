@@ -1,4 +1,4 @@
-"""The device of each of this machine's ranks: the CPU, or its GPU."""
+"""Choose the device of each rank on this machine: the CPU or a GPU."""
 
 import torch
 
@@ -6,12 +6,12 @@ from lab.errors import WorkbookError
 
 
 def num_gpus() -> int:
-    """Return how many GPUs this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def device_of(local_rank: int, device: str = "cuda") -> torch.device:
-    """Return the device of that rank: "cpu", the GPU with that number, or with "cuda" each in turn."""
+    """Return the device of a rank: `device` itself, or for "cuda" the GPU of its turn."""
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", local_rank % num_gpus())
@@ -19,7 +19,7 @@ def device_of(local_rank: int, device: str = "cuda") -> torch.device:
 
 
 def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
-    """Refuse, for `run_ranks`, a device that is not there, and what nccl cannot do with one."""
+    """Raise WorkbookError if `run_ranks` cannot use that device, or not with that backend."""
     try:
         chosen = torch.device(device)
     except RuntimeError:
@@ -29,16 +29,16 @@ def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
     needs_nccl = backend is not None and "nccl" in backend
     if chosen.type == "cpu":
         if needs_nccl:
-            raise WorkbookError("run_ranks(backend='nccl'): nccl sends what is on GPUs; add device='cuda'.")
+            raise WorkbookError("run_ranks(backend='nccl'): nccl sends from GPUs only; add device='cuda'.")
         return
     gpus = num_gpus()
     if not gpus:
-        raise WorkbookError(f"run_ranks(device={device!r}): there is no GPU here; leave device out.")
+        raise WorkbookError(f"run_ranks(device={device!r}): this machine has no GPU; leave device out.")
     if chosen.index is not None and chosen.index >= gpus:
-        raise WorkbookError(f"run_ranks(device={device!r}): the last GPU here is cuda:{gpus - 1}.")
+        raise WorkbookError(f"run_ranks(device={device!r}): the last GPU of this machine is cuda:{gpus - 1}.")
     usable = gpus if chosen.index is None else 1
     if needs_nccl and world_size > usable:
         raise WorkbookError(
-            f"run_ranks(backend='nccl'): {world_size} ranks have {usable} GPUs, and nccl wants one for each; "
+            f"run_ranks(backend='nccl'): {world_size} ranks have {usable} GPUs, and nccl needs one for each; "
             "start fewer ranks, or let them share with backend='gloo'."
         )

@@ -1,7 +1,7 @@
-"""Processes that are forked from one that has imported torch, and wait there for their job.
+"""Start processes in milliseconds: fork them from a process that has already imported torch.
 
-A spawned process would import torch again (2 s each); a forked one starts in milliseconds. Tests, which
-start thousands, keep some spare ones, so that these milliseconds pass while another test still runs.
+A spawned process would import torch again, which takes 2 s. Tests start thousands of processes. So they keep
+some spare ones, which start while another test still runs.
 """
 
 import multiprocessing
@@ -27,16 +27,16 @@ _spares: list["ForkedProcess"] = []
 
 
 def preload(*modules: str, first: bool = False) -> None:
-    """Name modules the forkserver should import before it forks, so that no rank has to.
+    """Add modules that the forkserver imports before it forks, so that no rank needs to.
 
-    Counts only before the first `run_ranks` or `warm_up` of this process. `first`: before torch.
+    Call it before the first `run_ranks` or `warm_up` of this process. With `first` they come before torch.
     """
     place = 0 if first else len(_preload)
     _preload[place:place] = modules
 
 
 def warm_up() -> None:
-    """Start the forkserver now, so that it imports while the caller still does something else."""
+    """Start the forkserver now, so that it imports while the caller does something else."""
     if not _can_fork:
         raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
     from multiprocessing.forkserver import ensure_running
@@ -47,13 +47,13 @@ def warm_up() -> None:
 
 
 def keep_spares(count: int) -> None:
-    """From the next `run_ranks` on, keep `count` processes that wait for the one after it."""
+    """Keep `count` spare processes after each `run_ranks`, for the next one."""
     global _num_spares
     _num_spares = count
 
 
 class ForkedProcess:
-    """A process without a job yet, and the parent's ends of its pipes."""
+    """A process that waits for a job, and the parent's ends of its pipes."""
 
     def __init__(self) -> None:
         self.pipe, job_pipe = _context.Pipe()
@@ -65,19 +65,19 @@ class ForkedProcess:
             end.close()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it has started, without waiting."""
+        """Send SIGKILL to the process and to all processes that it has started. Do not wait."""
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 kill(self.process.pid, signal.SIGKILL)
 
 
 def start(jobs: list[Job]) -> list[ForkedProcess]:
-    """Return a process for each job, which has been sent to it."""
+    """Send each job to a process, and return the processes."""
     warm_up()
     with _main_module_hidden():
         processes = [_spares.pop() if _spares else ForkedProcess() for _ in jobs]
         for process, job in zip(processes, jobs, strict=True):
-            with suppress(BrokenPipeError):  # then its end is found where its answer is awaited
+            with suppress(BrokenPipeError):  # the caller notices its end when it reads the answer
                 process.pipe.send(job)
         while len(_spares) < _num_spares:
             _spares.append(ForkedProcess())
@@ -85,10 +85,10 @@ def start(jobs: list[Job]) -> list[ForkedProcess]:
 
 
 def end(processes: list[ForkedProcess]) -> None:
-    """Kill the processes and wait until they are gone."""
+    """Kill the processes, and wait until they have ended."""
     for process in processes:
         process.kill()
-    # Only now wait: the kernel takes milliseconds to take a process apart, and does it on every core.
+    # Wait only after all are killed: to end a process takes milliseconds, and all cores do it in parallel.
     for process in processes:
         process.process.join()
 

@@ -1,9 +1,9 @@
-"""Events in rows, and a picture of them: a Gantt chart with a row per rank.
+"""Draw events as a Gantt chart with a row for each rank.
 
     draw([Event("F0", "forward", 0, 2_000_000), Event("B0", "backward", 2_000_000, 4_000_000)], "1f1b.svg")
     draw_panels({"measured": events, "simulated": others}, "both.svg")    one above the other, one time axis
 
-It does not ask where events come from: `lab.timeline` records them, a simulator makes them up.
+Events may come from a recording (`lab.timeline`) or from a simulator.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 MAIN_LANE = "main"
 
-# Okabe and Ito's palette, told apart with every kind of colour vision: https://jfly.uni-koeln.de/color/
+# Okabe and Ito's palette, for every kind of colour vision: https://jfly.uni-koeln.de/color/
 COLORS = {
     "compute": "#0072B2",
     "forward": "#56B4E9",
@@ -27,14 +27,14 @@ COLORS = {
 }
 OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100")  # Paul Tol's muted scheme
 
-# Inches: bars keep their height and a label its place whatever the number of ranks.
+# In inches, so that bars and labels have the same size for any number of ranks.
 MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP, NAME_HEIGHT = 0.30, 0.16, 0.03, 0.16, 0.26
-MIN_POINTS = 1.2  # the width of a bar: what took microseconds is a tick in a picture of a second
+MIN_POINTS = 1.2  # the width of a bar: microseconds are still visible in a picture of a second
 FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
 
 
 class Event(NamedTuple):
-    """Something that took time: `lane` is "main" or another thread's name, `args` whatever JSON can hold."""
+    """A span of time with a name. `lane` is "main" or another thread's name; `args` fits into JSON."""
 
     name: str
     kind: str
@@ -46,12 +46,12 @@ class Event(NamedTuple):
 
     @property
     def end_ns(self) -> int:
-        """Nanoseconds on the clock of `start_ns`."""
+        """The end of the event, on the clock of `start_ns`."""
         return self.start_ns + self.duration_ns
 
 
 def lanes(events: Iterable[Event]) -> dict[int, dict[str, list[Event]]]:
-    """Events by rank and lane: ranks in order, in each the main lane first, then the others by name."""
+    """Return events by rank and lane: ranks in order, and the main lane of each before the others."""
     table: dict[int, dict[str, list[Event]]] = {}
     for event in sorted(events, key=lambda event: (event.rank, event.lane != MAIN_LANE, event.lane)):
         table.setdefault(event.rank, {}).setdefault(event.lane, []).append(event)
@@ -59,11 +59,11 @@ def lanes(events: Iterable[Event]) -> dict[int, dict[str, list[Event]]]:
 
 
 def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
-    """Split one lane so that no two events of a track cross: each goes, by start, to the first track it fits.
+    """Split a lane into tracks whose events do not overlap. Each event joins the first track where it fits.
 
-    With `nest` an event may lie within another of its track, as calls do; without, a track has one at a time.
+    With `nest` an event may lie within another event of its track, as nested calls do.
     """
-    rows: list[tuple[list[Event], list[int]]] = []  # with the ends of those still open, innermost last
+    rows: list[tuple[list[Event], list[int]]] = []  # a track, and the ends of its open events, innermost last
     for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
         for row in rows:
             ends = row[1]
@@ -85,11 +85,11 @@ def draw(
     width: float = 11.0,
     colors: dict[str, str] | None = None,
 ) -> Path:
-    """Write a PNG or SVG (by suffix) of `width` inches: a row per rank, time in ms since the first event.
+    """Write a PNG or SVG (by suffix) of `width` inches: a row for each rank, time in ms from the first event.
 
-    A rank's other lanes are thinner bars below its main one. What overlaps within a lane, such as a call
-    inside a call, goes one below the other. `colors`, by kind, adds to `COLORS`. Names stand where they fit.
-    The shortest event is still a visible tick, wider than it was long.
+    The other lanes of a rank are thinner bars below its main lane. Events that overlap in a lane, such as a
+    call inside a call, are drawn one below the other. `colors`, by kind, adds to `COLORS`. A name is drawn if
+    it fits into its bar. A very short event is drawn wider than it was, so that it is visible.
     """
     return draw_panels({"": events}, path, title, width, colors)
 
@@ -101,12 +101,12 @@ def draw_panels(
     width: float = 11.0,
     colors: dict[str, str] | None = None,
 ) -> Path:
-    """`draw` for several sets of events, by name: one above the other, with one scale of time and one legend.
+    """Draw several sets of events, by name, one above the other, with one time scale and one legend.
 
-    Each panel's time begins with its own first event. An event with `args["chunk"]` of 1 or more is drawn
-    darker, so that one can tell which of a rank's stages it belongs to.
+    The time of each panel begins with its own first event. An event with `args["chunk"]` of 1 or more is
+    drawn darker, so that the stages of a rank can be told from each other.
     """
-    # Here, because it takes half a second that training need not wait. No pyplot: it keeps figures globally.
+    # Imported here, because it takes half a second. No pyplot: it keeps figures in a global list.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -146,20 +146,20 @@ def draw_panels(
         handlelength=1.2,
     )
 
-    figure.draw_without_rendering()  # settles the layout: from here on a millisecond has a width in points
+    figure.draw_without_rendering()  # fixes the layout, and so the width of a millisecond in points
     points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
     for top, thickness, track in bars:
-        # The short ones last: a tick is wider than its event, and the bar that follows must not cover it.
+        # Short events last: their ticks are wider than they were, and no bar may cover them.
         track = sorted(track, key=lambda event: -event.duration_ns)
         spans = [(event.start_ns / 1e6, event.duration_ns / 1e6) for event in track]
         fills = [shade(palette[event.kind], _chunk(event)) for event in track]
-        # A white rim keeps neighbours apart, but would cover a bar that is hardly wider.
+        # A white rim separates neighbours, but would cover a very narrow bar.
         rims = [
             "white" if length * points_per_ms > 3 else fill
             for (_, length), fill in zip(spans, fills, strict=True)
         ]
         widths = [max(length, MIN_POINTS / points_per_ms) for _, length in spans]
-        # A tick at the very end grows to the left, or it would lie outside the picture.
+        # A tick at the end grows to the left, so that it stays inside the picture.
         shown = [
             (min(start, last_ms - width), width) for (start, _), width in zip(spans, widths, strict=True)
         ]
@@ -181,7 +181,7 @@ def draw_panels(
 
 
 def shade(color: str, chunk: int) -> str:
-    """The colour for the chunk-th stage of a rank: a quarter darker for each after the first."""
+    """Return the colour for the chunk-th stage of a rank: a quarter darker for each stage after the first."""
     if not chunk:
         return color
     from matplotlib.colors import to_hex, to_rgb
@@ -196,7 +196,7 @@ def _chunk(event: Event) -> int:
 
 
 def _from_zero(panel: str, events: Iterable[Event]) -> list[Event]:
-    """The events on a clock that starts with the first of them."""
+    """Return the events on a clock that starts with the first of them."""
     events = list(events)
     if not events:
         where = f" in the panel {panel!r}" if panel else ""
@@ -215,10 +215,10 @@ def _place(
     list[tuple[float, float]],
     list[tuple[float, str]],
 ]:
-    """Where everything goes, in inches from the top.
+    """Return the positions of all elements, in inches from the top.
 
-    Bars: top, thickness, the events of a track. Labels: middle, text, is it a rank's. Bands: a rank's top
-    and bottom. Names of panels: middle, text.
+    A bar is (top, thickness, events of a track), a label (middle, text, whether it is a rank's), a band of a
+    rank (top, bottom), and the name of a panel (middle, text).
     """
     bars, labels, bands, names = [], [], [], []
     y = RANK_GAP / 2
@@ -240,7 +240,7 @@ def _place(
 
 
 def _palette(kinds: list[str], given: dict[str, str]) -> dict[str, str]:
-    """A colour per kind: the known ones in `COLORS`' order, then the others as they come."""
+    """Return a colour for each kind: known kinds in the order of `COLORS`, then the others."""
     known = COLORS | given
     others = dict.fromkeys(kind for kind in kinds if kind not in known)
     spare = {kind: OTHER_COLORS[i % len(OTHER_COLORS)] for i, kind in enumerate(others)}
@@ -248,23 +248,23 @@ def _palette(kinds: list[str], given: dict[str, str]) -> dict[str, str]:
 
 
 def _fitting_size(text: str, points: float, sizes: tuple[float, ...]) -> float | None:
-    """The first of the font sizes at which `text` is at most `points` wide."""
-    if points < 2 * len(text):  # no font is that narrow; spares measuring thousands of slivers
+    """Return the first of the font sizes at which `text` is at most `points` wide, or None."""
+    if points < 2 * len(text):  # no font is that narrow, and measuring takes time
         return None
     return next((size for size in sizes if _width(text) * size <= points), None)
 
 
 @cache
 def _width(text: str) -> float:
-    """How wide the text is in points, at a font size of 1 point."""
+    """Return the width of the text in points, at a font size of 1 point."""
     from matplotlib.textpath import TextPath
 
-    path = TextPath((0, 0), text.replace("$", "S"), size=100)  # $ would begin a formula
+    path = TextPath((0, 0), text.replace("$", "S"), size=100)  # a $ would start a formula
     return path.get_extents().width / 100
 
 
 def readable_on(color: str) -> str:
-    """Black or white, whichever contrasts more (relative luminance, WCAG 2)."""
+    """Return black or white: the one with more contrast (relative luminance, WCAG 2)."""
     from matplotlib.colors import to_rgb
 
     linear = [

@@ -1,4 +1,4 @@
-"""Huge pages make a fork cheap: it copies one entry for 2 MiB of memory instead of 512."""
+"""Make forks faster by huge pages: a fork then copies one entry for 2 MiB of memory instead of 512."""
 
 import ctypes
 import re
@@ -10,10 +10,10 @@ _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 +(?:\[heap\])?\
 
 
 def collapse_memory() -> int:
-    """Move this process's own memory to huge pages, where the kernel can; return the bytes that it moved.
+    """Move this process's own memory to huge pages, if the kernel can, and return the number of moved bytes.
 
-    A process with torch has some 300 MiB of it: afterwards a fork and the end of its child take 4 ms instead
-    of 17. Pages that the child writes to are copied in pieces of 4 KiB, as before.
+    A process with torch has about 300 MiB of such memory. Afterwards a fork and the end of its child take 4
+    ms instead of 17. When the child writes to memory, pages of 4 KiB are copied, as before.
     """
     if sys.platform != "linux":
         return 0

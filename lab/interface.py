@@ -1,4 +1,4 @@
-"""The network interface: its name, its address, and its own counter of what left this machine."""
+"""Find the network interface of this rank: its name, its address, and its counter of sent bytes."""
 
 import ipaddress
 import os
@@ -13,9 +13,9 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def interface_bytes_sent(name: str = "eth0") -> int | None:
-    """Return the bytes that the interface has sent so far, all layers' headers included; None without it.
+    """Return the bytes that the interface has sent, headers of all layers included; None if it is missing.
 
-    In a container `eth0` carries nothing but the job's traffic. On a laptop all ranks share `lo`.
+    In a container `eth0` carries only the traffic of the job. On a laptop all ranks share `lo`.
     """
     try:
         return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
@@ -24,10 +24,10 @@ def interface_bytes_sent(name: str = "eth0") -> int | None:
 
 
 def own_address() -> str:
-    """Return the IPv4 address under which the other ranks reach this one. OSError if there is none.
+    """Return the IPv4 address under which the other ranks reach this one. Raise OSError if there is none.
 
-    It is that of the interface gloo was told to use (GLOO_SOCKET_IFNAME), else of the one that leads to
-    MASTER_ADDR; not what the hostname resolves to, for on many machines that is 127.0.1.1.
+    It is the address of the interface that GLOO_SOCKET_IFNAME names, or else of the one that leads to
+    MASTER_ADDR. The hostname does not help: on many machines it resolves to 127.0.1.1.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface.startswith("lo"):
@@ -40,7 +40,7 @@ def own_address() -> str:
 
 
 def own_interface() -> str | None:
-    """Return the name of the interface that has `own_address`; None where it cannot be found out."""
+    """Return the name of the interface that has `own_address`, or None if it cannot be found."""
     with suppress(OSError):
         address = own_address()
         if is_loopback(address):
@@ -53,13 +53,13 @@ def own_interface() -> str | None:
 
 
 def resolved(host: str) -> str:
-    """Return the IP address of `host`, an IPv4 one where it has both. OSError if it has none."""
+    """Return the IP address of `host`, IPv4 if it has one. Raise OSError if it has none."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach that IP address."""
+    """Return whether an IP address can be reached from this machine only."""
     return ipaddress.ip_address(address).is_loopback
 
 

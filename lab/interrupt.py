@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of training: finish the step, save what there is, and leave in order.
+"""Stop training at Ctrl-C in an orderly way: finish the step, save the state, and end.
 
     with StopRequest() as stop:
         for step in range(steps):
@@ -7,8 +7,8 @@
                 save(directory, state)
                 break
 
-The signal reaches the ranks of a job in different steps. They must agree on the last one, by an all-reduce
-of `requested` for instance: otherwise one waits in a collective for a rank that has left.
+The signal reaches the ranks of a job in different steps. They must agree on the last step, for example by an
+all-reduce of `requested`: otherwise one rank waits in a collective for another that has left.
 """
 
 import os
@@ -19,19 +19,19 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-# A launcher passes on the Ctrl-C that the terminal has already sent to all its ranks.
+# The terminal sends Ctrl-C to all ranks, and then a launcher forwards it to them again.
 FORWARDED_SECONDS = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NOTICE = b"\nstopping after this step; a second Ctrl-C stops at once\n"
 
 
 class StopRequest:
-    """Handles SIGINT and SIGTERM inside its `with`, and puts the previous handlers back afterwards.
+    """Handle SIGINT and SIGTERM in a `with` block, and restore the previous handlers at its end.
 
-    `requested` turns True at the first signal. One that comes more than `FORWARDED_SECONDS` later raises
-    KeyboardInterrupt; one in between is taken for the same. Python runs handlers in the main thread only,
-    and not while it is inside a C++ call: a rank that waits in a collective answers when that returns.
-    In any other thread the `with` does nothing, and a stop is never requested.
+    `requested` becomes True at the first signal. A second signal more than `FORWARDED_SECONDS` later raises
+    KeyboardInterrupt; an earlier one counts as the same signal. Python runs signal handlers in the main
+    thread only, and not during a C++ call: a rank that waits in a collective reacts when the collective
+    returns. In another thread the block does nothing, and a stop is never requested.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for signum, handler in self._previous.items():
-            # None stands for a handler that was not set from Python, which Python cannot put back.
+            # None means a handler that was not set from Python. Python cannot restore it.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.requested:
             self.requested, self._requested_at = True, now
-            # Not by print: the signal may have come in the middle of another one, whose buffer is locked.
+            # Not print: the signal may have interrupted a print, which holds the lock of the buffer.
             with suppress(OSError):
                 os.write(2, NOTICE)
         elif now - self._requested_at > FORWARDED_SECONDS:

@@ -1,18 +1,18 @@
-"""A rank ends when its launcher has died: otherwise it would train on, and keep cores, memory and ports."""
+"""End a rank when its launcher dies. Otherwise it would keep cores, memory and ports, and go on training."""
 
 import os
 import select
 import threading
 import time
 
-PID = "WORKBOOK_LAUNCHER"  # holds the id of make run's launcher, which may die while a rank imports torch
-_POLL = 0.5  # seconds between two looks, where the kernel does not tell
+PID = "WORKBOOK_LAUNCHER"  # the process id of make run's launcher, which may die while a rank imports torch
+_POLL = 0.5  # seconds between two checks, where the kernel sends no event
 
 
 def end_with_launcher(rank: int) -> None:
-    """End this process with a sentence once its launcher dies, torchrun's or that of make run.
+    """End this process, with a message, when its launcher dies: torchrun or the launcher of make run.
 
-    A rank that was started by hand may outlive its shell and is left alone.
+    A rank that was started by hand has no launcher, and may outlive its shell.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = int(os.environ.get(PID) or os.getppid())
@@ -21,7 +21,7 @@ def end_with_launcher(rank: int) -> None:
 
 def _end_after(launcher: int, rank: int) -> None:
     _wait_for_the_end_of(launcher)
-    # Not by print: the main thread may hold the lock of its buffer.
+    # Not print: the main thread may hold the lock of the buffer.
     os.write(2, f"rank {rank}: the launcher (process {launcher}) has died, so this rank ends.\n".encode())
     os._exit(1)
 
@@ -31,7 +31,7 @@ def _wait_for_the_end_of(launcher: int) -> None:
         ended = os.pidfd_open(launcher)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # not Linux, or one that is older than 5.3
+    except (AttributeError, OSError):  # not Linux, or older than 5.3
         while os.getppid() == launcher:
             time.sleep(_POLL)
     else:

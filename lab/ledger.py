@@ -1,7 +1,7 @@
-"""The traffic ledger: what this rank has sent, counted where the bytes leave.
+"""The traffic ledger: the bytes and messages that this rank has sent, counted where they leave.
 
-`comm` counts every message here. Nothing else may send, so the ledger is the whole truth, except for
-what torch's own collectives send out of our sight: for those it holds the *formula*, and marks it so.
+All traffic of the lessons goes through `comm`, which counts every message here. The messages of torch's own
+collectives cannot be counted. For these the ledger holds the result of a formula, and marks it so.
 """
 
 import threading
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages one rank has sent. Traffic of two times can be added and subtracted."""
+    """Bytes and messages that one rank has sent. Two values can be added and subtracted."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -25,7 +25,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Entry:
-    """The name under which traffic is kept: the operation, who did the work, counted or by formula."""
+    """The key of a row: the operation, its pattern, and whether the traffic was counted or is by formula."""
 
     op: str
     pattern: str
@@ -33,22 +33,22 @@ class Entry:
 
 
 class Ledger:
-    """Traffic of this process by entry; safe to write from the communication thread."""
+    """The traffic of this process, by entry. Several threads may write to it."""
 
     def __init__(self) -> None:
         self._rows: dict[Entry, Traffic] = defaultdict(Traffic)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> str:
-        # A cell that mentions LEDGER means the ledger of the rank it will run in.
+        # A function that uses LEDGER and is sent to a rank uses the ledger of that rank.
         return "LEDGER"
 
     def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:
-        """Count messages as they are handed to the network."""
+        """Count messages as they leave."""
         self._add(Entry(op, pattern), Traffic(num_bytes, messages))
 
     def add_formula(self, op: str, pattern: str, traffic: Traffic) -> None:
-        """Add what a formula says that an operation sends whose messages cannot be counted."""
+        """Add the traffic of an operation whose messages cannot be counted, by its formula."""
         self._add(Entry(op, pattern, by_formula=True), traffic)
 
     def _add(self, entry: Entry, traffic: Traffic) -> None:
@@ -56,16 +56,16 @@ class Ledger:
             self._rows[entry] += traffic
 
     def rows(self) -> dict[Entry, Traffic]:
-        """A copy of all rows so far."""
+        """Return a copy of all rows so far."""
         with self._lock:
             return dict(self._rows)
 
     def total(self) -> Traffic:
-        """All traffic of this process so far; subtract two totals to get a span's."""
+        """Return all traffic of this process so far. Subtract two totals for the traffic in between."""
         return sum(self.rows().values(), Traffic())
 
     def clear(self) -> None:
-        """Forget everything, for tests and for a fresh measurement."""
+        """Remove all rows, for tests and for a new measurement."""
         with self._lock:
             self._rows.clear()
 

@@ -1,8 +1,9 @@
-"""The rendezvous of `make run`: one agent on one machine, which has no other agent to agree with.
+"""The rendezvous of `make run`: one agent on one machine, so there is no other agent to wait for.
 
-torch's own for this case (`torchrun --standalone`) opens its store on all interfaces and unpickles a state
-that it finds there: anyone who reaches the port can run code in the launcher. This one listens on 127.0.0.1
-and keeps no state; agent and ranks write numbers and JSON into the store, and nothing in it is unpickled.
+torch's own rendezvous for this case (`torchrun --standalone`) opens its store on all interfaces, and
+unpickles a state from it: a program that reaches the port can run code in the launcher. This rendezvous
+listens on 127.0.0.1 and keeps no state. Agent and ranks write numbers and JSON into the store, and unpickle
+nothing.
 """
 
 import uuid
@@ -24,7 +25,7 @@ NAME = "local"
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The agent's side: it is alone, and shares its store with the ranks."""
+    """The rendezvous of a single agent, which shares its store with the ranks."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -36,27 +37,27 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Return whether the ranks may use the store, too."""
+        """Return True: the ranks use the agent's store too."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and this agent's place, again after a restart of the ranks."""
+        """Return the store and this agent's place. torchrun also calls it when it restarts the ranks."""
         store = dist.PrefixStore(self._run_id, self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
 
     def is_closed(self) -> bool:
-        """Return whether agents are sent away: no other ever comes."""
+        """Return whether new agents are refused. There are none, so it returns False."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing, see `is_closed`."""
+        """Do nothing: there are no new agents to refuse."""
 
     def num_nodes_waiting(self) -> int:
-        """Return how many agents want to join."""
+        """Return how many agents want to join: none."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the id that the ranks see as TORCHELASTIC_RUN_ID."""
+        """Return the id that the ranks get as TORCHELASTIC_RUN_ID."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -65,9 +66,9 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def register() -> list[str]:
-    """Let torchrun find the handler; returns the arguments with which torchrun takes it."""
+    """Register the handler, and return the arguments with which torchrun uses it."""
     rendezvous_handler_registry.register(NAME, _handler)
-    # Port 0 is a free one, so that two runs can stand side by side.
+    # Port 0 means any free port, so that two jobs can run at the same time.
     return [f"--rdzv-backend={NAME}", f"--rdzv-endpoint={ADDRESS}:0", f"--rdzv-id={uuid.uuid4()}"]
 
 

@@ -1,16 +1,16 @@
-"""Compute replaced by a clock, so that a laptop with fewer cores than ranks shows what communication costs.
+"""Replace computing by a clock, so that a laptop with fewer cores than ranks shows the cost of communication.
 
     model = metronome_of(GPT(config), seconds=0.01)
     loss_of(model(x), y).backward()         # gradients of zeros, each layer's as late as a real one's
 
-Ranks that compute on the same cores slow each other down, and that hides what the wire does. Here a layer
-sleeps for a fixed time instead, as if every rank had a device of its own: forward, first layer first, takes
-`seconds` a layer, and backward, last layer first, twice that, for the gradients of the input and the weights.
-After its sleep a layer hands over the gradients of its parameters, and hooks on them run before the layer
-below begins. What the loss, hooks and the optimizer do takes its own time on top.
+Ranks that compute on the same cores slow each other down, and that hides the cost of communication. Here a
+layer sleeps for a fixed time instead, as if every rank had a device of its own. The forward takes `seconds`
+for each layer, first layer first. The backward takes twice that, last layer first, for the gradients of the
+input and of the weights. After its sleep a layer produces the gradients of its parameters, and hooks on them
+run before the layer below begins. The loss, the hooks and the optimizer take their own time in addition.
 
-The ideal step of data parallel, with all else hidden: when the wire is the bottleneck, it is busy from the
-first gradient on, so that forward + backward of the last layer + wire time pass:
+The ideal step of data parallel: if the link is the bottleneck, it is busy from the first gradient on. Then a
+step takes the forward, the backward of the last layer, and the time of the link:
 
     ideal = model.forward_seconds + model.last_layer_backward_seconds + wire_seconds
 """
@@ -26,13 +26,14 @@ from lab.model import GPT
 
 
 class Metronome(nn.Module):
-    """Keeps the time of `model`, and its parameters, without computing anything.
+    """A module that takes the time of `model` and has its parameters, but computes nothing.
 
-    `layers` are the parameters of each layer, first layer first, and together those of `model`, each once: a
-    tied one belongs where backward completes its gradient. `seconds` is a layer's time in forward. ValueError
-    if there is no layer, or `layers` does not hold every parameter of `model` once.
+    `layers` are the parameters of each layer, first layer first. Together they hold every parameter of
+    `model` once. A tied parameter belongs to the layer whose backward completes its gradient. `seconds` is
+    the time of a layer in the forward. Raise ValueError if there is no layer, or if a parameter is missing or
+    occurs twice.
 
-    Frozen parameters get no gradient, but save no time either.
+    A frozen parameter gets no gradient, but its layer takes the same time.
     """
 
     def __init__(
@@ -49,22 +50,22 @@ class Metronome(nn.Module):
 
     @property
     def forward_seconds(self) -> float:
-        """The time of the whole forward pass."""
+        """The time of the forward pass."""
         return len(self.layers) * self.seconds
 
     @property
     def backward_seconds(self) -> float:
-        """The time of the whole backward pass."""
+        """The time of the backward pass."""
         return 2 * self.forward_seconds
 
     @property
     def last_layer_backward_seconds(self) -> float:
-        """How long backward takes until it has the first gradients."""
+        """The time until the backward has the first gradients."""
         return 2 * self.seconds
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Tokens to `logits_btv`, all zero: every token is as likely as any other."""
-        # It requires a gradient for backward to pass through all layers, even if the first one is frozen.
+        """Return `logits_btv` of zeros: all tokens are equally likely."""
+        # It requires a gradient, so that the backward passes through all layers, even if the first is frozen.
         x = next(self.parameters()).new_zeros(()).requires_grad_()
         for layer in self.layers:
             x = _Tick.apply(x, self.seconds, *layer)
@@ -72,10 +73,10 @@ class Metronome(nn.Module):
 
 
 def metronome_of(gpt: GPT, seconds: float) -> Metronome:
-    """A metronome of one layer per block, `seconds` each in forward.
+    """Return a metronome with one layer for each block, which takes `seconds` in the forward.
 
-    The embeddings belong to the first layer, the final norm and the head to the last. A tied head is the
-    token embedding, and its gradient is complete only in the first.
+    The embeddings belong to the first layer, the final norm and the head to the last one. A tied head is the
+    token embedding, whose gradient is complete in the first layer.
     """
     tied = gpt.head.weight is gpt.token_embedding.weight
     layers = [list(block.parameters()) for block in gpt.blocks]
@@ -85,7 +86,7 @@ def metronome_of(gpt: GPT, seconds: float) -> Metronome:
 
 
 class _Tick(torch.autograd.Function):
-    """One layer. A scalar in and out carries the order of the layers into the graph."""
+    """One layer. Its scalar input and output give the layers their order in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, *parameters: nn.Parameter) -> Tensor:
@@ -97,8 +98,8 @@ class _Tick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         end = time.perf_counter() + 2 * ctx.seconds
-        # Fresh ones in the parameters' layout, for which autograd keeps them as `grad` without a copy. To
-        # fill them takes milliseconds in a large layer: that is part of the layer's time.
+        # New tensors in the parameters' layout, so that autograd keeps them as `grad` without a copy. Filling
+        # them takes milliseconds in a large layer, and is part of the layer's time.
         grads = [
             torch.zeros_like(parameter) if needed else None
             for parameter, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)

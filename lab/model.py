@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. Raises ValueError where they do not divide as attention needs.
+    """The sizes of a GPT. Raise ValueError if the heads do not divide them as attention needs.
 
     `num_kv_heads` below `num_heads` lets several query heads share one key and value head (grouped-query
-    attention, Ainslie et al. 2023, arXiv:2305.13245); None means one each.
+    attention, Ainslie et al. 2023, arXiv:2305.13245). None means a key and value head for each query head.
     """
 
     vocab_size: int = 256
@@ -42,7 +42,7 @@ class GPTConfig:
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> "GPTConfig":
-        """The config `name` of `SIZES`, with single fields changed. ValueError if there is none."""
+        """Return the config `name` of `SIZES`, with some fields changed. ValueError if there is none."""
         if name not in SIZES:
             raise ValueError(f"there is no GPT size {name!r}: choose one of {', '.join(SIZES)}")
         return replace(SIZES[name], **changes)
@@ -63,7 +63,7 @@ SIZES = {
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from a fresh stream inside, and leave the global one as it was."""
+    """Draw random numbers from a new stream in a `with` block, and restore the global stream at its end."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -86,8 +86,8 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(self.q_proj(x_btd), self.k_proj(x_btd), self.v_proj(x_btd)))
 
     def attend(self, *projected: Tensor) -> Tensor:
-        """From queries, keys and values, (b, t, heads * e) each, to (b, t, query heads * e)."""
-        # Heads are counted in what the projections return, so this is right where a rank holds only some.
+        """Attend with queries, keys and values of (b, t, heads * e) each; return (b, t, query heads * e)."""
+        # The number of heads comes from the projections' outputs, so a rank may hold only some heads.
         q_bhte, k_bhte, v_bhte = (y.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for y in projected)
         dropout = self.dropout if self.training else 0.0
         grouped = q_bhte.shape[1] != k_bhte.shape[1]
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer after GPT-2 (Radford et al. 2019), initialised as it was."""
+    """A decoder-only transformer like GPT-2 (Radford et al. 2019), with its initialisation."""
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class GPT(nn.Module):
                 self.head.weight = self.token_embedding.weight
             for name, parameter in self.named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    # Two branches a layer add up in the residual stream: keep the sum's variance at one's.
+                    # Each block adds two branches to the residual stream: keep the variance of the sum.
                     nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5)
                 elif name.endswith("bias"):
                     nn.init.zeros_(parameter)
@@ -150,14 +150,14 @@ class GPT(nn.Module):
                     nn.init.normal_(parameter, std=0.02)
 
     def embed(self, tokens_bt: Tensor) -> Tensor:
-        """Tokens to `x_btd`, all that comes before the blocks. ValueError if t exceeds the block size."""
+        """Return the blocks' input `x_btd` for tokens. Raise ValueError if t exceeds the block size."""
         positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
         if len(positions_t) > self.config.block_size:
             raise ValueError(f"{len(positions_t)} tokens in a row exceed block_size {self.config.block_size}")
         return self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions_t))
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """int64 tokens to `logits_btv`."""
+        """Return `logits_btv` for int64 tokens."""
         x_btd = self.embed(tokens_bt)
         for block in self.blocks:
             x_btd = block(x_btd)
@@ -165,12 +165,12 @@ class GPT(nn.Module):
 
 
 def loss_of(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Cross entropy in nats, the mean over all b * t tokens; a scalar."""
+    """Return the cross entropy in nats, a scalar: the mean over all b * t tokens."""
     return F.cross_entropy(logits_btv.flatten(0, -2), targets_bt.flatten())
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them. (n, ...) of sizes[0] numbers each to (n, sizes[-1])."""
+    """Linear layers with ReLU between them, from (n, ...) of sizes[0] numbers each to (n, sizes[-1])."""
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class MLP(nn.Module):
 
 
 class BabyCNN(nn.Module):
-    """Two convolutions, one pooling, two linear layers. `x_nchw` of one channel to (n, num_classes)."""
+    """Two convolutions, one pooling, two linear layers: from `x_nchw` of one channel to (n, num_classes)."""
 
     def __init__(self, image_size: int = 8, num_classes: int = 10, seed: int = 0) -> None:
         super().__init__()

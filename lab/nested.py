@@ -1,10 +1,11 @@
-"""Tensors inside what a module takes and returns: tuples, lists, dicts, dataclasses, and these nested.
+"""Find and replace the tensors inside a module's inputs and outputs: in tuples, lists, dicts, dataclasses.
 
     for tensor in tensors_in(output):
         ...
     inputs = map_tensors(inputs, lambda x: x.to(torch.bfloat16))
 
-What is no tensor stays as it is. torch's pytree knows tuples, lists and dicts, DDP dataclasses too.
+These may be nested. Values that are no tensors stay unchanged. torch's pytree knows tuples, lists and dicts;
+DDP also handles dataclasses.
 """
 
 import copy
@@ -27,7 +28,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `value` in which each tensor is what `change` makes of it."""
+    """Return a copy of `value` in which `change(tensor)` replaces each tensor."""
 
     def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -37,7 +38,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         result = copy.copy(leaf)
         for field in dataclasses.fields(leaf):
             if hasattr(leaf, field.name):
-                # A frozen dataclass has no other way, and no constructor may be called twice.
+                # The only way for a frozen dataclass, and it does not call a constructor again.
                 object.__setattr__(result, field.name, map_tensors(getattr(leaf, field.name), change))
         return result
 

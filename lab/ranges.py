@@ -1,7 +1,8 @@
-"""DCP (torch.distributed.checkpoint) learns here to save ranges of flat tensors, and to trust no file.
+"""Let torch.distributed.checkpoint (DCP) save ranges of flat tensors, and load files that it need not trust.
 
-DCP asks a tensor for the chunks that a rank has of it, and its planners for the tensors behind them. Its
-reader would unpickle the metadata, whatever that is; this one is given metadata that `unpickle` has let pass.
+DCP asks an item for the chunks of a tensor that a rank has, and its planners for the tensors with the data.
+Its own reader unpickles the metadata file, which may run any code. The reader here gets metadata from
+`unpickle`, which allows harmless classes only.
 """
 
 import io
@@ -29,7 +30,7 @@ from lab.errors import WorkbookError
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """Describes a rank's range of a flat tensor of `numel` elements, from `start` on. DCP calls these."""
+    """The range of a flat tensor of `numel` elements that a rank holds, from `start` on."""
 
     tensor: Tensor
     start: int
@@ -40,7 +41,7 @@ class Range:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self.tensor.numel() == 0 and self.numel > 0:
-            return []  # it has no place of its own: the next rank's range starts there, too
+            return []  # an empty range: the next rank's range has the same start
         return [ChunkStorageMetadata(torch.Size([self.start]), self.tensor.shape)]
 
     def __create_write_items__(self, key: str, _: object) -> list[planner.WriteItem]:
@@ -83,7 +84,7 @@ class Writer(dcp.FileSystemWriter):
             raise checkpoint.disk_error(error) or error from error
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # DCP's has the path, too, which does not last
+        return StorageMeta(save_id=self.save_id)  # DCP's also holds the path, which may change
 
 
 class Reader(dcp.FileSystemReader):
@@ -92,7 +93,7 @@ class Reader(dcp.FileSystemReader):
         self._found = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._found  # DCP's unpickles the file, whatever it may be
+        return self._found  # DCP's own reader would unpickle the file
 
 
 def unpickle(data: bytes, path: Path) -> Metadata:
@@ -100,15 +101,15 @@ def unpickle(data: bytes, path: Path) -> Metadata:
         found = Unpickler(io.BytesIO(data)).load()
         if isinstance(found, Metadata) and found.storage_data is not None:
             return found
-    except Exception as error:  # bytes of any origin fail in any way
+    except Exception as error:  # unknown bytes may raise any error
         raise WorkbookError(f"{path} is damaged: resume from another checkpoint") from error
-    raise WorkbookError(f"{path} is not of a checkpoint: resume from another one")
+    raise WorkbookError(f"{path} is not the metadata of a checkpoint: resume from another one")
 
 
 class Unpickler(pickle.Unpickler):
-    """Admits what the metadata of tensors is made of, and no other class: those could run any code.
+    """An unpickler that allows the classes of tensor metadata only, because other classes could run any code.
 
-    So it refuses DCP's metadata of pickled objects, too, which DCP would load without such care.
+    So it also refuses DCP's metadata of pickled objects.
     """
 
     PARTS: tuple[Any, ...] = (

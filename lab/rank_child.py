@@ -1,4 +1,4 @@
-"""Run one rank: this is what `lab.ranks` starts in each process. The forkserver preloads this file."""
+"""Run one rank in a process that `lab.ranks` has started. The forkserver preloads this file."""
 
 import contextlib
 import faulthandler
@@ -29,7 +29,7 @@ from lab.interface import LOOPBACK
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one rank needs to start."""
+    """Everything that a rank needs to start."""
 
     rank: int
     world_size: int
@@ -44,7 +44,7 @@ class Job:
 
 def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
     """Wait for a job, form the group, call the function, send back its result or its traceback."""
-    gc.freeze()  # what the forkserver has imported is no garbage, and need not be looked through each time
+    gc.freeze()  # imported modules are no garbage, so the collector should not search them each time
     os.setpgid(0, 0)
     for stream, fd in ((out, 1), (err, 2)):
         os.dup2(stream.fileno(), fd)
@@ -56,7 +56,7 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
     try:
         job: Job = pipe.recv()
     except EOFError:
-        os._exit(0)  # a spare that nothing was asked of
+        os._exit(0)  # a spare process that got no job
     _die_with(pipe, job.folder)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
@@ -70,7 +70,7 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
         _finish_output()
         pipe.send_bytes(reply)
         if failed:
-            # Like a crashed process: its connections close, and no destructor waits for peers.
+            # End like a crashed process: connections close, and no destructor waits for peers.
             os._exit(1)
         wait_for_the_parent()
 
@@ -93,14 +93,15 @@ def _call(job: Job) -> Any:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.group_timeout),
         )
-        # No rank may fail or leave while a peer is still connecting: its error would hide the real one.
+        # Wait for all: if a rank failed while a peer is still connecting, the peer's error would hide the
+        # cause.
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
     with replace.apply(replacements):
         return fn(cluster, *args)
 
 
 def wait_for_the_parent() -> None:
-    """Stay until the parent ends this process: leaving now would cut off peers that still read from us."""
+    """Wait until the parent ends this process: peers may still read from its connections."""
     while True:
         signal.pause()
 
@@ -114,7 +115,7 @@ def _finish_output() -> None:
 
 
 def _failure(error: BaseException) -> bytes:
-    # Source lines are looked up by the parent: a notebook's cells are known only there.
+    # The parent looks up source lines, because only it knows the cells of a notebook.
     trace = traceback.TracebackException.from_exception(error, lookup_lines=False, compact=True)
     link: traceback.TracebackException | None = trace
     while link is not None:
@@ -128,7 +129,7 @@ def _failure(error: BaseException) -> bytes:
 
 
 def _die_with(parent: Connection, folder: str) -> None:
-    """When the parent's end of the pipe closes, however it ended, clear its folder away and end."""
+    """Start a thread that waits until the parent ends, then removes the folder and ends this process."""
 
     def end_with_parent() -> None:
         with contextlib.suppress(EOFError, OSError):

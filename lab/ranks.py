@@ -1,7 +1,7 @@
-"""N ranks on this machine, from a script, a test or a notebook cell: `run_ranks(fn, world_size=4)`.
+"""Run a function on N ranks of this machine, from a script, test or notebook: `run_ranks(fn, world_size=4)`.
 
-Each rank is forked in milliseconds (lab/forked.py). The parent only watches: it prints the ranks' lines
-as they come, collects results, and when something goes wrong it says which rank, where, and ends all of them.
+Each rank is forked in milliseconds (lab/forked.py). The parent prints the ranks' lines as they arrive and
+collects the results. After an error or a hang it names the rank and the source line, and ends all ranks.
 """
 
 import linecache
@@ -24,11 +24,11 @@ from lab.rank_child import Job, stack_file
 from lab.units import MAX_SECONDS
 
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
-_GRACE = 0.5  # seconds in which an earlier failure may still arrive behind a later one
+_GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
 
 
 class RankError(RuntimeError):
-    """A rank failed, died or hung. `rank` is the first one that did; the text holds its traceback."""
+    """An error of a rank that failed, died or hung. `rank` is the first one, and the text its traceback."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -45,17 +45,17 @@ def run_ranks(
     group_timeout: float | None = None,
     collect_failures: bool = False,
 ) -> list[Any]:
-    """Call `fn(cluster, *args)` in `world_size` processes that form one group; results in rank order.
+    """Call `fn(cluster, *args)` in `world_size` processes that form one group; return results in rank order.
 
-    `fn` may be any function, one defined in a notebook cell too. `timeout` is in seconds for the whole
-    call; a single communication gives up after `group_timeout` seconds (by default later than
-    `timeout`, so that the hang report comes first). `backend=None` starts the ranks without a group.
-    `device` is "cpu", or "cuda" to spread the ranks over the GPUs there are; `backend` may be "nccl" then,
-    which wants a GPU for each rank. WorkbookError where there are too few.
+    `fn` may be any function, also one from a notebook cell. `timeout` limits the call, in seconds. A single
+    communication gives up after `group_timeout` seconds, by default later than `timeout`, so that the report
+    of a hang comes first. `backend=None` starts the ranks without a group. `device` is "cpu", or "cuda" to
+    spread the ranks over the GPUs of this machine. With GPUs `backend` may be "nccl", which needs one for
+    each rank.
 
-    Raises RankError with the traceback of the rank that failed first, or with the line where every
-    rank is stuck. With `collect_failures` a failing rank does not end the others: its place in the
-    result holds its RankError.
+    Raise RankError with the traceback of the rank that failed first, or with the line where each rank is
+    stuck. With `collect_failures` a failing rank does not end the others: its place in the result holds its
+    RankError. Raise WorkbookError if there are too few GPUs.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}.")
@@ -78,7 +78,7 @@ def run_ranks(
 
 
 class _Supervisor:
-    """The parent's side of one call: processes, their pipes, and what has come out of them."""
+    """The parent's side of one call: the processes, their pipes, and the answers from them."""
 
     def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:
         self.jobs, self.timeout, self.collect_failures = jobs, timeout, collect_failures
@@ -109,13 +109,13 @@ class _Supervisor:
     def end(self) -> None:
         forked.end(self.started)
         for rank in self.started:
-            rank.pipe.close()  # only now: a rank takes a closed one for our death
+            rank.pipe.close()  # only now: for a rank a closed pipe means that the parent has died
             rank.out.close()
             rank.err.close()
         self.selector.close()
 
     def _turn(self, deadline: float) -> bool:
-        """Handle what is there; False when the deadline has passed."""
+        """Handle what has arrived. Return False if the deadline has passed."""
         ready = self.selector.select(max(0.0, deadline - time.monotonic()))
         for key, _ in ready:
             rank, what, buffer = key.data
@@ -123,11 +123,11 @@ class _Supervisor:
                 self._take_answer(rank, key.fileobj)
             else:
                 self._take_output(rank, what, buffer, key.fileobj)
-        # A rank that prints without end must not outlast the deadline.
+        # Check the time even if there is output: a rank may print without end.
         return bool(ready) and time.monotonic() < deadline
 
     def _drain(self, deadline: float) -> None:
-        """Read what the pipes still hold, until all are closed or the deadline passes."""
+        """Read the rest of all pipes, until they are closed or the deadline has passed."""
         while self.selector.get_map() and self._turn(deadline):
             pass
 
@@ -143,7 +143,7 @@ class _Supervisor:
                 if code and code < 0
                 else f"exited with code {code}"
             )
-            # A death is the cause of whatever its peers complain about, however late it is noticed.
+            # A death counts as the first failure, because it causes the errors of its peers.
             self.failures[rank] = (0.0, RankError(rank, f"rank {rank} {how} before it returned."))
         else:
             if trace is None:
@@ -189,7 +189,7 @@ class _Supervisor:
 
 
 def _where(path: str) -> str:
-    """Return the main thread's innermost line that is not Python's or a library's, from its stack file."""
+    """Return the innermost line of the main thread, without library code, from a stack file."""
     with suppress(OSError), open(path) as file:
         # faulthandler lists the main thread last and each thread's innermost frame first.
         main_thread = file.read().rsplit("hread 0x", 1)[-1]
@@ -199,7 +199,7 @@ def _where(path: str) -> str:
             frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]
         ]
         if own:
-            # The line that waits, and the caller's own functions that led there.
+            # The line that waits, and the functions of the caller that led there.
             chain = own if len(own) <= 4 else [own[0], *own[-3:]]
             lines = [
                 f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain

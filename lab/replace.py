@@ -1,8 +1,8 @@
-"""Run anything with one function or class replaced, here and in every rank started from here.
+"""Replace a function or a class for a while, in this process and in every rank that it starts.
 
-Exercises put the learner's implementation in a lesson's place and mutants put a wrong one there; both are
-then judged by the lesson's own tests. `from module import name` copies a reference, so the
-replacement is written wherever the original is bound, not only where it was defined.
+An exercise replaces a part of a lesson by the learner's implementation, and a mutant replaces it by a wrong
+one. The lesson's own tests judge both. `from module import name` copies a reference, so the replacement is
+written to every module that binds the original, not only to the one that defines it.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ _active: dict[str, Any] = {}
 
 
 def active() -> dict[str, Any]:
-    """The replacements now in force, by dotted path; `run_ranks` sends them to its ranks."""
+    """Return the active replacements by dotted path. `run_ranks` sends them to its ranks."""
     return dict(_active)
 
 
 @contextlib.contextmanager
 def replaced(path: str, implementation: Any) -> Iterator[None]:
-    """Put `implementation` in the place of `path`, such as "comm.cost.seconds" or "module.Class.method".
+    """Replace the object at `path`, such as "comm.cost.seconds" or "module.Class.method", in a `with` block.
 
-    Raises LookupError when nothing has that name.
+    Raise LookupError if there is no object of that name.
     """
     owner, name = _locate(path)
     original = owner.__dict__[name]
@@ -40,7 +40,7 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Modules that were first imported meanwhile have the implementation under the original's name.
+        # Modules that were imported in the meantime bind the implementation under the original's name.
         for place, binding in [(owner, name), *_bindings(implementation, path)]:
             if (place, binding) not in own_bindings:
                 setattr(place, binding, original)
@@ -52,7 +52,7 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apply(replacements: dict[str, Any]) -> Iterator[None]:
-    """Put several replacements in force at once."""
+    """Apply several replacements in a `with` block."""
     with contextlib.ExitStack() as stack:
         for path, implementation in replacements.items():
             stack.enter_context(replaced(path, implementation))
@@ -79,11 +79,11 @@ def _locate(path: str) -> tuple[Any, str]:
 
 
 def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
-    """Where modules bind this very object, which is to be at `path`: the modules and the names.
+    """Return the modules, with the names, that bind this object, which belongs to `path`.
 
-    A library binds nothing of ours, so it is searched only for what is at home in a library. That is not
-    for the search's sake: reading an object counts a reference, and so a rank that reads thousands of modules
-    has to copy the pages with them, which it shares with the process that it was forked from.
+    Libraries do not bind our objects, so they are searched only for objects of libraries. This saves memory:
+    reading an object changes its reference count, so a rank that reads thousands of modules would have to
+    copy the memory pages that it shares with the process from which it was forked.
     """
     packages = {name.partition(".")[0] for name in list(sys.modules)}
     if not _is_library(path.partition(".")[0]):
@@ -98,6 +98,6 @@ def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
 
 
 def _is_library(package: str) -> bool:
-    """Whether it is Python's own or was installed: a notebook, a script and what is made by hand are not."""
+    """Return whether a package is Python's own or installed, not a notebook, a script or made by hand."""
     file = getattr(sys.modules.get(package), "__file__", None)
     return file is not None and file.startswith(_LIBRARIES)

@@ -1,10 +1,10 @@
-"""Ranks that were started differently are refused before the first step: they would train, and wrongly.
+"""Refuse ranks that were started with different arguments or data, because they would train wrongly.
 
       rank 0    data 3f0c..  --seed 0 ─┐             ┌─► compares all: "--seed is 0 on rank 0, 2
       rank 1    data 3f0c..  --seed 1 ─┼─►  store  ──┼─►  and 1 on rank 1: start all ranks with the
       rank 2    data 3f0c..  --seed 0 ─┘             └─►  same arguments"
 
-The arguments and a digest of the training data travel together, in one exchange.
+The arguments and a digest of the training data travel together, through the store.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from torch import Tensor
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 
-_NAP = 0.002  # seconds between two looks at the store
+_NAP = 0.002  # seconds between two checks of the store
 
 
 def check_same_start(
     cluster: Cluster, data: Tensor, arguments: Mapping[str, Any], timeout: float | None = None
 ) -> None:
-    """Return when all ranks hold the same data and arguments; else raise one WorkbookError on every rank.
+    """Return if all ranks have the same data and arguments. Otherwise raise the same WorkbookError on all.
 
-    Every rank writes a report to `cluster.store`, and waits `timeout` seconds (the store's own by default)
-    for the others'.
+    Every rank writes a report to `cluster.store`, and waits for the others' reports: `timeout` seconds, by
+    default the store's own timeout.
     """
     store = cluster.store
     prefix = f"lab.same_start/{store.add(f'lab.same_start/calls/{cluster.rank}', 1)}"
@@ -51,24 +51,24 @@ def data_digest(data: Tensor) -> str:
 
 
 def _compare(reports: list[dict[str, Any]]) -> str:
-    """Return what is wrong with the reports of all ranks, in a sentence; empty if nothing is."""
+    """Return an error text if the reports of all ranks differ, else an empty text."""
     odd = [str(rank) for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
     if odd:
         pythons = [f"{report['python']} on rank {rank}" for rank, report in enumerate(reports)]
         return (
-            f"the training data of rank {', '.join(odd)} is not rank 0's; text is the source of each rank's "
-            f"own Python ({', '.join(pythons)}): start all ranks with the same checkout and build of Python"
+            f"the training data of rank {', '.join(odd)} differs from rank 0's; the text is the source of "
+            f"Python itself ({', '.join(pythons)}): start all ranks with the same checkout and Python"
         )
     differing = _differing([report["arguments"] for report in reports])
     return f"{'; '.join(differing)}: start all ranks with the same arguments" if differing else ""
 
 
 def _differing(arguments: list[dict[str, str]]) -> list[str]:
-    """Return a clause for each argument that differs: its values, and the ranks that have them."""
+    """Return a clause for each argument that differs, with its values and their ranks."""
     clauses = []
     for name in arguments[0]:
         if not all(name in one for one in arguments):
-            continue  # another script's: then the name of the script differs, too
+            continue  # an argument of another script: then the script's name differs too
         ranks_of: dict[str, list[str]] = {}
         for rank, one in enumerate(arguments):
             ranks_of.setdefault(one[name], []).append(str(rank))
@@ -79,9 +79,9 @@ def _differing(arguments: list[dict[str, str]]) -> list[str]:
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Return when all keys are there. WorkbookError names the ranks whose keys are not."""
+    """Return when all keys are there. Raise WorkbookError that names ranks whose keys are missing."""
     deadline = time.monotonic() + seconds
-    while not store.check(keys):  # not wait(): it would print C++ frames, and could not say which is missing
+    while not store.check(keys):  # not wait(): it prints C++ stack frames, and names no missing key
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise WorkbookError(

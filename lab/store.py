@@ -1,4 +1,4 @@
-"""A rendezvous store that listens on one address; torch's own listens on all interfaces of the machine."""
+"""Open a rendezvous store on one address. torch's own store listens on all interfaces of the machine."""
 
 import socket
 from datetime import timedelta
@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 
 def open_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return a store that listens on that IP address and port; port 0 takes a free one.
+    """Return a store that listens on an IP address and a port; port 0 means a free one.
 
-    Raises OSError if the port is taken, or the address belongs to no interface of this machine.
+    Raise OSError if the port is in use, or if no interface of this machine has the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)

@@ -1,7 +1,7 @@
-"""The text the lessons train on, and who sees which part of it.
+"""Load the text on which the lessons train, and divide it among the ranks.
 
-The corpus is the source of Python's own standard library, bytes as tokens: real text, and no download.
-Another Python version has other sources, so the ranks of a job compare what they hold (lab.same_start).
+The corpus is the source of Python's own standard library, with bytes as tokens: real text without a download.
+Another version of Python has other sources, so the ranks of a job compare their data (lab.same_start).
 
 The global batch of a step is a pure function of (seed, step). A rank takes its slice of it, so N ranks
 together see exactly what one process sees. Shapes by suffix: b batch, t time (position in the text).
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lab.errors import WorkbookError
 
-# Each of these is in Python 3.11, 3.12, 3.13 and 3.14.
+# All of these files are in Python 3.11, 3.12, 3.13 and 3.14.
 LISTING = """
 argparse.py ast.py asyncio/events.py asyncio/streams.py asyncio/tasks.py base64.py calendar.py
 collections/__init__.py concurrent/futures/_base.py configparser.py contextlib.py copy.py csv.py
@@ -32,8 +32,8 @@ FILES = LISTING.split()
 def load_corpus(root: Path | None = None) -> Tensor:
     """Return all of `FILES` in order, one uint8 per byte, shape (bytes,).
 
-    `root` is the folder of the standard library, this Python's own by default. WorkbookError names
-    the first file that is not there.
+    `root` is the folder of the standard library, by default this Python's own. Raise WorkbookError, which
+    names the first missing file.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     corpus = bytearray()
@@ -42,14 +42,14 @@ def load_corpus(root: Path | None = None) -> Tensor:
             corpus += (root / name).read_bytes()
         except FileNotFoundError:
             raise WorkbookError(
-                f"the corpus needs {root / name} of Python's standard library, which is not there: "
+                f"the corpus needs {root / name} of Python's standard library, which is missing: "
                 "run with a full installation of Python 3.11 to 3.14"
             ) from None
     return torch.frombuffer(corpus, dtype=torch.uint8)
 
 
 def split(corpus: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (train, validation): the last twentieth of the corpus is held out."""
+    """Return (train, validation): the last twentieth of the corpus is for validation."""
     cut = len(corpus) - len(corpus) // 20
     return corpus[:cut], corpus[cut:]
 
@@ -57,9 +57,9 @@ def split(corpus: Tensor) -> tuple[Tensor, Tensor]:
 def global_batch(
     corpus: Tensor, seed: int, step: int, batch_size: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (x_bt, y_bt), int64: random windows of the corpus, and the same a byte further on.
+    """Return (x_bt, y_bt), int64: random windows of the corpus, and the same windows one byte later.
 
-    WorkbookError if the corpus is not longer than a window.
+    Raise WorkbookError if the corpus is not longer than a window.
     """
     if len(corpus) <= block_size:
         raise WorkbookError(f"a block size of {block_size} needs a longer corpus than {len(corpus)} bytes")
@@ -69,10 +69,10 @@ def global_batch(
 
 
 def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return a rank's part of a global batch: the rank-th of `world_size` equal pieces of dimension 0.
+    """Return a rank's part of a global batch, a view: the rank-th of `world_size` equal parts of dimension 0.
 
-    A view. WorkbookError if the pieces would not be equal: the mean of the ranks' means would then not be
-    the mean over the batch.
+    Raise WorkbookError if the parts would not be equal, because then the mean of the ranks' means would not
+    be the mean over the batch.
     """
     if len(batch) % world_size:
         raise WorkbookError(
@@ -83,7 +83,7 @@ def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def microbatches(x: Tensor, y: Tensor, num_microbatches: int) -> list[tuple[Tensor, Tensor]]:
-    """Return (x, y) cut into equal views along dimension 0, in order. WorkbookError if they were unequal."""
+    """Return (x, y) split into equal views along dimension 0. Raise WorkbookError if that is impossible."""
     if len(x) % num_microbatches:
         raise WorkbookError(f"num_microbatches {num_microbatches} must divide the batch of {len(x)}")
     return list(zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True))

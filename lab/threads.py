@@ -1,6 +1,6 @@
-"""The threads of a rank: its share of the machine's cores, and a safe first use of them.
+"""Choose the number of threads of a rank: its share of the machine's cores.
 
-Left alone, every rank starts as many threads as the machine has cores. Two ranks on two cores then run four
+By default every rank starts as many threads as the machine has cores. Then two ranks on two cores run four
 threads that wait for each other, and a step takes two to three times as long.
 """
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-# MKL chooses the code of each of these at its first call. Where several threads make that call together, one
-# may take code of low accuracy, for its share of that tensor (github.com/pytorch/pytorch/issues/188792): the
-# first step of AdamW then ends with other parameters on one rank.
+# MKL chooses the code of each of these functions at its first call. If several threads make that call at the
+# same time, one of them may get code of low accuracy (github.com/pytorch/pytorch/issues/188792). Then the
+# first step of AdamW ends with different parameters on one rank.
 _VECTOR_MATH = (
     *("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "erfinv", "trunc"),
     *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
@@ -28,22 +28,22 @@ def own_cores() -> frozenset[int]:
 
 
 def cores_id() -> str:
-    """Return a text that is the same in all processes that use the same cores of the same machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # containers of one machine share it
+    """Return a text that is equal in all processes that use the same cores of the same machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return hashlib.sha256(f"{machine} {sorted(own_cores())}".encode()).hexdigest()[:16]
 
 
 def share_cores(num_ranks: int) -> None:
-    """Let this rank compute with its share of the cores that `num_ranks` use, or with OMP_NUM_THREADS."""
+    """Set the number of threads: OMP_NUM_THREADS, or this rank's share of cores that `num_ranks` use."""
     if not os.environ.get("OMP_NUM_THREADS"):
         share = len(own_cores()) // num_ranks
         torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
 
 
 def choose_vector_math() -> None:
-    """Let MKL choose the code of its vector functions now, in one thread, not in the first step."""
+    """Let MKL choose the code of its vector functions now, in one thread, instead of in the first step."""
     for dtype in (torch.float32, torch.float64):
-        number = torch.full((1,), 0.5, dtype=dtype)  # too small to be divided among threads
+        number = torch.full((1,), 0.5, dtype=dtype)  # too small for more than one thread
         for name in _VECTOR_MATH:
             getattr(torch, name)(number)

@@ -1,4 +1,4 @@
-"""Record what every rank did and when, on one clock: spans, for Perfetto or as a picture.
+"""Record spans of all ranks on one clock, and save them as a trace for Perfetto and as a picture.
 
     start_recording()
     with span("forward", kind="forward", microbatch=3):
@@ -11,9 +11,9 @@
     rank 1         |  forward  |      backward      | step |
     ...
 
-Times are nanoseconds of `now`. A span tells when its block's work was done: on a GPU its ends are marks in
-the stream (lab.stream_clock). Offsets between machines are found as NTP does (RFC 5905, section 8): the
-fastest of many round trips tells most, and half of its delay bounds the error.
+Times are nanoseconds of `now`. A span covers the time in which its block's work was done: on a GPU it starts
+and ends at marks in the stream (lab.stream_clock). Offsets between machines are measured as in NTP (RFC 5905,
+section 8): the fastest of many round trips is the most exact, and half of its delay bounds the error.
 """
 
 import json
@@ -38,24 +38,24 @@ from lab.stream_clock import StreamClock
 
 Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's stream
 
-# Monotonic: no NTP daemon ever sets it back within a span. All processes of one machine share it, containers
-# too; machines that booted at different times do not, and `align` makes up for that.
+# A monotonic clock: NTP never sets it back. All processes and containers of a machine share it. Other
+# machines have other clocks, and `align` measures the offset.
 now = time.perf_counter_ns
 
-QUICK_NS = 2_000_000  # of looks at the store one after the other, many round trips
-PIECE_BYTES = 1 << 20  # a TCPStore hangs up on a client that sends a value above 8 MiB
+QUICK_NS = 2_000_000  # during which the store is checked without a pause: many round trips
+PIECE_BYTES = 1 << 20  # a TCPStore closes the connection of a client that sends more than 8 MiB
 
 _recording = False
 _events: list[Event] = []  # threads append without a lock: list.append is atomic
-_unread: deque[tuple[Moment, Moment, Callable[[int, int], Event]]] = deque()  # those with a mark
+_unread: deque[tuple[Moment, Moment, Callable[[int, int], Event]]] = deque()  # spans whose ends are marks
 _clock: StreamClock | None = None
 _NOTHING = nullcontext()
 
 
 def start_recording(device: torch.device | None = None) -> None:
-    """Forget what was recorded and record from here on, on the clock of `device` where that is a GPU.
+    """Remove all recorded spans, and start to record, with the clock of `device` if it is a GPU.
 
-    Call `settle()` after each step then, or thousands of CUDA events pile up.
+    With a GPU call `settle()` after each step, because otherwise thousands of CUDA events remain in memory.
     """
     global _recording, _clock
     _events.clear()
@@ -65,7 +65,7 @@ def start_recording(device: torch.device | None = None) -> None:
 
 
 def stop_recording() -> None:
-    """Record nothing more. What is recorded stays until the next start; spans still open are dropped."""
+    """Stop recording. Recorded spans stay until the next start, and open spans are dropped."""
     global _recording
     _recording = False
 
@@ -76,13 +76,13 @@ def is_recording() -> bool:
 
 
 def recorded() -> list[Event]:
-    """Return this process's events so far, on its own clock; waits for the GPU where one is recorded."""
+    """Return this process's events so far, on its own clock. Wait for the GPU, if one is recorded."""
     settle()
     return list(_events)
 
 
 def settle() -> None:
-    """Wait for the GPU, if one is recorded, and read the marks of the spans so far."""
+    """Wait for the GPU, if one is recorded, and read the marks of all spans so far."""
     if _clock is None or not (_recording or _unread):
         return
     while _unread:
@@ -97,23 +97,23 @@ def _read(moment: Moment) -> int:
 
 
 def mark() -> Moment:
-    """Return this moment, for `record`: `now()`, or on a GPU when the stream will have come so far.
+    """Return this moment, for `record`: `now()`, or with a GPU a mark in its stream.
 
-    Threads that only communicate, and with the GPU's results in their hands, are on the host's clock.
+    On other threads, which communicate results that the GPU has already computed, it is `now()`.
     """
     return _clock.mark() if _recording and _clock is not None and _own_lane() == MAIN_LANE else now()
 
 
 def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManager[None]:
-    """Record the time the block takes, also if it raises; costs next to nothing while recording is off.
+    """Record the time of a `with` block, also if it raises. Without recording it costs almost nothing.
 
-    `kind` chooses the colour (`lab.gantt.COLORS`), `args` show up in Perfetto, `lane=` is as in `record`.
+    `kind` chooses the colour (`lab.gantt.COLORS`), `args` are shown in Perfetto, `lane=` is as in `record`.
     """
     return _Timed(name, kind, args) if _recording else _NOTHING
 
 
 class _Timed:
-    """A span around a block. A class, for a generator takes three times as long to enter and leave."""
+    """A span around a block. It is a class, because a generator takes three times as long."""
 
     def __init__(self, name: str, kind: str, args: dict[str, Any]) -> None:
         self._name, self._kind, self._args = name, kind, args
@@ -126,9 +126,9 @@ class _Timed:
 
 
 def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None = None, **args: Any) -> None:
-    """Add a span whose start and end (`now()` or `mark()`) the caller has seen, perhaps on two threads.
+    """Add a span from its start and end, each `now()` or `mark()`, which may come from two threads.
 
-    `lane` is the calling thread's unless given. Spans of one lane may overlap; they are shown side by side.
+    `lane` is by default the calling thread's. Spans of a lane may overlap, and are then drawn side by side.
     """
     if not _recording:
         return
@@ -146,8 +146,8 @@ def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None
 def _own_lane() -> str:
     """Return the calling thread's lane.
 
-    Autograd runs a GPU's backward, hooks too, on a thread that is not Python's, and the main thread waits for
-    it: what is done there is done in the main thread's time.
+    Autograd runs the backward of a GPU, with its hooks, on a thread of its own, while the main thread waits.
+    So these spans belong to the main lane.
     """
     thread = threading.current_thread()
     is_autograds = isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
@@ -157,8 +157,9 @@ def _own_lane() -> str:
 def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:
     """Return the nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
 
-    Rank 0 serves the others in turn, `rounds` pings each. If a rank takes no part, the store's timeout ends
-    the wait with a TimeoutError that names it; a store that is watched tells of its death at once.
+    Rank 0 answers the other ranks one after the other, with `rounds` pings each. If a rank does not call it,
+    the store's timeout ends the wait with a TimeoutError that names the rank. If the rank has died, a
+    WatchedStore raises at once.
     """
     store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), _machine()
     if cluster.is_main:
@@ -176,28 +177,29 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
             ping, pong = (f"{prefix}/{cluster.rank}/{i}/{ball}" for ball in ("ping", "pong"))
             sent = clock()
             store.set(ping, "")
-            # Not get(): over TCP it is a wait and one more round trip, which would all count as the way back.
+            # Not get(): over TCP it is a wait and a second round trip, which would count as the way back.
             _wait(store, pong, is_near=i > 0)
             back = clock()
             received, answered, main_machine = store.get(pong).decode().split(" ", 2)
             ahead_going, ahead_coming = int(received) - sent, int(answered) - back
             trips.append((ahead_going - ahead_coming, (ahead_going + ahead_coming) // 2))
     delay, offset = min(trips)
-    # A machine has one clock. Where the trips allow it say so exactly: over a FileStore they take 10 ms.
+    # On one machine the offset is 0. Return exactly 0 if the round trips allow it: over a FileStore each
+    # takes 10 ms.
     return 0 if machine == main_machine and abs(offset) <= delay / 2 else offset
 
 
 def _machine() -> str:
-    """Return a name that is the same for all processes and containers under one booted kernel."""
+    """Return a name that is equal for all processes and containers of one booted kernel."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
 def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None) -> list[Event] | None:
-    """Return all ranks' events on rank 0, by start; None elsewhere. Every rank must call it.
+    """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
 
-    A rank gives `events`, by default what it recorded, and adds `offset_ns` (from `align`) to their times.
-    They travel as compressed JSON: what JSON does not know in `args` arrives as a string.
+    `events` are by default all that the rank recorded. `offset_ns` (from `align`) is added to their times.
+    They travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
     """
     store, prefix = cluster.store, _fresh_prefix(cluster, "gather")
     own = [
@@ -225,16 +227,16 @@ def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None 
 
 
 def _fresh_prefix(cluster: Cluster, what: str) -> str:
-    """Return what no earlier call's keys begin with; ranks agree on it if all make the same calls.
+    """Return a key prefix that no earlier call has used. It is equal on all ranks if all make the same calls.
 
-    Not a PrefixStore: that one waits at torch's store, where a watched one would notice a rank's death.
+    A PrefixStore would not do: it waits at torch's store directly, and does not notice a rank's death.
     """
     call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
     return f"lab.timeline/{what}/{call}"
 
 
 def _wait(store: dist.Store, key: str, is_near: bool) -> None:
-    """Wait for a key. `is_near`: at first without a nap; a watched store's is longer than a round trip."""
+    """Wait for a key. With `is_near` check it without pauses first, which are longer than a round trip."""
     deadline = now() + QUICK_NS
     while is_near and now() < deadline:
         if store.check([key]):
@@ -246,9 +248,9 @@ def _wait(store: dist.Store, key: str, is_near: bool) -> None:
 def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
     try:
         yield
-    except WorkbookError as error:  # of a store that is watched
+    except WorkbookError as error:  # from a WatchedStore
         raise WorkbookError(f"timeline.{what} has waited for rank {rank}. {error}") from error
-    except RuntimeError as error:  # all that stores raise, for timeouts and for lost connections
+    except RuntimeError as error:  # stores raise it for timeouts and for lost connections
         seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
         raise TimeoutError(
             f"timeline.{what}: rank {rank} did not take part. Is it alive, and does it call {what} too? "
@@ -259,9 +261,9 @@ def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
 def save(
     cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
 ) -> list[Path]:
-    """Align, gather, write `trace.json` and `timeline.png` on rank 0. Return their paths, [] elsewhere.
+    """Align and gather events, write `trace.json` and `timeline.png` on rank 0, and return their paths.
 
-    Every rank must call it, with its events or, by default, with all that it recorded.
+    Every rank must call it, with its events or, by default, with all that it recorded. Other ranks return [].
     """
     everyones = gather(cluster, align(cluster), events)
     if everyones is None:

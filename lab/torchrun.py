@@ -1,8 +1,8 @@
-"""torchrun for `make run`: the same launcher, but it lets the ranks have the last word.
+"""Run torchrun for `make run`, but without its own traceback, and with a quick end at Ctrl-C.
 
-torchrun itself answers a rank's one sentence with thirty lines of its own traceback, and after Ctrl-C it
-waits half a minute for a rank that sits in a collective and cannot notice. Its store is open to the network
-(lab.local_rendezvous says how this one's is not), and each run leaves a folder in the temporary directory.
+After a rank's one-line error torchrun itself prints thirty lines of its own traceback. After Ctrl-C it waits
+half a minute for a rank inside a collective, which cannot react. Its store is open to the network, unlike the
+one here (lab.local_rendezvous). And each of its runs leaves a folder in the temporary directory.
 """
 
 import logging
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Turn Ctrl-C into SIGTERM, which also ends a rank inside gloo; only the first, to clear up in peace."""
+    """Turn the first Ctrl-C into SIGTERM, which also ends a rank inside gloo, and ignore further ones."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,6 +1,6 @@
-"""Read and show times, sizes and rates as people write them: 0.2ms, 1gbit; 75.97 ms, 1.5 MB, 19.20 Gbit/s.
+"""Read times and rates (0.2ms, 1gbit), and show times, sizes and rates (75.97 ms, 1.5 MB, 19.20 Gbit/s).
 
-What is read has the spelling of tc and of LINK. What is shown has four digits, and a space before its unit.
+Input is spelled as in tc and in LINK. Output has four digits, and a space before the unit.
 """
 
 import re
@@ -10,13 +10,13 @@ from rich import filesize
 from lab.errors import WorkbookError
 
 KIB, MIB = 1 << 10, 1 << 20  # bytes
-MAX_SECONDS = 7 * 24 * 3600  # of a timeout: torch counts milliseconds in 32 bits, which 25 days fill
+MAX_SECONDS = 7 * 24 * 3600  # the longest timeout: torch counts milliseconds in 32 bits, which is 25 days
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def seconds(text: str) -> float:
-    """Return the seconds in "20ms", "500us" or "1.5s". WorkbookError for anything else, or above a week."""
+    """Return the seconds in "20ms", "500us" or "1.5s". Raise WorkbookError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower())
     if match is None:
         raise WorkbookError(f"{text!r} is not a time; write one such as 2ms, 500us or 1s")
@@ -27,7 +27,7 @@ def seconds(text: str) -> float:
 
 
 def bytes_per_second(text: str) -> float:
-    """Return the bytes per second in "200mbit" or "1gbit". WorkbookError for anything else, or zero."""
+    """Return the bytes per second in "200mbit" or "1gbit". Raise WorkbookError for other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise WorkbookError(f"{text!r} is not a rate; write one such as 100mbit or 1gbit")
@@ -35,7 +35,7 @@ def bytes_per_second(text: str) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return the time in the unit that suits it: "1.250 s", "75.97 ms", "31.40 us" or "0.250 ns"."""
+    """Return the time in a suitable unit: "1.250 s", "75.97 ms", "31.40 us" or "0.250 ns"."""
     for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= length:
             return f"{_four_digits(seconds / length)} {unit}"
@@ -43,12 +43,12 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_bytes(num_bytes: float) -> str:
-    """Return the size in the unit that suits it, a power of 1000: "774.9 kB" or "3.3 MB"."""
+    """Return the size in a suitable unit, a power of 1000: "774.9 kB" or "3.3 MB"."""
     return filesize.decimal(round(num_bytes))
 
 
 def show_rate(seconds_per_byte: float) -> str:
-    """Return the rate of a link whose byte takes so long: "19.20 Gbit/s"."""
+    """Return the rate of a link from its seconds per byte: "19.20 Gbit/s"."""
     return (
         f"{_four_digits(8e-9 / seconds_per_byte)} Gbit/s" if seconds_per_byte > 0 else "too fast to measure"
     )

@@ -1,4 +1,4 @@
-"""Make digits.npz from the copy of the data set that scikit-learn carries. The same bytes on every run.
+"""Make digits.npz from the copy of the data set in scikit-learn. Every run makes the same bytes.
 
 pip install --no-deps --target /tmp/sk scikit-learn
 PYTHONPATH=/tmp/sk python lab/data/make_digits.py
@@ -15,17 +15,17 @@ import numpy as np
 
 
 def read_digits() -> dict[str, np.ndarray]:
-    """`images` (1797, 8, 8) from 0 to 16 and `labels` (1797,), uint8. SystemExit without scikit-learn."""
+    """Return `images` (1797, 8, 8) from 0 to 16 and `labels` (1797,), uint8. Exit without scikit-learn."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        sys.exit("scikit-learn is not installed: the lines at the top of this script do it")
+        sys.exit("scikit-learn is not installed: run the commands at the top of this script")
     with gzip.open(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz") as rows:
         table = np.loadtxt(rows, delimiter=",").astype(np.uint8)
     return {"images": table[:, :-1].reshape(-1, 8, 8), "labels": table[:, -1]}
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """What np.savez_compressed writes, but with the dates fixed."""
+    """Write the file that np.savez_compressed would write, but with a fixed date."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             content = io.BytesIO()

@@ -151,7 +151,7 @@ def test_a_folder_is_one_jobs_as_long_as_it_lives_and_nothing_of_another_is_mixe
         return refused
 
     refused, _ = run_ranks(work, 2)
-    assert refused.startswith(f"another job saves its checkpoints in {tmp_path}: name another folder")
+    assert refused.startswith(f"another job saves its checkpoints in {tmp_path}: choose another folder")
     save(tmp_path, {"step": 3})  # both have ended
     assert_only(tmp_path, step=3)
 

@@ -21,21 +21,26 @@ def with_gpus(number: int) -> mock._patch:
 @pytest.mark.parametrize(
     "gpus, world_size, options, sentence",
     [
-        (0, 2, {"device": "cuda"}, "run_ranks(device='cuda'): there is no GPU here; leave device out."),
-        (0, 2, {"device": "cuda:0"}, "run_ranks(device='cuda:0'): there is no GPU here; leave device out."),
-        (2, 2, {"device": "cuda:2"}, "run_ranks(device='cuda:2'): the last GPU here is cuda:1."),
+        (0, 2, {"device": "cuda"}, "run_ranks(device='cuda'): this machine has no GPU; leave device out."),
+        (
+            0,
+            2,
+            {"device": "cuda:0"},
+            "run_ranks(device='cuda:0'): this machine has no GPU; leave device out.",
+        ),
+        (2, 2, {"device": "cuda:2"}, "run_ranks(device='cuda:2'): the last GPU of this machine is cuda:1."),
         (2, 2, {"device": "gpu"}, "run_ranks(device='gpu'): it must be 'cpu' or 'cuda'."),
         (
             2,
             2,
             {"backend": "nccl"},
-            "run_ranks(backend='nccl'): nccl sends what is on GPUs; add device='cuda'.",
+            "run_ranks(backend='nccl'): nccl sends from GPUs only; add device='cuda'.",
         ),
         (
             2,
             3,
             {"backend": "nccl", "device": "cuda"},
-            "run_ranks(backend='nccl'): 3 ranks have 2 GPUs, and nccl wants one for each; start fewer ranks, "
+            "run_ranks(backend='nccl'): 3 ranks have 2 GPUs, and nccl needs one for each; start fewer ranks, "
             "or let them share with backend='gloo'.",
         ),
     ],

@@ -55,13 +55,13 @@ def test_every_rank_is_told_who_holds_other_data_and_under_which_python(monkeypa
     )
     errors = verdicts({0: TEXT, 1: TEXT, 2: OTHER, 3: OTHER}, world_size=4)
     assert len(set(errors)) == 1
-    assert "the training data of rank 2, 3 is not rank 0's" in errors[0]
+    assert "the training data of rank 2, 3 differs from rank 0's" in errors[0]
     assert "(3.11.7 on rank 0, 3.11.7 on rank 1, 3.12.1 on rank 2, 3.12.1 on rank 3)" in errors[0]
 
 
 def test_every_rank_is_told_when_rank_0_is_the_odd_one():
     errors = verdicts({0: OTHER, 1: TEXT, 2: TEXT}, world_size=3)
-    assert all("the training data of rank 1, 2 is not rank 0's" in error for error in errors)
+    assert all("the training data of rank 1, 2 differs from rank 0's" in error for error in errors)
 
 
 def test_every_rank_is_told_which_arguments_differ_and_who_has_what():
