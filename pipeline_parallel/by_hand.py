@@ -96,8 +96,8 @@ class ByHand:
             microbatches=self.microbatches,
             rank=rank,
             ranks=len(table),
-            x_like=None if rank == 0 else like(rank),
-            y_like=None if rank == self.last_stage else like(rank + 1),
+            input_like=None if rank == 0 else like(rank),
+            output_like=None if rank == self.last_stage else like(rank + 1),
             messages=self,
             action=self._action,
         )

@@ -1,18 +1,18 @@
-"""GPipe: all microbatches forward, then all backward (AFAB), and the ranks work at the same time.
+"""GPipe: do all forwards, then all backwards (AFAB), so that the ranks work at the same time.
 
       rank 0   F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3---      F: forward of a microbatch
       rank 1   .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .       B: its backward, twice as long
-      rank 2   .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .       a dot: a forward's time of idleness
-               |bubble|                                  |bubble|
+      rank 2   .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .       .: idle for the time of a forward
 
-With p ranks and m microbatches, where a forward takes f and a backward b, a step takes (m + p-1) (f + b).
-Naive model parallelism takes m p (f + b).
+With p ranks and m microbatches, where a forward takes f and a backward b, a step takes (m + p-1) (f + b),
+and each rank is idle for (p-1) (f + b) of it. Naive model parallelism, with one microbatch at a time, takes
+m p (f + b).
 
-      bubble        (p-1) / (m + p-1)       more microbatches, less idleness ...
-      activations   m microbatches          ... and more memory: all of them wait for their backward
-      traffic       that of naive model parallelism
+      bubble        (p-1) / (m + p-1): the idle share of a step; the more microbatches, the smaller
+      activations   all m microbatches: each forward is done before the first backward (naive: 1 microbatch)
+      traffic       that of naive model parallelism (train_model_parallel.py)
 
-Each loss is divided by m, and gradients add up over the microbatches, so the step is that of one process on
+Each loss is divided by m, and gradients add up over the microbatches, so a step is that of one process on
 the full batch. Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
 
@@ -33,7 +33,7 @@ from pipeline_parallel.run import Args, Run
 
 @dataclasses.dataclass
 class AllForwardAllBackward:
-    """One rank's stage of the model, and how it passes the microbatches of a batch through."""
+    """One rank's stage of the model, and the way of a batch's microbatches through it."""
 
     stage: Callable[[Tensor], Tensor]
     """This rank's layers."""
@@ -42,33 +42,34 @@ class AllForwardAllBackward:
     microbatches: int
     rank: int
     ranks: int
-    x_like: Tensor | None
-    """A tensor like the one that the rank before sends for a microbatch; None on the first rank."""
-    y_like: Tensor | None
-    """A tensor like the one that this rank sends to the rank after; None on the last rank."""
+    input_like: Tensor | None
+    """A tensor with the shape and dtype of the stage's input for a microbatch; None on the first rank."""
+    output_like: Tensor | None
+    """A tensor with the shape and dtype of the stage's output for a microbatch; None on the last rank."""
     messages: Any = point_to_point
     """Has `isend` and `irecv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
     action: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    """Is entered around each forward ("F3") and backward ("B3"), to show them in the timeline."""
+    """A context for each forward (named "F3") and backward ("B3"), which shows it in the timeline."""
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
 
-        The first rank uses the batch's input `x`, and the last rank its targets `y`.
+        The first rank needs the batch's input `x`, and the last rank its targets `y`; they may be None
+        elsewhere.
         """
         is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
         losses, leaving = [], []
-        kept = {}  # of each microbatch the stage's input and output; the output's graph holds the activations
+        kept = {}  # the stage's input, and its output or loss, whose graph holds the activations
 
         # All forwards.
-        arriving = [] if is_first else self.post_receives(self.x_like, self.rank - 1)
+        arriving = [] if is_first else self.post_receives(self.input_like, self.rank - 1)
         for i in range(self.microbatches):
             if is_first:
                 given = x.chunk(self.microbatches)[i]
             else:
                 given, transfer = arriving.pop(0)
                 transfer.wait()
-                given.requires_grad_()  # its gradient will be sent back
+                given.requires_grad_()  # its gradient will be sent to the rank before
             with self.action(f"F{i}"):
                 made = self.stage(given)
                 if is_last:
@@ -78,8 +79,8 @@ class AllForwardAllBackward:
                 leaving.append(self.messages.isend(made.detach(), self.rank + 1))
             kept[i] = given, made
 
-        # All backwards, microbatches in the same order.
-        arriving = [] if is_last else self.post_receives(self.y_like, self.rank + 1)
+        # All backwards, microbatches in the same order. Without a gradient, backward() starts from the loss.
+        arriving = [] if is_last else self.post_receives(self.output_like, self.rank + 1)
         for i in range(self.microbatches):
             gradient = None
             if not is_last:
@@ -91,12 +92,17 @@ class AllForwardAllBackward:
             if not is_first:
                 leaving.append(self.messages.isend(given.grad, self.rank - 1))
 
-        for transfer in leaving:
+        for transfer in leaving:  # a tensor must not change before it is sent
             transfer.wait()
         return torch.stack(losses).sum() if is_last else None
 
     def post_receives(self, like: Tensor, peer: int) -> list[tuple[Tensor, Any]]:
-        """Post the receives of all microbatches at once, so that they arrive while this rank computes."""
+        """Post the receives of all microbatches at once, so that they arrive while this rank computes.
+
+        A rank's k-th receive from a peer gets the peer's k-th send. On nccl, sends and receives between two
+        ranks also run in the order of the calls, so gradients are only asked for after all activations are
+        sent.
+        """
         buffers = [torch.empty_like(like) for _ in range(self.microbatches)]
         return [(buffer, self.messages.irecv(buffer, peer)) for buffer in buffers]
 
@@ -111,7 +117,7 @@ def main(cluster: Cluster, args: Args) -> None:
             with run.step() as record:
                 optimizer.zero_grad()
                 outcome = pipeline.step(x, y)  # AllForwardAllBackward.step, on this rank's stage
-                pipeline.finish_gradient_sync()
+                pipeline.finish_gradient_sync()  # of parameters that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.loss(outcome)

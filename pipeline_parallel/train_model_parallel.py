@@ -1,11 +1,11 @@
-"""Naive model parallelism: the layers are cut among the ranks, and one rank computes at a time.
+"""Naive model parallelism: divide the layers among the ranks, of which one computes at a time.
 
       rank 0   F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---      F: forward of a microbatch
       rank 1   .  F0 .  .  .  B0--- .  .  .  F1 .  .  .  B1--- .  .       B: its backward, twice as long
-      rank 2   .  .  F0 B0--- .  .  .  .  .  .  F1 B1--- .  .  .  .       a dot: a forward's time of idleness
+      rank 2   .  .  F0 B0--- .  .  .  .  .  .  F1 B1--- .  .  .  .       .: idle for the time of a forward
 
 A model that is too large for one device can be trained in this way, at the speed of one device. Each of the
-p ranks holds a stage: its share of the layers, with their gradients, optimizer state and activations.
+p ranks holds a stage: some of the layers, with their gradients, optimizer state and activations.
 
       forward    receive the activation from the rank before, compute, send the result to the rank after
       backward   receive the gradient of that result, compute, send the gradient of the activation back
@@ -14,9 +14,9 @@ p ranks holds a stage: its share of the layers, with their gradients, optimizer 
       activations   one microbatch
       traffic       2 * batch * time * width * 4 bytes a step for a rank; half of it for the first and last
 
-To divide the batch into microbatches changes nothing here but the memory, because each microbatch waits until
-the one before has come back. `--microbatches 1` sends the full batch through the stages at once. The next
-lesson, train_afab.py, lets the ranks work at the same time. Source: Huang et al., "GPipe", 2019, figure 2b,
+The batch is divided into microbatches, and each one waits until the one before has come back. Here that
+only saves memory; `--microbatches 1` sends the full batch through the stages at once. The next lesson,
+train_afab.py, lets the ranks work at the same time. Source: Huang et al., "GPipe", 2019, figure 2b,
 https://arxiv.org/abs/1811.06965.
 """
 
@@ -37,7 +37,7 @@ from pipeline_parallel.run import Args, Run
 
 @dataclasses.dataclass
 class ModelParallel:
-    """One rank's stage of the model, and how it passes a batch through."""
+    """One rank's stage of the model, and the way of a batch through it."""
 
     stage: Callable[[Tensor], Tensor]
     """This rank's layers."""
@@ -46,28 +46,29 @@ class ModelParallel:
     microbatches: int
     rank: int
     ranks: int
-    x_like: Tensor | None
-    """A tensor like the one that the rank before sends for a microbatch; None on the first rank."""
-    y_like: Tensor | None
-    """A tensor like the one that this rank sends to the rank after; None on the last rank."""
+    input_like: Tensor | None
+    """A tensor with the shape and dtype of the stage's input for a microbatch; None on the first rank."""
+    output_like: Tensor | None
+    """A tensor with the shape and dtype of the stage's output for a microbatch; None on the last rank."""
     messages: Any = point_to_point
     """Has `send` and `recv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
     action: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    """Is entered around each forward ("F3") and backward ("B3"), to show them in the timeline."""
+    """A context for each forward (named "F3") and backward ("B3"), which shows it in the timeline."""
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
 
-        The first rank uses the batch's input `x`, and the last rank its targets `y`.
+        The first rank needs the batch's input `x`, and the last rank its targets `y`; they may be None
+        elsewhere.
         """
         is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
         losses = []
         for i in range(self.microbatches):
-            # Receive. The gradient of what has come will be sent back: autograd has to compute it.
+            # Receive. Autograd has to compute the gradient of what was received: it is sent back later.
             if is_first:
                 given = x.chunk(self.microbatches)[i]
             else:
-                given = torch.empty_like(self.x_like)
+                given = torch.empty_like(self.input_like)
                 self.messages.recv(given, self.rank - 1)
                 given.requires_grad_()
 
@@ -78,11 +79,11 @@ class ModelParallel:
                     made = self.loss_of(made, y.chunk(self.microbatches)[i]) / self.microbatches
                     losses.append(made.detach())
 
-            # Send, and receive the gradient of what was sent. All ranks after this one work meanwhile.
+            # Send, and receive the gradient of what was sent. Meanwhile the ranks after this one work.
             gradient = None
             if not is_last:
                 self.messages.send(made.detach(), self.rank + 1)
-                gradient = torch.empty_like(self.y_like)
+                gradient = torch.empty_like(self.output_like)
                 self.messages.recv(gradient, self.rank + 1)
 
             # Backward, which frees this microbatch's activations, and send.
@@ -103,7 +104,7 @@ def main(cluster: Cluster, args: Args) -> None:
             with run.step() as record:
                 optimizer.zero_grad()
                 outcome = pipeline.step(x, y)  # ModelParallel.step, on this rank's stage
-                pipeline.finish_gradient_sync()
+                pipeline.finish_gradient_sync()  # of parameters that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.loss(outcome)

@@ -21,7 +21,7 @@ class mutant(ModelParallel):
 
         def send(tensor, dst: int) -> None:
             point_to_point.send(
-                tensor if dst > self.rank else received[-1 if self.y_like is None else -2], dst
+                tensor if dst > self.rank else received[-1 if self.output_like is None else -2], dst
             )
 
         self.messages = SimpleNamespace(send=send, recv=recv)

@@ -36,8 +36,8 @@ def test_model_parallel_equals_one_process():
             microbatches=2,
             rank=cluster.rank,
             ranks=cluster.world_size,
-            x_like=boundaries[cluster.rank],
-            y_like=boundaries[cluster.rank + 1],
+            input_like=boundaries[cluster.rank],
+            output_like=boundaries[cluster.rank + 1],
         )
         # The first rank uses x, the last one y. Activations go down the ranks, gradients come back.
         loss = lesson.step(x, y)
@@ -89,8 +89,8 @@ def test_gpipe_by_hand_equals_one_process():
             microbatches=6,
             rank=cluster.rank,
             ranks=cluster.world_size,
-            x_like=boundaries[cluster.rank],
-            y_like=boundaries[cluster.rank + 1],
+            input_like=boundaries[cluster.rank],
+            output_like=boundaries[cluster.rank + 1],
             action=Noted,
         )
         loss = lesson.step(x, y)
