@@ -14,7 +14,7 @@ with the star. A dot is a partial result that no rank needs any more.
       gathered      a012   b012   c012    a012   b012   c012    a012   b012   c012      after n-1 more
 
 Every link is busy in every step. A rank sends 2(n-1) messages of one chunk, so 2(n-1)/n of the tensor. For B
-bytes that takes 2(n-1) (alpha + B/n beta) seconds (cost.py). No all-reduce sends fewer bytes: Patarasu and
+bytes that takes 2(n-1) (alpha + (B/n) beta) seconds (cost.py). No all-reduce sends fewer bytes: Patarasu and
 Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
 What this file imports:
@@ -59,10 +59,11 @@ def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
     """Reduce chunk r to rank r. The other chunks of a rank end as partial results."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
-        outgoing, own = chunks[(r - 1 - step) % n], chunks[(r - 2 - step) % n]
-        arrived = torch.empty_like(own)
+        # The chunk that arrives is the one that the left neighbour, rank r - 1, sends in this step.
+        outgoing, mine = chunks[(r - 1 - step) % n], chunks[(r - 2 - step) % n]
+        arrived = torch.empty_like(mine)
         exchange(wire, outgoing, arrived)
-        combine(op, arrived, own, out=own)
+        combine(op, arrived, mine, out=mine)
     divide_if_mean(op, chunks[r], n)
 
 
@@ -74,7 +75,11 @@ def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
 
 
 def exchange(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """Send to the right neighbour and receive from the left one at the same time. Skip empty chunks."""
+    """Send to the right neighbour and receive from the left one, both started before either is waited for.
+
+    If every rank waited for its send first, no rank would receive. Empty chunks, of a tensor with fewer
+    elements than ranks, are not sent; both sides know the sizes.
+    """
     arriving = wire.irecv(incoming, (wire.rank - 1) % wire.size) if incoming.numel() else None
     leaving = wire.isend(outgoing, (wire.rank + 1) % wire.size) if outgoing.numel() else None
     for transfer in (arriving, leaving):

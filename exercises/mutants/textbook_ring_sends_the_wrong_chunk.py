@@ -1,0 +1,15 @@
+"""Ranks end with one complete chunk each; the others are partial sums, different ones on every rank."""
+
+import torch
+
+from comm.algorithms.ring import exchange
+from comm.transport.wire import Wire
+
+TARGET = "comm.algorithms.ring.gather_chunks"
+KILLER = "tests.comm.test_narrated.test_ring_all_reduce_equals_one_process"
+
+
+def mutant(wire: Wire, chunks: list[torch.Tensor]) -> None:
+    n, r = wire.size, wire.rank
+    for step in range(n - 1):
+        exchange(wire, chunks[(r + 1 + step) % n], chunks[(r + step) % n - 1])
