@@ -1,15 +1,15 @@
 """Actions: what a rank of a pipeline does, one after the other, written down before anything runs.
 
-    F3   forward of microbatch 3              B3   its backward, whole
+    F3   forward of microbatch 3              B3   its backward
     I3   its input gradient                   W3   its weight gradient           (B3 = I3 and W3)
 
     rank 0   F0 F1 F2 B0 F3 B1 B2 B3          a schedule is a table of such rows, one for each rank;
     rank 1   F0 F1 B0 F2 B1 F3 B2 B3          the same table is validated, drawn, simulated and executed
     rank 2   F0 B0 F1 B1 F2 B2 F3 B3
 
-Stages are numbered along the model, 0 first. Where a rank has several, a stage's number stands before the
-letter, as in torch.distributed.pipelining: 2F0 is the forward of microbatch 0 in stage 2. (The zero-bubble
-paper, Qi et al. 2023, calls our I and W B and W.)
+Stages are numbered along the model, and the first one is 0. Where a rank has several stages, the number of
+the stage stands before the letter, as in torch.distributed.pipelining: 2F0 is the forward of microbatch 0 in
+stage 2. (The zero-bubble paper, Qi et al. 2023, writes B for our I.)
 """
 
 import re
@@ -30,7 +30,7 @@ _TEXT = re.compile(r"(\d+)?([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
-    """One microbatch's forward or backward, or a half of the latter, in one stage."""
+    """Holds one action: a forward, a backward or half of a backward, of one microbatch in one stage."""
 
     kind: str
     microbatch: int
@@ -44,19 +44,22 @@ Table = list[list[Action]]  # what each rank does, in its order
 
 
 def row_text(row: Sequence[Action]) -> str:
-    """A row as people write it: `F0 F1 B0`, with the stage in front where there are several."""
+    """Return a row as people write it: `F0 F1 B0`, or `0F0 2F0` if the row has several stages."""
     if len({action.stage for action in row}) > 1:
         return " ".join(map(str, row))
     return " ".join(f"{action.kind}{action.microbatch}" for action in row)
 
 
 def table_text(table: Table) -> str:
-    """One line for each rank."""
+    """Return the table as text, with one line for each rank."""
     return "\n".join(f"rank {rank}   {row_text(row)}" for rank, row in enumerate(table))
 
 
 def parse_row(text: str, stage: int = 0) -> list[Action]:
-    """The actions of `F0 F1 2B0`; those without a number in front are of `stage`. ValueError for others."""
+    """Return the actions of a text such as `F0 F1 2B0`. Those without a number in front are of `stage`.
+
+    ValueError for any other text.
+    """
     actions = []
     for word in text.split():
         found = _TEXT.fullmatch(word)
@@ -67,24 +70,24 @@ def parse_row(text: str, stage: int = 0) -> list[Action]:
 
 
 def placement(table: Table) -> dict[int, int]:
-    """The rank of each stage, stages in order."""
+    """Return the rank of each stage; the stages are in order."""
     return dict(sorted((action.stage, rank) for rank, row in enumerate(table) for action in row))
 
 
 def num_microbatches(table: Table) -> int:
-    """How many microbatches the table is for."""
+    """Return how many microbatches the table is for."""
     return 1 + max((action.microbatch for row in table for action in row), default=-1)
 
 
 def is_forward_only(table: Table) -> bool:
-    """Return whether the table has forwards alone, as for evaluation (schedules.forward_only)."""
+    """Return whether the table has only forwards, as for evaluation (schedules.forward_only)."""
     return all(action.kind == FORWARD for row in table for action in row)
 
 
 def dependencies(action: Action, last_stage: int) -> Iterable[Action]:
-    """What must have ended, here or on another rank, before the action can begin.
+    """Return the actions, of this rank or another, that must end before this action can begin.
 
-    Backwards are named by their input's half: whoever has `B` counts as having done `I` and `W`.
+    A B counts as an I, because it computes the same input gradient; see `as_dependency`.
     """
     kind, microbatch, stage = action
     if kind == FORWARD:
@@ -96,5 +99,5 @@ def dependencies(action: Action, last_stage: int) -> Iterable[Action]:
 
 
 def as_dependency(action: Action) -> Action:
-    """The name under which `needs` asks for the action's result."""
+    """Return the name that `dependencies` has for the action: a B is listed as the I that it contains."""
     return action._replace(kind=INPUT_GRADIENT) if action.kind == BACKWARD else action

@@ -1,9 +1,9 @@
-"""What activations a rank really holds, and for how many microbatches: looked up in memory, action by action.
+"""Measure which activations a rank holds in memory after each action, and of how many microbatches.
 
-A forward makes autograd save tensors for its backward. Their storages are noted, by weak references that keep
-nothing alive, and after each action it is counted which of them are still there. So a microbatch that is kept
-too long shows, whatever the schedule says. What a recomputation saves comes and goes within one backward, and
-is not seen.
+A forward makes autograd save tensors for the backward. This file notes their storages, by weak references
+that keep nothing alive, and counts after each action which of them still exist. So a microbatch that is kept
+too long is found, whatever the schedule says. What a recomputation saves comes and goes within one backward,
+and is not counted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ Place = tuple[int, int]  # stage and microbatch
 
 
 class ActivationWatch:
-    """Notes what is saved in one step."""
+    """Watches the tensors that forwards save during one step."""
 
     def __init__(self) -> None:
         self._ignored: set[StorageWeakRef] = set()
@@ -29,14 +29,16 @@ class ActivationWatch:
         self.kept_for_weight: dict[int, int] = {}
 
     def ignore(self, tensors: Iterable[Tensor | None]) -> None:
-        """Parameters and batches are saved for the backward, too, but are no activations."""
+        """Ignore these tensors: parameters and batches are saved for the backward too, but are no
+        activations.
+        """
         self._ignored |= {
             StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None
         }
 
     @contextmanager
     def saving(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Around the forward of a microbatch."""
+        """Note what a forward of a microbatch saves, inside of the `with` block."""
 
         def pack(tensor: Tensor) -> Tensor:
             self._note((stage, microbatch), tensor)
@@ -49,7 +51,7 @@ class ActivationWatch:
         )
 
     def deferred(self, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
-        """After an input gradient: what is kept for the weights' gradient."""
+        """Note what is kept for the weight gradient, after an input gradient."""
         for tensor in tensors:
             self._note((stage, microbatch), tensor)
         self.kept_for_weight[stage] = max(
@@ -57,7 +59,7 @@ class ActivationWatch:
         )
 
     def update_peak(self) -> None:
-        """After an action: what is held now, of the most that ever was."""
+        """Count what is held now, after an action, and keep the maximum."""
         alive = [self._alive(place) for place in list(self._noted)]
         self.peak_bytes = max(self.peak_bytes, sum(alive))
         self.peak_held = max(self.peak_held, sum(size > 0 for size in alive))

@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches, all of the example's size, or say in a sentence why that cannot be."""
+"""Divide a batch into microbatches of the size of the example, or refuse it in one sentence."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lab.errors import WorkbookError
 
 
 def microbatches_of_input(x: Tensor | None, count: int, like: Tensor) -> list[Tensor]:
-    """Divide `x`, each part as large as `like`; the parts want gradients if `x` does."""
+    """Divide `x` into parts like `like`. The parts require gradients if `x` does."""
     parts = _divided("x", "first", x, count)
     if (parts[0].shape, parts[0].dtype) != (like.shape, like.dtype):
         raise WorkbookError(
@@ -19,7 +19,7 @@ def microbatches_of_input(x: Tensor | None, count: int, like: Tensor) -> list[Te
 
 
 def microbatches_of_targets(y: Tensor | None, count: int, rows: int | None) -> list[Tensor]:
-    """Divide the targets, `rows` in each part (None: any number)."""
+    """Divide the targets into parts of `rows` rows each; None allows any number."""
     parts = _divided("y", "last", y, count)
     if rows is not None and len(parts[0]) != rows:
         raise WorkbookError(
@@ -30,7 +30,7 @@ def microbatches_of_targets(y: Tensor | None, count: int, rows: int | None) -> l
 
 
 def validated_loss(loss: Tensor) -> Tensor:
-    """Return what loss_of has returned. WorkbookError unless it is one number."""
+    """Return the loss that loss_of has returned. WorkbookError unless it is one number."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     given = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

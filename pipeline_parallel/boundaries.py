@@ -1,8 +1,9 @@
-"""Exchange what the ranks of a pipeline must know before they begin: its cut and its boundaries.
+"""Exchange what the ranks of a pipeline must know before they begin: the stages and the boundaries between
+them.
 
-Boundary s is the input of stage s: a shape and a dtype, as a tensor without memory (device "meta"). Each
-stage is told by the one before what it will get, and tells the next one. Where something is wrong on one
-rank, all of them raise.
+Boundary s is the input of stage s. A tensor without memory (device "meta") describes its shape and dtype.
+Each stage receives the description of its input from the stage before, and sends that of its output to the
+stage after. If something is wrong on one rank, all ranks raise.
 """
 
 import hashlib
@@ -79,10 +80,10 @@ def validate_table_and_example(table: Table, example: Tensor, group: Group) -> N
 def exchange_boundaries(
     stages: Mapping[int, Stage], rank_of: Mapping[int, int], example: Tensor, group: Group
 ) -> tuple[dict[int, Tensor], int]:
-    """Return what this rank's `stages` get and hand on, and how many examples a microbatch has.
+    """Return the boundaries of this rank's `stages`, and how many examples a microbatch has.
 
-    `example` counts on the rank of the first stage. WorkbookError on all ranks if a stage cannot take what it
-    gets, or makes something that is no tensor with gradients.
+    `example` counts on the rank of the first stage. WorkbookError on all ranks if a stage cannot take its
+    input, or returns something other than a tensor with gradients.
     """
     rank, device = dist.get_rank(group), example.device
     likes: dict[int, Tensor | None] = {}

@@ -1,12 +1,12 @@
 """Run a step that is written by hand, and give it what the executor gives to a table.
 
-A lesson's class (ModelParallel, AllForwardAllBackward) computes and sends in plain sight. It reaches the
-outside in four places, and here is what each of them is given:
+A lesson's class (ModelParallel, AllForwardAllBackward) computes and sends in plain sight. It reaches the rest
+of the workbook in four places, and each of them is completed here:
 
       stage(x)               recomputation, torch.autocast, the clock of --metronome
-      messages.send(...)     names for what goes wrong, marks of a failure (failure.py), spans of waiting
-      action("F3")           the span of a forward or backward, and the watch over its activations
-      an exception           the messages that the step still owes to other ranks, as marks
+      messages.send(...)     names in the errors, failure marks (failure.py), events of waiting
+      action("F3")           the event of a forward or backward, and the watch over its activations
+      an exception           failure marks in place of the messages that other ranks still wait for
 
 So the class also works alone, with plain layers and `comm.point_to_point`.
 """
@@ -50,10 +50,10 @@ from pipeline_parallel.stage_runner import StageRunner, without_autocast
 
 
 class HandWritten(Protocol):
-    """The class of a lesson: one rank's stage, and how it goes through a batch."""
+    """Is the class of a lesson: one rank's stage, and how a batch goes through it."""
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Add the batch's gradients to the parameters' and return the loss, on the last rank."""
+        """Add the gradients of the batch to those of the parameters; return the loss on the last rank."""
 
 
 class _Failed(Exception):
@@ -61,10 +61,10 @@ class _Failed(Exception):
 
 
 class ByHand:
-    """Runs a hand-written step in the executor's place, with the executor's arguments.
+    """Runs a hand-written step in place of the executor, with the executor's arguments.
 
-    `table` says what the step does: rank r has stage r. It is not executed, but it tells which messages the
-    other ranks still wait for when a step fails in the middle.
+    `table` describes the step: rank r has stage r. It is not executed. It says which messages the other ranks
+    still wait for when a step fails in the middle.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ByHand:
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None
     ) -> Outcome:
-        """Do what Executor.step does, by the lesson's step."""
+        """Do what Executor.step does, with the lesson's step."""
         self._failure.begin_step()
         self._begin_step()
         self._runner.begin_step()
@@ -132,8 +132,8 @@ class ByHand:
         except Exception as error:
             self._failure.record(error, self._done[-1][0] if self._done else None)
         if self._failure.has_failed:
-            self._pay_what_is_owed()
-        for action, when in self._done:  # not at once: another rank may be waiting for the result
+            self._finish_messages()
+        for action, when in self._done:  # only now, when no rank waits for a result
             place = {"microbatch": action.microbatch, "stage": action.stage, "chunk": 0}
             timeline.record(
                 str(action.microbatch), GANTT_KIND[action.kind], *when, action=action.kind, **place
@@ -157,7 +157,7 @@ class ByHand:
 
     @contextmanager
     def _action(self, text: str) -> Iterator[None]:
-        """Time an action of the step, such as "F3", and look at the activations that are held after it."""
+        """Time an action of the step, such as "F3", and measure the activations that are held after it."""
         [action] = parse_row(text, self._rank)
         self._runner.add_wait(self._waited)
         start = timeline.mark()
@@ -177,18 +177,18 @@ class ByHand:
             return without_autocast(torch.empty(0, device=self._device))
         return nullcontext() if self.watch is None else self.watch.saving(action.stage, action.microbatch)
 
-    # What the lesson calls for its messages, as comm.point_to_point's functions.
+    # The lesson calls these in place of the functions of comm.point_to_point.
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send and wait."""
         self.isend(tensor, dst).wait()
 
     def recv(self, tensor: Tensor, src: int) -> None:
-        """Receive and wait. After a failure on the other side this leaves the step."""
+        """Receive and wait. After a failure of the sender, leave the step."""
         self.irecv(tensor, src).wait()
 
     def isend(self, tensor: Tensor, dst: int) -> "PendingSend":
-        """Start sending the next activation, or the next gradient if `dst` is the rank before."""
+        """Start sending the next activation, or to the rank before, the next gradient."""
         message = self._next(FORWARD if dst > self._rank else INPUT_GRADIENT, self._rank)
         action = Action(FORWARD if dst > self._rank else BACKWARD, message.microbatch, self._rank)
         try:
@@ -200,7 +200,7 @@ class ByHand:
         return PendingSend(self, message)
 
     def irecv(self, tensor: Tensor, src: int) -> "PendingReceive":
-        """Post the receive of the next activation, or of the next gradient if `src` is the rank after."""
+        """Post the receive of the next activation, or from the rank after, of the next gradient."""
         message = self._next(FORWARD if src < self._rank else INPUT_GRADIENT, src)
         self._post(message, tensor)
         return PendingReceive(self, message, tensor)
@@ -226,12 +226,12 @@ class ByHand:
             raise named_error(message, error) from error
 
     def sent(self, message: Message) -> None:
-        """Wait until a message has left, and its memory is free."""
+        """Wait until a message has left and its memory is free."""
         if message in self._leaving:
             self._wait(message, self._leaving.pop(message))
 
     def received(self, message: Message, tensor: Tensor) -> None:
-        """Wait until a message is in `tensor`, and leave the step if it says that its sender has failed."""
+        """Wait until a message is in `tensor`. Leave the step if it says that its sender has failed."""
         self._wait(message, self._arriving.pop(message))
         self._received.add(message)
         self._failure.check_message(tensor, message.kind)
@@ -247,8 +247,8 @@ class ByHand:
             raise named_error(message, error) from error
         self._waited += (timeline.now() - start) / 1e9
 
-    def _pay_what_is_owed(self) -> None:
-        """Receive and send what the other ranks still expect of this step, in its order; send marks."""
+    def _finish_messages(self) -> None:
+        """Receive and send, in order, what is left of this step; send failure marks."""
         for action in self._row:
             needed, made = received_by(action, self.last_stage), sent_by(action, self.last_stage)
             if needed is not None and needed not in self._received:
@@ -266,7 +266,7 @@ class ByHand:
 
 
 class PendingSend(NamedTuple):
-    """A message that a rank has begun to send."""
+    """Is a message that a rank has begun to send."""
 
     run: ByHand
     message: Message
@@ -277,7 +277,7 @@ class PendingSend(NamedTuple):
 
 
 class PendingReceive(NamedTuple):
-    """A message that a rank has posted the receive of."""
+    """Is a message of which a rank has posted the receive."""
 
     run: ByHand
     message: Message

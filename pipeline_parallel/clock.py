@@ -1,12 +1,12 @@
-"""The passes of a stage by the clock: nothing is computed, and time passes as if each rank had a device.
+"""Run a stage by the clock: nothing is computed, and time passes as if each rank had a device of its own.
 
       device   |--- F0 ---|--- F1 ---|          |--- B0 ---|     tick by tick; idle where an input is missing
       host      post   send post   send   wait       send        real messages of the true size
 
-A device works through what it is given while its host is ahead, as GPUs do: a pass whose input is there
-begins when the one before has ended, not when this process has its turn on one of too few cores. Where the
-host had to wait for the input, the pass begins when it has come. What is passed on holds no numbers that mean
-anything, so its first bytes say when it was made: no pass begins before that.
+A device works through what its host has queued, as GPUs do. So an action whose input is there begins when the
+action before it has ended, and not when this process gets its turn on one of too few cores. If the host had
+to wait for the input, the action begins when the input has come. The tensors that are sent hold no meaningful
+numbers. Their first bytes say when they were made, and no action that uses them begins before that time.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ PR_SET_TIMERSLACK = 29  # prctl(2): in nanoseconds, for this thread
 
 
 class Clock:
-    """The device of one rank; all its stages share it. Times are nanoseconds of time.perf_counter_ns."""
+    """Is the device of one rank, shared by its stages. Times are nanoseconds of time.perf_counter_ns."""
 
     def __init__(self) -> None:
         self.last: tuple[int, int] | None = None  # start and end of the last pass
@@ -31,13 +31,13 @@ class Clock:
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def begin_step(self) -> None:
-        """A step begins now, whatever was before."""
+        """Begin a step now, whatever the device did before."""
         self._free_at = time.perf_counter_ns()
 
     def begin(self, seconds: float, waited: float, made_at: int) -> int:
-        """Compute for so long; the host has waited `waited` seconds for an input made at that time.
+        """Compute for `seconds`, and return when that will be done.
 
-        Returns when it will be done.
+        The host has waited `waited` seconds for the input, which was made at `made_at`.
         """
         now = time.perf_counter_ns()
         start = now if waited > HARDLY * seconds else min(now, max(self._free_at, made_at))
@@ -46,14 +46,14 @@ class Clock:
         return end
 
     def finish(self) -> None:
-        """Sleep until the pass is done."""
+        """Sleep until the action is done."""
         time.sleep(max(0, self._free_at - time.perf_counter_ns()) / 1e9)
 
 
 class ClockRunner:
-    """Runs a stage (stage_runner.py) on a clock: a forward takes `seconds`, and a backward twice that.
+    """Runs a stage on the clock: a forward, an input gradient and a weight gradient take `seconds` each.
 
-    What it passes on has the shape and dtype of `output_like` and `input_like`.
+    Its results have the shape and dtype of `output_like` and `input_like`.
     """
 
     def __init__(
@@ -111,5 +111,5 @@ class ClockRunner:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The first bytes of what a stage passes on."""
+    """Return the first bytes of a tensor that a stage sends."""
     return tensor.detach().view(-1).view(torch.uint8)[:STAMP_BYTES]

@@ -1,15 +1,15 @@
-"""The weight gradient apart from the input gradient, so that a schedule can choose when to compute it.
+"""Separate the weight gradient from the input gradient, so that a schedule can choose when to compute it.
 
       y = x W^T       input gradient   dx = dy W        the stage before waits for it
-                      weight gradient  dW = dy^T x      nobody waits for it before the optimizer's step
+                      weight gradient  dW = dy^T x      only the optimizer's step waits for it
 
 Autograd computes both in one node. Inside of `deferring(deferred)` a linear layer or a convolution becomes a
 node whose backward returns dx and adds the computation of dW to `deferred`. That computation needs x and dy,
 so both stay in memory until it is done. The gradients of biases are computed with dW; those of norms and
 embeddings at once with dx, because they cost next to nothing.
 
-dW is added to `weight.grad` in the product itself, without a tensor of its own, so hooks on the parameter do
-not see it. After Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
+The product adds dW to `weight.grad` without a tensor in between, so hooks on the parameter do not see it.
+After Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass
 class DeferredGradients:
-    """Weight gradients of one microbatch that are still to be computed, and the tensors they hold."""
+    """Holds the weight gradients of one microbatch that are still to be computed, and their tensors."""
 
     waiting: list[Callable[[], None]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -37,7 +37,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute them, add them to the parameters' gradients, and forget what they needed."""
+        """Compute them, add them to the gradients of the parameters, and free the tensors."""
         self.tensors.clear()
         while self.waiting:
             self.waiting.pop()()
@@ -45,13 +45,13 @@ class DeferredGradients:
 
 @contextmanager
 def deferring(deferred: DeferredGradients) -> Iterator[None]:
-    """Around a forward: its backward will leave weight gradients to `deferred`."""
+    """Make the layers that a forward calls in the `with` block leave their weight gradients to `deferred`."""
     with _Deferring(deferred):
         yield
 
 
 class _Deferring(TorchFunctionMode):
-    """Replaces two functions of torch by ours, whoever calls them."""
+    """Replaces torch.nn.functional.linear and conv2d by our own functions."""
 
     def __init__(self, deferred: DeferredGradients) -> None:
         super().__init__()
@@ -65,16 +65,16 @@ class _Deferring(TorchFunctionMode):
             arguments_of, function = _DEFERRED[func]
             x, weight, bias, *settings = arguments_of(*args, **kwargs)
             if _can_wait(func, x, weight, bias, settings):
-                # Under torch.autocast products have another dtype; the input's cast is autograd's to undo.
+                # Under torch.autocast products have another dtype; autograd casts the gradient back.
                 return function.apply(self._deferred, _cast(x, _autocast_dtype(x)), weight, bias, *settings)
         return func(*args, **kwargs)
 
 
 def _can_wait(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: list[Any]) -> bool:
-    """Return whether the weight's gradient can be put off: it must be the gradient of the weight itself, and
-    not of what the weight was computed from.
+    """Return whether the weight gradient can be put off.
 
-    Unbatched inputs and what convolutions take besides numbers are left to autograd.
+    The weight must be a parameter, not a tensor computed from one. Inputs without a batch dimension, and
+    convolutions whose padding is a string, are left to autograd.
     """
     if not weight.is_leaf or not (bias is None or bias.is_leaf) or x.dim() < 2:
         return False
@@ -82,7 +82,7 @@ def _can_wait(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, setting
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which torch.autocast, if it is on, has `x` multiplied."""
+    """Return the dtype of products under torch.autocast; None if it is off or leaves `x` as it is."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64 or not x.is_floating_point():
         return None
     return torch.get_autocast_dtype(x.device.type)
@@ -106,7 +106,7 @@ def _conv2d_arguments(
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b. Only dx is computed in the backward."""
+    """Computes y = x W^T + b. The backward computes dx alone."""
 
     @staticmethod
     def forward(
@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Conv2d(torch.autograd.Function):
-    """A convolution. Only the input's gradient is computed in the backward."""
+    """Computes a convolution. The backward computes the gradient of the input alone."""
 
     @staticmethod
     def forward(
@@ -177,7 +177,7 @@ class _Conv2d(torch.autograd.Function):
         return None, dx, None, None, *[None] * len(ctx.settings)
 
 
-# By function: how its arguments come in a fixed order, and what takes its place.
+# For each function: how to put its arguments in a fixed order, and what replaces it.
 _DEFERRED: dict[Any, tuple[Callable[..., tuple[Any, ...]], Any]] = {
     F.linear: (_linear_arguments, _Linear),
     F.conv2d: (_conv2d_arguments, _Conv2d),

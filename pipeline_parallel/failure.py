@@ -1,17 +1,18 @@
-"""A step fails on all ranks or on none: what goes wrong on one of them reaches the others with its messages.
+"""A step fails on all ranks or on none: the error of one rank reaches the others with its messages.
 
       rank 0   F0 F1 F2 F3 ................ b0 b1 b2 b3      lower case: nothing is computed any more
       rank 1      F0 F1 f2 f3 ........ b0 b1 b2 b3           F2 failed here
       rank 2         F0 F1 f2 f3 b0 b1 b2 b3
 
-A rank that raised alone would leave the others waiting for its messages. So it goes on to the end of its row
-without computing, and each message that it still owes holds a NaN that arithmetic does not make. A rank that
-receives one does the same. Nothing else is sent, and a step that succeeds pays for one look at a few bytes of
-each message; on a GPU, where a look would make the host wait, for one look at the end of the step. The
-sentence travels over the group's store. Gradients that were added before the failure stay: `zero_grad()`.
+If a rank that fails left at once, the others would wait for its messages. So it goes on to the end of its row
+without computing, and each message that it still has to send is a *failure mark*: a NaN that arithmetic does
+not make. A rank that receives a failure mark does the same. Apart from these marks nothing is sent. A step
+that succeeds pays for one look at a few bytes of each message; on a GPU, where a look makes the host wait,
+for one look at the end of the step. The sentence about the error goes through the store of the group.
+Gradients that were added before the error stay: call `zero_grad()`.
 
-A failure that comes after a rank's last message is that rank's own. When it leaves because of it, the others
-lose a connection, and name it (comm.membership.liveness).
+An error after the last message of a rank is raised on that rank alone. When it then leaves, the others lose
+the connection and name it (comm.membership.liveness).
 """
 
 import ctypes
@@ -28,7 +29,7 @@ from comm.transport.wire import Group, group_of
 from lab.errors import WorkbookError, reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 
-# As 16, 32 and 64 bits this is a NaN, and not the one that processors make.
+# A NaN if read as 16, 32 or 64 bits, and not the NaN that processors make.
 FAILURE_BITS = 0x7FFD
 CHECKED_BYTES = 16  # bytes of each message
 FLAG = torch.int32  # what ranks exchange after a step without gradients: whether one has failed
@@ -44,33 +45,34 @@ _steps: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
 
 class SharedFailure:
-    """Shares what went wrong in a step among the ranks of `group`, whose messages are on `device`."""
+    """Shares an error of one rank with all ranks of `group`, whose messages are on `device`."""
 
     def __init__(self, group: Group = None, device: torch.device | str = "cpu") -> None:
         self._group, self._device = group_of(group), device
-        self.has_failed = False  # as far as this rank knows
+        self.has_failed = False  # on this rank, or on another one as far as this rank knows
         self._own: Exception | None = None
         self._last_bytes: dict[str, Tensor] = {}
 
     def begin_step(self) -> None:
-        """Forget the last step. All ranks of the group count their steps alike."""
+        """Forget the step before. All ranks of the group count their steps in the same way."""
         _steps[self._group] = _steps.get(self._group, 0) + 1
         self.has_failed, self._own = False, None
         self._last_bytes.clear()
 
     def check_message(self, message: Tensor, kind: str) -> None:
-        """Notice whether the sender of an activation or a gradient has failed."""
+        """Notice whether the sender of an activation or of a gradient has failed."""
         if message.device.type == "cpu":
             self.has_failed = self.has_failed or is_failure_mark(message)
-        else:  # after a rank's first mark only marks follow, so it is enough to ask the last message
+        else:  # only marks follow a first mark, so the last message is enough
             self._last_bytes[kind] = _first_bytes(message).clone()
 
     def compute_unless_failed(
         self, action: Action | None, compute: Callable[[], Tensor | None], like: Tensor | None = None
     ) -> Tensor | None:
-        """Return what `compute` returns, of the shape and dtype of `like`; after a failure a mark of these.
+        """Return what `compute` returns; after a failure, a failure mark in its place.
 
-        `like` is None where no other stage gets the result, `action` before the first one.
+        The result must have the shape and dtype of `like`, which is None if no other stage gets the result.
+        `action` is None before the first action.
         """
         if not self.has_failed:
             try:
@@ -83,7 +85,10 @@ class SharedFailure:
         return None if like is None else failure_mark(like, self._device)
 
     def end_step(self) -> Exception | None:
-        """Return what this rank has to raise: its own error, or the sentence of the first that failed."""
+        """Return the error that this rank has to raise, or None.
+
+        That is its own error, or a WorkbookError with the sentence of the first rank that failed.
+        """
         if any(map(is_failure_mark, self._last_bytes.values())):
             self.has_failed = True
         if not self.has_failed:
@@ -106,14 +111,14 @@ class SharedFailure:
         return self.end_step()
 
     def record(self, error: Exception, action: Action | None) -> None:
-        """Take `error` for what went wrong in `action`, and tell the other ranks a sentence about it."""
+        """Keep `error` as the failure of `action`, and write a sentence about it for the other ranks."""
         self.has_failed, self._own = True, error
         sentence = str(error)
         if not isinstance(error, WorkbookError):
             what = f"{type(error).__name__}: {reason(error)}".removesuffix(".")
             sentence = f"Rank {dist.get_rank()} failed in {_described(action)}: {what}."
         store, key = self._group.get_group_store(), self._key()
-        if store.add(f"{key}/claimed", 1) == 1:  # where several fail, all raise one sentence
+        if store.add(f"{key}/claimed", 1) == 1:  # if several ranks fail, all raise the same sentence
             store.set(key, sentence)
 
     def _sentence(self) -> str:
@@ -148,7 +153,7 @@ def _first_bytes(message: Tensor) -> Tensor:
 
 
 def validate_result(made: Tensor | None, like: Tensor, action: Action | None) -> None:
-    """Refuse a result that would not fit into the buffer that waits for it."""
+    """Refuse a result that does not fit into the buffer of the rank that receives it."""
     if made is None:
         raise WorkbookError(
             f"T{_described(action)[1:]} has no gradient to send: the output does not depend on the input."

@@ -1,7 +1,9 @@
-"""Turn a stage's runner into a plain forward, whose result has a graph for `backward()`.
+"""Turn the runner of a stage into a plain function, whose result has a graph for `backward()`.
 
-runner (stage_runner.py, clock.py)  forward(3, x), backward(3, dy)      keep what a microbatch needs by number
-here                                y = stage(x), y.backward(dy)        autograd keeps it with y
+      a runner      forward(3, x), then backward(3, dy)      keeps what a microbatch needs under its number
+      here          y = stage(x), then y.backward(dy)        autograd keeps it with y
+
+The hand-written lessons call the stage in this plain way.
 """
 
 from collections.abc import Callable
@@ -15,9 +17,9 @@ from pipeline_parallel.stage_runner import AutogradRunner, StageRunner
 
 
 def forward_of(runner: StageRunner, is_last: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Return `stage` and `loss_of` for the lesson; the last rank's `loss_of` computes its stage, too.
+    """Return `stage` and `loss_of` for a lesson. On the last rank `loss_of` computes the stage as well.
 
-    So recomputation, and the clock, take the loss for a part of the last stage's forward.
+    So recomputation and the clock count the loss as a part of the last stage's forward.
     """
 
     def forward(x: Tensor, target: Tensor | None = None) -> Tensor:
@@ -32,7 +34,7 @@ def forward_of(runner: StageRunner, is_last: bool) -> tuple[Callable[..., Tensor
 
 
 class _ByTheClock(torch.autograd.Function):
-    """A forward and a backward that compute nothing and take the clock's time."""
+    """Takes the time of a forward and of a backward, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, runner: ClockRunner, target: Tensor | None) -> Tensor:

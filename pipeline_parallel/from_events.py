@@ -1,8 +1,8 @@
-"""What a run's spans say about its pipeline: seconds of each stage, makespan and bubble of each step.
+"""Compute from the events of a run: seconds of each stage, and makespan and bubble of each step.
 
-The events are the actions' of all ranks on one clock (lab.timeline.gather); `args["step"]` is the number of
-the step. The makespan of a step lasts from its first action's start, on whatever rank, to its last one's
-end; what a rank does not compute of it is its bubble.
+The events are the actions of all ranks on one clock (lab.timeline.gather), and `args["step"]` is the number
+of the step. The makespan of a step is the time from the start of its first action, on any rank, to the end of
+its last one. The bubble is the share of that time in which ranks do not compute.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from pipeline_parallel.simulate import Costs
 
 
 def by_step(events: Iterable[Event]) -> list[list[Event]]:
-    """The events of each step, in order."""
+    """Return the events of each step; the steps are in order."""
     steps: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         steps[event.args["step"]].append(event)
@@ -23,23 +23,23 @@ def by_step(events: Iterable[Event]) -> list[list[Event]]:
 
 
 def makespan(step: Sequence[Event]) -> float:
-    """Seconds from the first action's start to the last one's end."""
+    """Return the seconds from the start of the first action to the end of the last one."""
     return (max(event.end_ns for event in step) - min(event.start_ns for event in step)) / 1e9
 
 
 def bubble(step: Sequence[Event], ranks: int) -> float:
-    """The share of all ranks' time in which they computed nothing, from 0 to 1."""
+    """Return the share of all ranks' time in which they computed nothing, from 0 to 1."""
     busy = sum(event.duration_ns for event in step) / 1e9
     return 1 - busy / (ranks * makespan(step))
 
 
 def median_step(steps: Sequence[Sequence[Event]]) -> Sequence[Event]:
-    """The step of median makespan, the lower one of two."""
+    """Return the step of median makespan; of two, the shorter one."""
     return sorted(steps, key=makespan)[(len(steps) - 1) // 2]
 
 
 def costs(events: Iterable[Event], stages: int) -> Costs:
-    """Median seconds of each stage's actions. A whole backward counts half for each gradient."""
+    """Return the median seconds of each stage's actions. Half of a backward counts for each gradient."""
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for event in events:
         seconds[event.args["action"], event.args["stage"]].append(event.duration_ns / 1e9)

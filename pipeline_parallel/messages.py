@@ -1,19 +1,21 @@
-"""Messages: what a table of actions makes the ranks send each other, derived by one pass.
+"""Messages: derive from a table of actions what the ranks send each other.
 
       rank 0   F0 F1 B0 B1     ►   receive B0 · F0 · send F0 · receive B1 · F1 · send F1 · B0 · B1
       rank 1   F0 B0 F1 B1     ►   receive F0 · receive F1 · F0 · B0 · send B0 · F1 · B1 · send B1
 
-An activation goes from a stage to the next one, a gradient to the one before; stages of one rank hand them
-over without a message. Three rules keep ranks from waiting for each other for ever, and memory small:
+An activation goes from a stage to the next one, and a gradient to the stage before. Two stages of one rank
+need no message. Three rules avoid a deadlock, in which ranks wait for each other without end, and keep memory
+small:
 
-  - A receive is posted early: `ahead` actions before the one that needs it, so that the message travels
-    while something is computed. Two, because forwards and backwards alternate: what a neighbour made while
-    this rank did one of each is there when the pair is done.
-  - The k-th receive from a rank meets its k-th send. So receives of one neighbour are posted in the order in
-    which that one sends, also where it is not the order of need.
-  - A send never waits. Its memory is free once it has arrived, and a message that the receiver sends after it
-    has used mine proves that mine has. So `Sent` stands before the action that needs such an answer, where
-    it waits no longer than the action itself would; what has no answer is waited for at the end of the step.
+  - A receive is posted early, `ahead` actions before the action that uses the message. So the message travels
+    while the rank computes. `ahead` is 2, because forwards and backwards alternate: while this rank does one
+    of each, the other rank makes the message.
+  - The k-th receive from a rank meets its k-th send. So the receives from a rank are posted in the order of
+    its sends, even if this rank needs the messages in another order.
+  - A send does not wait, and its memory is free once the message has arrived. An answer proves the arrival: a
+    message that the receiver sends after it has used the first one. So `WaitForSend` stands before the action
+    that needs the answer, and takes no longer than this action waits anyway. The end of the step waits for
+    the messages without an answer.
 """
 
 from collections import defaultdict, deque
@@ -30,7 +32,7 @@ from pipeline_parallel.actions import (
 
 
 class Message(NamedTuple):
-    """An activation ("F", to the next stage) or a gradient ("I", to the one before) of `stage`'s making."""
+    """Names an activation ("F", to the next stage) or a gradient ("I", to the stage before) of `stage`."""
 
     kind: str
     microbatch: int
@@ -38,26 +40,26 @@ class Message(NamedTuple):
 
     @property
     def receiver(self) -> int:
-        """The stage that it is for."""
+        """Return the stage that receives it."""
         return self.stage + (1 if self.kind == FORWARD else -1)
 
 
 class Receive(NamedTuple):
-    """Post the receive of a message from rank `peer`."""
+    """Posts the receive of a message from rank `peer`."""
 
     message: Message
     peer: int
 
 
 class Send(NamedTuple):
-    """Start sending a message to rank `peer`."""
+    """Starts sending a message to rank `peer`."""
 
     message: Message
     peer: int
 
 
 class WaitForSend(NamedTuple):
-    """Wait until the message has arrived, and its memory is free."""
+    """Waits until a message has arrived, so that its memory is free."""
 
     message: Message
     peer: int
@@ -67,7 +69,7 @@ Step = Action | Receive | Send | WaitForSend
 
 
 def sent_by(action: Action, last_stage: int) -> Message | None:
-    """What others need of the action's result."""
+    """Return the message with the action's result, or None if no other stage needs it."""
     kind, microbatch, stage = action
     if kind == FORWARD and stage < last_stage:
         return Message(FORWARD, microbatch, stage)
@@ -77,7 +79,7 @@ def sent_by(action: Action, last_stage: int) -> Message | None:
 
 
 def received_by(action: Action, last_stage: int) -> Message | None:
-    """What the action needs of another stage."""
+    """Return the message that the action needs from another stage, or None."""
     kind, microbatch, stage = action
     if kind == FORWARD and stage > 0:
         return Message(FORWARD, microbatch, stage - 1)
@@ -87,14 +89,14 @@ def received_by(action: Action, last_stage: int) -> Message | None:
 
 
 def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
-    """Each rank's actions with its sends and receives among them. ValueError if `ahead` is negative."""
+    """Return each rank's actions, sends and receives in order. ValueError if `ahead` is negative."""
     if ahead < 0:
         raise ValueError(f"a receive cannot be posted {-ahead} actions late; `ahead` is 0 or more.")
     rank_of = placement(table)
     last_stage = max(rank_of, default=0)
 
-    # Where a message is sent and needed: the place of the action in its rank's row. And what goes from one
-    # rank to another, in the order in which it is sent.
+    # For each message, the position in the row of the action that sends it, and of the one that needs it.
+    # For each pair of ranks, their messages in the order of sending.
     sent_at: dict[Message, int] = {}
     needed_at: dict[Message, int] = {}
     traffic: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -139,12 +141,12 @@ def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
 
 
 def neighbours(programs: list[list[Step]]) -> set[tuple[int, int]]:
-    """Return who sends to whom: (source, destination) in ranks."""
+    """Return the pairs of ranks (source, destination) that exchange messages."""
     return {
         (rank, step.peer) for rank, steps in enumerate(programs) for step in steps if isinstance(step, Send)
     }
 
 
 def has_split_backward(table: Table) -> bool:
-    """Whether backwards are cut into input and weight gradients."""
+    """Return whether backwards are cut into input and weight gradients."""
     return any(action.kind == INPUT_GRADIENT for row in table for action in row)

@@ -1,13 +1,14 @@
-"""One HTML file that plays, scrubs and compares schedules; it works from a file, without a network.
+"""Write one HTML file that plays, scrubs and compares schedules. It works from a file, without a network.
 
     python pipeline_parallel/page.py --out schedules.html
     python pipeline_parallel/page.py --out slow.html --ranks 4 --weight-gradient 0.5 --messages 0 0.25 1
 
-The timelines are those of `pipeline_parallel.simulate`, one for each schedule and setting, written into the
-page, so it knows nothing of schedules itself. All schedules train the same model: where a rank has n stages,
-each of them takes 1/n of the rank's seconds and holds 1/n of its activations.
+The page holds the timelines of `pipeline_parallel.simulate`, one for each schedule and setting, so it knows
+nothing of schedules itself. All schedules train the same model: if a rank has n stages, each of them takes
+1/n of the rank's seconds and holds 1/n of its activations.
 
-A link opens it as one wants it: schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
+A link opens the page with the settings that it names:
+schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
 """
 
 import json
@@ -67,10 +68,10 @@ class PageArgs:
 def write_page(
     path: str | Path, args: PageArgs | None = None, measured: Mapping[str, Iterable[Event]] | None = None
 ) -> Path:
-    """Write the page for `args` (its `out` does not matter) to `path`.
+    """Write the page for `args` to `path`; the `out` of `args` is not used.
 
-    `measured` are runs that happened, under the name of their schedule or any other: the executor's events of
-    one step of all ranks. The page opens with them, each beside a simulation of it from its own costs.
+    `measured` holds real runs by the name of their schedule, or any other name: for each the events of one
+    step of all ranks. The page opens with them, each beside a simulation from its own costs.
     """
     args = args or PageArgs()
     sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
@@ -96,7 +97,7 @@ def _part(name: str) -> str:
 
 
 def simulation(args: PageArgs, name: str, ranks: int, microbatches: int, message: float) -> Simulation:
-    """What the page shows of a schedule: the same model whatever the number of stages."""
+    """Return the simulation of a schedule that the page shows: the same model for any number of stages."""
     stages = stages_per_rank(name, args.chunks)
     seconds = (args.forward, args.input_gradient, args.weight_gradient)
     costs = Costs.equal(ranks * stages, *(each / stages for each in seconds))
@@ -112,7 +113,7 @@ def _simulated(args: PageArgs, ranks: int, microbatches: int, message: float) ->
 
 
 def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
-    """A run that happened, and what the simulator makes of its order and its median costs."""
+    """Yield a real run, and the simulation of its table with its own median costs."""
     events = sorted((event for event in events if "action" in event.args), key=lambda event: event.start_ns)
     if not events:
         raise ValueError(f"the measured run {label!r} has no events of actions.")
@@ -135,7 +136,7 @@ def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
 
 
 def _packed(simulated: Simulation) -> dict[str, Any]:
-    """What the page needs to know of a timeline. A cell: the action, its start and end, what it needs."""
+    """Return what the page shows of a timeline. A cell is an action, its start and end, and what it needs."""
     table = [[timed.action for timed in row] for row in simulated.rows]
     rank_of = placement(table)
     giver = {as_dependency(action): str(action) for row in table for action in row}
@@ -158,7 +159,7 @@ def _packed(simulated: Simulation) -> dict[str, Any]:
 
 
 def _opening(args: PageArgs, real: list[dict[str, Any]]) -> dict[str, Any]:
-    """The settings the page opens with: those of the first measured run, or the middle ones."""
+    """Return the settings with which the page opens: those of the first measured run, or middle ones."""
     if real:
         return {key: real[0][key] for key in ("ranks", "microbatches", "message")} | {
             "show": [run["name"] for run in real]
@@ -173,7 +174,7 @@ def _opening(args: PageArgs, real: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _colors(chunks: int) -> str:
-    """Style rules for a kind (F, B, I, W) in a rank's first stage (c0), its second and so on."""
+    """Return style rules for each kind (F, B, I, W) in a rank's first stage (c0), its second and so on."""
     rules = []
     for chunk in range(max(2, chunks)):
         for kind, gantt_kind in GANTT_KIND.items():

@@ -1,4 +1,4 @@
-"""A model as a pipeline: cut into stages, of which this rank keeps its own, and run by a schedule.
+"""Cut a model into stages, keep those of this rank, and train or evaluate them by a schedule.
 
     pipeline = Pipeline(GPT(config), one_f_one_b(4, 8), loss_of, example=x[:len(x) // 8])
     loss, _ = pipeline.step(x, y)             # forward and backward of 8 microbatches
@@ -8,7 +8,7 @@
     loss = pipeline.evaluate(x, y)            # on all ranks; forwards alone, in evaluation mode
     outputs = pipeline.forward_only(x)        # on the last stage's rank, None elsewhere
 
-Every rank makes the whole model, with the same seed, and lets go of what is not its own.
+Every rank makes the full model with the same seed, and frees the stages of other ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,18 +43,25 @@ from training.clipping import clip_grad_norm_
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of `model`, which `table` says how to run on the ranks of `group`.
+    """Holds this rank's stages of `model`, which run on the ranks of `group` by the schedule `table`.
 
-    `example`: a microbatch of the input, for the rank of the first stage. `costs`: of each part (stage.py),
-    for the cut; by default layers count alike. `recompute`: stages keep only their input for the backward,
-    all of them (True) or those given. `tick`: seconds of a forward of all of a rank's stages, which the clock
-    takes instead of them. `by_hand`: a lesson's class, whose step does what `table` says in the executor's
-    place. WorkbookError where table and ranks, or parts and stages, do not fit together.
+    `model` is an nn.Sequential, a list of modules, or one of the lessons' models. `example` is a microbatch
+    of the input, for the rank of the first stage.
 
-    What it does not do: all batches must have the size of the first one (a DataLoader needs drop_last=True),
-    x, y and what stages hand on are single tensors, and a step under torch.no_grad() is refused. The loss is
-    the mean of the microbatches' means, and BatchNorm sees one microbatch at a time. GradScaler and torch's
-    clip_grad_norm_ (this class has its own) would see the gradients of one rank's stages: they are refused.
+    The model is cut by `costs`: a number for each part (stage.py), "parameters", or "time", which measures
+    the parts on the first stage's rank. By default an nn.Sequential is cut by its parameters, and a GPT by
+    its layers. `split` says how many parts each stage takes.
+
+    `recompute` makes stages keep only their input for the backward: all of them (True), or those given.
+    `tick` replaces computing by a clock: seconds of a forward of all stages of a rank. `by_hand` is the class
+    of a lesson, which runs in place of the executor and does what `table` says. WorkbookError if table and
+    ranks, or parts and stages, do not fit together.
+
+    Limits: all batches have the size of the first one (a DataLoader needs drop_last=True). x, y and what
+    stages send are single tensors. The loss is the mean of the microbatches' means, and BatchNorm sees one
+    microbatch at a time. A step under torch.no_grad() is refused. So are GradScaler and torch's
+    clip_grad_norm_, which would see the gradients of one rank's stages alone; this class has its own
+    clip_grad_norm_.
     """
 
     def __init__(
@@ -104,7 +111,7 @@ class Pipeline(nn.Module):
         self._evaluator = self.executor if by_hand is None else Executor(*arguments, rows=rows)
 
     def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
-        """Forward and backward of the whole batch, as Executor.step."""
+        """Do the forward and the backward of a batch; see Executor.step."""
         with self.noting_tied_gradients():
             outcome = self.executor.step(x, y, check=self._new.refuse_if_trained)
         if dist.get_world_size(self.group) > 1:
@@ -138,11 +145,11 @@ class Pipeline(nn.Module):
         return loss
 
     def noting_tied_gradients(self) -> AbstractContextManager[None]:
-        """Note, as `step` does, what the block adds to tied gradients, for `finish_gradient_sync`."""
+        """Note, as `step` does, what the `with` block adds to tied gradients."""
         return self._new.collecting(parameter for parameter, _ in self._shared())
 
     def finish_gradient_sync(self) -> None:
-        """Give both copies of what two stages share the sum of their gradients since the last call."""
+        """Give both copies of a shared parameter the sum of their gradients since the last call."""
         for mine, peer in [] if self._new.is_complete else self._shared():
             with span("tied gradient", "wait"):
                 gradient = self._new.take(mine)
@@ -178,14 +185,14 @@ class Pipeline(nn.Module):
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers by their names in the whole model, on every rank; all must call it."""
+        """Return all parameters and buffers by their names in the full model, on every rank; all call it."""
         own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
-        # One message for all tensors of a rank and dtype; each alone would be a wait for all ranks.
-        alike: dict[tuple[int, torch.dtype], list[str]] = {}
+        # One message for all tensors of a rank and dtype: each message costs a latency.
+        together: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, (stage, like) in self.layout.items():
-            alike.setdefault((self.rank_of[stage], like.dtype), []).append(name)
-        whole: dict[str, Tensor] = {}
-        for (owner, dtype), names in alike.items():
+            together.setdefault((self.rank_of[stage], like.dtype), []).append(name)
+        full: dict[str, Tensor] = {}
+        for (owner, dtype), names in together.items():
             shapes = [self.layout[name][1].shape for name in names]
             sizes = [shape.numel() for shape in shapes]
             flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
@@ -193,25 +200,28 @@ class Pipeline(nn.Module):
                 torch.cat([own[name].flatten() for name in names], out=flat)
             broadcast(flat, root=owner, group=self.group)
             for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
-                whole[name] = part.view(shape)
-        return {name: whole[name] for name in self.layout}
+                full[name] = part.view(shape)
+        return {name: full[name] for name in self.layout}
 
-    def load_full_state_dict(self, whole: dict[str, Tensor]) -> None:
-        """Take this rank's part of what `full_state_dict` gave, or the whole model's own state."""
+    def load_full_state_dict(self, full: dict[str, Tensor]) -> None:
+        """Load this rank's stages from `full_state_dict`, or from the state dict of the full model."""
         for stage in self.stages.values():
             names = stage.state_dict()
-            stage.load_state_dict({name: whole[name] for name in names})
+            stage.load_state_dict({name: full[name] for name in names})
         self._new.forget()
 
     def named_own_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters under their names in the whole model; a shared one's copy under its own."""
+        """Return this rank's parameters by their names in the full model; a copy has its own name."""
         return {
             name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()
         }
 
     def traffic_per_step(self) -> Traffic:
-        """What this rank sends in a step: m activations over each boundary to another rank, and m gradients
-        back; and the gradient of what two stages share."""
+        """Return what this rank sends in a step.
+
+        Over each boundary to another rank that is m activations, or m gradients back, and once the gradient
+        of each parameter that two stages share.
+        """
         sent = messages = 0
         for boundary, like in self.boundaries.items():
             before, after = self.rank_of.get(boundary - 1), self.rank_of.get(boundary)
@@ -245,7 +255,7 @@ class Pipeline(nn.Module):
         return cost.per_rank(op, pattern, 1, itemsize, ranks, self.rank, root)
 
     def _make_ties_equal(self) -> None:
-        """The later stage's copy of what two share becomes the earlier one's."""
+        """Copy each shared parameter from the earlier stage to the later one."""
         for (earlier, name), (later, its_name) in self.ties:
             if self.rank_of[earlier] == self.rank:
                 send(self.stages[str(earlier)].get_parameter(name), self.rank_of[later], self.group)
@@ -253,7 +263,7 @@ class Pipeline(nn.Module):
                 recv(self.stages[str(later)].get_parameter(its_name), self.rank_of[earlier], self.group)
 
     def _shared(self) -> list[tuple[nn.Parameter, int]]:
-        """This rank's copies of what a stage of another rank trains, too, and that rank."""
+        """Return this rank's copies of parameters that a stage of another rank trains too, and that rank."""
         return [
             (parameter, self.rank_of[other])
             for tie in self.ties
@@ -264,6 +274,6 @@ class Pipeline(nn.Module):
 
     @staticmethod
     def _layout(model: nn.Module, stages: list[Stage]) -> dict[str, tuple[int, Tensor]]:
-        """The stage of each parameter and buffer, and its shape, by its name in the whole model's order."""
+        """Return, by name in the full model, the stage of each parameter and buffer, and its shape."""
         stage_of = {name: i for i, stage in reversed(list(enumerate(stages))) for name in stage.state_dict()}
         return {name: (stage_of[name], tensor.to("meta")) for name, tensor in model.state_dict().items()}

@@ -1,12 +1,12 @@
-"""A run's report: makespan and bubble measured, simulated, by formula; activations held and predicted.
+"""Report a run: makespan and bubble measured, simulated and by formula; activations held and predicted.
 
-      measured     from the spans of all ranks, on one clock
+      measured     from the events of all ranks, on one clock
       simulated    the same table, with this run's own seconds for each stage (or the clock's) and its link
-      formula      theory.py, for stages that take equally long and messages that take no time; where it
-                   has none for these f, i and w (zb_v's want to be alike), for three of their mean
+      formula      theory.py, for stages that take equally long and messages that take no time; if it has no
+                   formula for these f, i and w, the one for three times their mean (ZB-V)
 
-Where the three differ, something was not as regular as the theory: stages of different lengths, messages, or
-ranks that share a core.
+If the three differ, something was less regular than the theory: stages of different lengths, messages that
+take time, or ranks that share a core.
 """
 
 import statistics
@@ -22,7 +22,10 @@ from pipeline_parallel.simulate import Costs, Simulation, simulate
 
 
 class RankFigures(NamedTuple):
-    """What one rank tells the others for the report; bytes by stage, and of each boundary it knows."""
+    """Holds what one rank tells the others for the report.
+
+    The bytes are by stage, and `boundaries` has those of each boundary that the rank knows.
+    """
 
     peak_bytes: int
     peak_held: int
@@ -38,9 +41,10 @@ class RankFigures(NamedTuple):
 
 
 class Report:
-    """On rank 0: `events` are the actions of all ranks' steps (from_events.py), `seen` what each rank saw.
+    """Computes the report on rank 0.
 
-    `tick`: the clock's seconds, under the metronome.
+    `events` are the actions of all ranks (from_events.py), `seen` the figures of each rank, `tick` the
+    seconds of the clock under the metronome.
     """
 
     def __init__(
@@ -66,7 +70,9 @@ class Report:
         self.simulation: Simulation = simulate(table, self.costs, link, inner)
 
     def figures(self) -> dict[str, Any]:
-        """What the summary shows. Bubbles are shares of the makespan; lists have a value for each rank."""
+        """Return the figures of the summary. Bubbles are shares of the makespan; a list has a value for each
+        rank.
+        """
         ranks, microbatches = len(self._table), num_microbatches(self._table)
         chunks = self._stages // ranks
         of_rank = [

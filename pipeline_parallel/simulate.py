@@ -1,20 +1,21 @@
-"""When everything happens: a schedule's timeline predicted from seconds per stage, without running it.
+"""Simulate a schedule: predict its timeline from the seconds of each stage, without running it.
 
     rank 0   F0 F1 .  .  B0--- F2 B1--- .  B2---     simulate(one_f_one_b(2, 3), Costs.equal(2, 1, 1, 1))
     rank 1   .  F0 B0--- F1 B1--- F2 B2--- .  .      makespan 12 seconds, 3 of them idle: a bubble of 0.25
 
-Each rank does its row strictly in order. An action starts when the rank is free and all that it needs has
-arrived; time 0 is the start of the first. Receiving takes no time, and sending never holds up computing:
+Each rank does its row in order. An action starts when the rank is free and all messages that it needs have
+arrived. The first action starts at time 0. Receiving takes no time, and sending does not delay computing:
 
     the action ends ──> departs when the rank's earlier messages are out ── bytes * beta ── alpha ──> arrives
-                        └────────── the link is taken ──────────────────────────────────┘
+                        └────────── the link is busy ─────────────────────────────────────┘
 
-So a rank has one outgoing link, which its messages take one after the other in the order of its actions, and
-latency delays a message but not the ones behind it (Hockney's alpha and beta, as in `comm.cost`). What two
-stages of one rank hand each other is there at once. Without a link, every message is.
+So a rank has one outgoing link, which sends its messages one after the other in the order of its actions. The
+latency alpha delays a message, but not the messages behind it (Hockney's alpha and beta, as in `comm.cost`).
+A message between two stages of one rank takes no time, and without a link no message does.
 
-Unequal stages, slow links and any table are welcome; `pipeline_parallel.theory` has formulas for the regular
-cases. Every action is looked at a constant number of times: thousands of ranks take seconds.
+Stages may be unequal, links slow, and any table is accepted; `pipeline_parallel.theory` has formulas for the
+regular cases. The simulator looks at each action a constant number of times, so thousands of ranks take
+seconds.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from pipeline_parallel.validate import validate
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds for one microbatch, by stage. A whole backward takes both gradients' seconds."""
+    """Holds the seconds of one microbatch, by stage. A backward takes the seconds of both gradients."""
 
     forward: tuple[float, ...]
     input_gradient: tuple[float, ...]
@@ -49,11 +50,11 @@ class Costs:
 
     @classmethod
     def equal(cls, stages: int, forward: float, input_gradient: float, weight_gradient: float) -> "Costs":
-        """The same seconds in each of `stages` stages."""
+        """Return the same seconds for each of `stages` stages."""
         return cls((forward,) * stages, (input_gradient,) * stages, (weight_gradient,) * stages)
 
     def seconds(self, action: Action) -> float:
-        """How long the action takes."""
+        """Return how long the action takes."""
         kind, _, stage = action
         if kind == FORWARD:
             return self.forward[stage]
@@ -63,7 +64,7 @@ class Costs:
 
 
 class TimedAction(NamedTuple):
-    """An action and its seconds since time 0."""
+    """Holds an action, and its start and end in seconds since time 0."""
 
     action: Action
     start: float
@@ -72,43 +73,44 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What each rank did and when."""
+    """Holds what each rank did, and when."""
 
     rows: list[list[TimedAction]]
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first action's start to the last one's end."""
+        """Return the seconds from the first action's start to the last one's end."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
     @property
     def busy(self) -> list[float]:
-        """Seconds each rank computed."""
+        """Return the seconds in which each rank computed."""
         return [sum(timed.end - timed.start for timed in row) for row in self.rows]
 
     @property
     def idle(self) -> list[float]:
-        """Seconds each rank did nothing until the last one was done."""
+        """Return the seconds in which each rank did nothing, until the last rank was done."""
         makespan = self.makespan
         return [makespan - busy for busy in self.busy]
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they did nothing, from 0 to 1."""
+        """Return the share of all ranks' time in which they did nothing, from 0 to 1."""
         available = len(self.rows) * self.makespan
         return 1 - sum(self.busy) / available if available else 0.0
 
     @property
     def peak_held(self) -> list[int]:
-        """The most microbatches each rank held at once; one held by two of its stages counts twice.
+        """Return the most microbatches that each rank held at a time.
 
-        A stage holds a microbatch from the start of its F to the end of its B or W.
+        A stage holds a microbatch from the start of its F to the end of its B or W. If two stages of a rank
+        hold a microbatch, it counts twice.
         """
         ones = [1] * (1 + max((timed.action.stage for row in self.rows for timed in row), default=-1))
         return self.peak_bytes(ones, ones)
 
     def peak_bytes(self, kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> list[int]:
-        """The most bytes of activations each rank held at once; both arguments are bytes by stage.
+        """Return the most bytes of activations that each rank held at a time; both arguments are by stage.
 
         A microbatch in stage s holds `kept_by_forward[s]` from the start of its F to the end of its B or I,
         and `kept_for_weight[s]` from the end of its I to the end of its W.
@@ -116,13 +118,13 @@ class Simulation:
         return [_peak([timed.action for timed in row], kept_by_forward, kept_for_weight) for row in self.rows]
 
     def events(self) -> list[Event]:
-        """For `lab.gantt.draw`: one event for each action, its microbatch for a name."""
+        """Return one event for each action, with its microbatch as its name, for `lab.gantt.draw`."""
         chunk_of = {
             stage: chunk
             for row in self.rows
             for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))
         }
-        # Both ends are rounded, not the length, so that what touched still does.
+        # Start and end are rounded, not the length, so that events that touch still touch.
         return [
             Event(
                 name=str(action.microbatch),
@@ -145,11 +147,11 @@ class Simulation:
 def simulate(
     table: Table, costs: Costs, link: Link | None = None, message_bytes: int | Sequence[int] = 0
 ) -> Simulation:
-    """The timeline of `table`.
+    """Return the timeline of `table`.
 
-    `message_bytes` is the size of an activation, and of its gradient: one number, or one for each boundary
-    between stages, the one of stages 0 and 1 first. ValueError where costs or sizes are not for the table's
-    stages, ScheduleError for a table that would never end.
+    `message_bytes` is the size of an activation and of its gradient: one number, or one for each boundary
+    between stages, beginning with that of stages 0 and 1. ValueError if costs or sizes are not for the stages
+    of the table, ScheduleError for a table that would never end.
     """
     rank_of = placement(table)
     num_stages = 1 + max(rank_of, default=-1)
@@ -164,9 +166,9 @@ def simulate(
         )
 
     rows: list[list[TimedAction]] = [[] for _ in table]
-    free: list[float] = [0] * len(table)  # when the rank is; no 0.0, so that fractions stay exact
-    link_free: list[float] = [0] * len(table)  # when its messages are out
-    arrives: dict[Action, float] = {}  # by the name `needs` uses: when the neighbouring stage has it
+    free: list[float] = [0] * len(table)  # when the rank is free; 0, not 0.0, so that fractions stay exact
+    link_free: list[float] = [0] * len(table)  # when the messages of the rank are out
+    arrives: dict[Action, float] = {}  # when a result is there, by its name as a dependency
     waiting: dict[Action, list[int]] = {}
     runnable = list(range(len(table)))
     while runnable:
@@ -179,7 +181,7 @@ def simulate(
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
                 break
-            # What its own stage has done is there since before the rank was last free.
+            # A result of the same stage was there before the rank was last free.
             start = max([free[rank], *(arrives[need] for need in needed if need.stage != action.stage)])
             end = free[rank] = start + costs.seconds(action)
             done.append(TimedAction(action, start, end))
@@ -196,7 +198,7 @@ def simulate(
 
 
 def _taker(action: Action) -> int:
-    """The stage that the action's result goes to; its own for a weight gradient, which stays."""
+    """Return the stage that receives the result. A weight gradient stays in its own stage."""
     if action.kind == WEIGHT_GRADIENT:
         return action.stage
     return action.stage + 1 if action.kind == FORWARD else action.stage - 1

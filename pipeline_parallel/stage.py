@@ -27,7 +27,7 @@ from lab.model import GPT, MLP, BabyCNN
 
 
 class Part(NamedTuple):
-    """A link of the chain: the modules that it takes, what it does, and how much it counts in an even cut."""
+    """Holds a link of the chain: the names of its modules, what it computes, and its cost for the cut."""
 
     modules: tuple[str, ...]
     forward: Callable[["Stage", Tensor], Tensor]
@@ -35,8 +35,7 @@ class Part(NamedTuple):
 
 
 class Stage(nn.Module):
-    """Consecutive parts of `model`, which it shares the modules with. The input of the first to the output
-    of the last."""
+    """Runs consecutive parts of `model`, one after the other. It shares the modules with the model."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class Stage(nn.Module):
         return x
 
     def output_like(self, x: Tensor) -> Tensor:
-        """The shape and dtype of the output, as a tensor on device "meta"; nothing is computed."""
+        """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed."""
         held = {name: tensor.to("meta") for name, tensor in self._everything()}
         with torch.no_grad():
             return functional_call(self, held, (x.to("meta"),))
@@ -82,7 +81,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         ]
     if isinstance(model, GPT):
         blocks = [Part((f"blocks.{i}",), partial(_call, f"blocks.{i}")) for i in range(len(model.blocks))]
-        # In an even cut blocks count; what comes before and after them goes along.
+        # Blocks count in an even cut; what comes before and after them does not.
         before = Part(("token_embedding", "position_embedding", "dropout"), GPT.embed, cost=0.0)
         return [before, *blocks, Part(("final_norm", "head"), _head, cost=0.0)]
     if isinstance(model, MLP):
@@ -120,9 +119,9 @@ def _head(stage: Stage, x_btd: Tensor) -> Tensor:
 
 
 def ties(stages: Sequence[Stage]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
-    """Parameters that two stages share: (stage, name) of the earlier and of the later one.
+    """Return the parameters that two stages share, as (stage, name) of the earlier and of the later one.
 
-    `stages` are all of the model's, cut from the same one. WorkbookError if more than two share one.
+    `stages` are all stages of one model. WorkbookError if more than two share a parameter.
     """
     holders: dict[int, list[tuple[int, str]]] = {}
     for index, stage in enumerate(stages):

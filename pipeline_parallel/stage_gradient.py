@@ -1,9 +1,10 @@
-"""Refuses what torch would compute of the gradients of one rank's stages as if they were the model's.
+"""Refuse functions of torch that would take the gradients of one rank's stages for those of the full model.
 
       nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0)    another norm, so another scale, on each rank
       scaler.step(optimizer)                                  one rank skips the step, others take it
 
-The ranks have different gradients, so they cannot exchange a number for each, as tensor parallel ranks do.
+The ranks have gradients of different parameters, so they cannot exchange a number for each parameter, as
+tensor parallel ranks do.
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ _REFUSED = {
 
 
 class StageGradient(Tensor):
-    """A gradient that is a plain tensor for everything but the functions that are refused."""
+    """Is a gradient that every function takes as a plain tensor, but the refused ones do not."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +42,7 @@ class StageGradient(Tensor):
 
 
 def refuse_norms_of_a_stage(parameters: Iterable[nn.Parameter]) -> None:
-    """Make the gradients of `parameters` ones of which torch takes no norm and finds no infinities."""
+    """Make torch refuse to take norms of the gradients of `parameters`, or to look for infinities."""
     for parameter in parameters:
         if type(parameter.grad) is Tensor:
             parameter.grad = torch.Tensor._make_subclass(StageGradient, parameter.grad)  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""The passes of one stage: forward, backward, or its halves, of one microbatch after the other.
+"""Run one stage: the forward, the backward or its halves of one microbatch after the other.
 
-    runner = AutogradRunner(stage, loss_of=loss_of, microbatches=8)      # loss_of: the last stage has one
+    runner = AutogradRunner(stage, microbatches=8, loss_of=loss_of)      # the last stage has a loss
     y = runner.forward(3, x)
     dx = runner.backward(3, dy)      # or runner.backward_input(3, dy), and later runner.backward_weight(3)
 
-What a microbatch leaves behind for its backward lives from its forward to its backward, and no longer. The
-output itself is not kept: autograd is told to begin at its place in the graph (a gradient edge), and
-what only the next stage needs is gone as soon as it has been sent.
+What a microbatch needs for its backward is kept from its forward to its backward, and no longer. The output
+is not kept: autograd starts the backward at the output's place in the graph (a gradient edge), so the memory
+of the output is free once it has been sent.
 
 With `recompute` only the input is kept, and the backward computes the forward again (Chen et al., "Training
 Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174).
@@ -29,42 +29,45 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 class StageRunner(Protocol):
-    """What the executor asks of a stage."""
+    """Is what the executor needs of a stage."""
 
     def begin_step(self) -> None:
-        """A step begins, and what an earlier one has left is forgotten."""
+        """Begin a step, and forget what an earlier step has left."""
 
     def forward(self, microbatch: int, x: Tensor, target: Tensor | None = None) -> Tensor:
-        """The stage's output, or with a target the microbatch's share of the loss."""
+        """Return the stage's output, or with a target the microbatch's share of the loss."""
 
     def forward_only(self, x: Tensor, target: Tensor | None = None) -> Tensor:
-        """The stage's output, or with a target the microbatch's loss; nothing is kept for a backward."""
+        """Return the stage's output, or with a target the microbatch's loss. Keep nothing."""
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """From the output's gradient (None: the loss's) to the input's (None: it needs none)."""
+        """Return the gradient of the input (None if it needs none), given that of the output.
+
+        `dy` is None for the loss.
+        """
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """As `backward`, but leaves the weights' gradients to `backward_weight`."""
+        """Do what `backward` does, but leave the gradients of the weights to `backward_weight`."""
 
     def backward_weight(self, microbatch: int) -> None:
-        """What `backward_input` has left."""
+        """Compute the gradients of the weights that `backward_input` has left."""
 
     def deferred_tensors(self, microbatch: int) -> list[Tensor]:
-        """The tensors that `backward_weight` will need."""
+        """Return the tensors that `backward_weight` will need."""
 
     def add_wait(self, seconds: float) -> None:
-        """So long the rank has waited for messages since its last pass."""
+        """Note how long the rank has waited for messages since the last action."""
 
     def last_span(self) -> tuple[int, int] | None:
-        """Start and end of the last pass, in nanoseconds, where they are not those of the call."""
+        """Return start and end of the last action in nanoseconds, if they differ from those of the call."""
 
 
 class AutogradRunner:
-    """The passes of a stage by autograd.
+    """Runs a stage by autograd.
 
-    `microbatches` divides the loss, so that gradients add up to those of the mean. `split` prepares forwards
-    for `backward_input` and `backward_weight`. `output_dtype`: of what is handed on, whatever torch.autocast
-    makes of it.
+    The loss is divided by `microbatches`, so that the gradients add up to those of the mean. `split` prepares
+    forwards for `backward_input` and `backward_weight`. The output has `output_dtype` under torch.autocast,
+    too.
     """
 
     def __init__(
@@ -112,10 +115,10 @@ class AutogradRunner:
 
     def _output_or_loss(self, y: Tensor, target: Tensor | None) -> Tensor:
         if target is None:
-            # The next stage casts it as it needs it, and so the gradient that comes back.
+            # The next stage casts its input as it needs it, and autograd casts the gradient back.
             is_cast = self.output_dtype is not None and torch.is_autocast_enabled(y.device.type)
             return y.to(self.output_dtype) if is_cast else y
-        assert self.loss_of is not None, "a target is for the last stage, which has a loss"
+        assert self.loss_of is not None, "only the last stage has a loss, and a target"
         return validated_loss(self.loss_of(y, target))
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -126,7 +129,7 @@ class AutogradRunner:
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         x, edge = self._begun.pop(microbatch)
-        if edge is not None:  # a frozen stage at the very beginning has no gradient to compute
+        if edge is not None:  # a first stage that is frozen has no gradient to compute
             with without_autocast(x):
                 torch.autograd.backward([edge], [dy])
         return x.grad
@@ -150,7 +153,7 @@ class AutogradRunner:
 
 
 def without_autocast(*of: Tensor) -> AbstractContextManager[object]:
-    """A backward computes in the dtypes that its forward recorded, though both are in one torch.autocast."""
+    """Switch torch.autocast off for a backward, which computes in the dtypes that its forward recorded."""
     if any(torch.is_autocast_enabled(tensor.device.type) for tensor in of):
         return torch.autocast(of[0].device.type, enabled=False)
     return nullcontext()

@@ -1,8 +1,9 @@
-"""What a schedule costs, by formula: its makespan, its bubble, and how much each rank has to hold.
+"""Compute the cost of a schedule by formula: its makespan, its bubble, and how much each rank holds.
 
-For p ranks and m microbatches, with f, i and w the seconds of a rank for one microbatch's forward, input
-gradient and weight gradient, all its stages together, and b = i + w a whole backward. All ranks are equally
-fast and messages take no time. Then every rank computes for m (f+b) seconds of the makespan, and is idle for
+There are p ranks and m microbatches. f, i and w are the seconds of a rank for the forward, the input gradient
+and the weight gradient of one microbatch, all its stages together, and b = i + w is a backward. All ranks are
+equally fast, and messages take no time. Then every rank computes for m (f+b) seconds of the makespan, and is
+idle for
 
     naive         m (p-1) (f+b)                          always
     gpipe, 1f1b   (p-1) (f+b)                            always; they differ in what they hold
@@ -13,11 +14,12 @@ fast and messages take no time. Then every rank computes for m (f+b) seconds of 
     zb_v          (p-1) i/2                              for m >= 2p-1, f <= i and i/2 <= w <= i
                   max((p-1)/2, 2p-1-m) f                 for f = i = w
 
-The bubble is the idle share of the makespan; some papers divide by m (f+b) instead. The zero bubble paper
-looks at the time from a rank's own first action to its own last one, in which zb_v is never idle. Here all
-clocks start together, and rank p-1 does nothing for (p-1) f/2 before it gets its first microbatch.
+The bubble is the idle share of the makespan; some papers divide the idle time by m (f+b) instead. The zero
+bubble paper counts the time of a rank from its own first action to its own last one, in which zb_v is never
+idle. Here the time of all ranks starts together, and rank p-1 does nothing for (p-1) f/2 before it gets its
+first microbatch.
 
-A rank holds a microbatch of a stage from its forward to the end of its backward; at most, at once,
+A rank holds a microbatch of a stage from its forward to the end of its backward. At most, at a time, it holds
 
     naive         1
     gpipe         m
@@ -39,10 +41,10 @@ from pipeline_parallel.schedules import SCHEDULES
 def makespan(
     schedule: str, ranks: int, microbatches: int, chunks: int, f: float, i: float, w: float
 ) -> float | None:
-    """Seconds from the first action's start to the last one's end; None where there is no formula.
+    """Return the seconds from the first action's start to the last one's end; None if there is no formula.
 
-    f, i and w are one rank's seconds for one microbatch, all its stages together; `chunks` is its stages,
-    for `interleaved` alone. ValueError for an unknown schedule.
+    f, i and w are the seconds of one rank for one microbatch, all its stages together. `chunks` is the number
+    of stages of a rank, for `interleaved` alone. ValueError for an unknown schedule.
     """
     waiting = idle(schedule, ranks, microbatches, chunks, f, i, w)
     return None if waiting is None else microbatches * (f + i + w) + waiting
@@ -51,7 +53,10 @@ def makespan(
 def bubble(
     schedule: str, ranks: int, microbatches: int, chunks: int, f: float, i: float, w: float
 ) -> float | None:
-    """The share of the makespan in which a rank is idle, from 0 to 1; arguments and None as in `makespan`."""
+    """Return the share of the makespan in which a rank is idle, from 0 to 1.
+
+    Arguments and None are those of `makespan`.
+    """
     seconds = makespan(schedule, ranks, microbatches, chunks, f, i, w)
     if seconds is None:
         return None
@@ -61,7 +66,9 @@ def bubble(
 def idle(
     schedule: str, ranks: int, microbatches: int, chunks: int, f: float, i: float, w: float
 ) -> float | None:
-    """Seconds in which a rank is idle, each the same; arguments and None as in `makespan`."""
+    """Return the seconds in which a rank is idle, equal for all ranks. Arguments and None are those of
+    `makespan`.
+    """
     p, m, v, b = ranks, microbatches, chunks, i + w
     match schedule:
         case "naive":
@@ -80,9 +87,9 @@ def idle(
 
 
 def held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
-    """The most microbatches the rank holds at once, one in two of its stages counted twice.
+    """Return the most microbatches that the rank holds at a time; one in two of its stages counts twice.
 
-    `chunks` is its stages, for `interleaved` alone. ValueError for an unknown schedule.
+    `chunks` is the number of stages of a rank, for `interleaved` alone. ValueError for an unknown schedule.
     """
     p, m, v = ranks, microbatches, chunks
     match schedule:

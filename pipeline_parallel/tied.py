@@ -1,10 +1,10 @@
-"""Keeps what steps have added to a tied parameter's gradient since the last exchange with the other rank.
+"""Keep what steps have added to the gradient of a tied parameter since its last exchange with the other rank.
 
       step   grad = a            finish   sends a, grad = a + a'        a', b': the other rank's
       step   grad = a + a' + b   finish   sends b, grad = a + a' + b + b'
 
-To send all of `grad` again would count a' twice. In the usual loop, with one step between two `zero_grad()`,
-what is new is `grad` itself, and nothing is kept beside it.
+To send all of `grad` again would count a' twice. In the usual loop, with one step between two calls of
+`zero_grad()`, the new part is `grad` itself, and no second tensor is kept.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from lab.errors import WorkbookError
 
 
 class NewGradients:
-    """The gradients of tied parameters that only this rank knows."""
+    """Holds the gradients of tied parameters that only this rank knows."""
 
     def __init__(self) -> None:
         self._new: dict[nn.Parameter, Tensor] = {}
@@ -24,7 +24,7 @@ class NewGradients:
         self.is_complete = True
 
     def forget(self) -> None:
-        """Take the gradients that there are for complete, as after new weights were loaded."""
+        """Take the present gradients for complete, as after loading new weights."""
         self._new.clear()
         self._versions.clear()
         self.is_complete = True
@@ -39,7 +39,7 @@ class NewGradients:
 
     @contextmanager
     def collecting(self, tied: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Around a step: what it adds to the gradients of `tied` is new."""
+        """Count what a step in the `with` block adds to the gradients of `tied` as new."""
         tied, before = list(tied), {}
         for parameter in tied:
             known, new = parameter.grad, self._new.get(parameter)
@@ -68,6 +68,6 @@ class NewGradients:
             self._new[parameter] = new
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return what is new, which from now on the other rank knows."""
+        """Return the new part, which the other rank will know from now on."""
         self._versions.pop(parameter, None)
         return self._new.pop(parameter, None)

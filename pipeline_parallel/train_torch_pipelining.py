@@ -84,7 +84,7 @@ MULTI: dict[str, Any] = {
 
 
 class WatchedStage(PipelineStage):
-    """PyTorch's stage, which tells the timeline what it does, and notes activations for the report."""
+    """Is PyTorch's stage. It also reports its actions to the timeline, and its activations to the watch."""
 
     chunk = 0
     watch: ActivationWatch | None = None
@@ -114,9 +114,9 @@ class WatchedStage(PipelineStage):
 
 
 class TorchSchedule:
-    """Runs the stages of `pipeline` by PyTorch's schedule of that name (those of SINGLE and MULTI).
+    """Runs the stages of `pipeline` by PyTorch's schedule of that name (see SINGLE and MULTI).
 
-    `example` is a microbatch of the input. All ranks must make it together: neighbours exchange a number.
+    `example` is a microbatch of the input. All ranks make it together: neighbouring ranks exchange a number.
     WorkbookError for what PyTorch refuses.
     """
 
@@ -153,7 +153,7 @@ class TorchSchedule:
         return WatchedStage(module, index, self._last + 1, device, *like, group=self._pipeline.group)
 
     def step(self, x: Tensor, y: Tensor) -> Outcome:
-        """Forward and backward of the whole batch, as Pipeline.step."""
+        """Do the forward and the backward of the full batch, as Pipeline.step."""
         indices = {stage.stage_index for stage in self.stages}
         for stage in self.stages:
             stage.watch = self._pipeline.executor.watch
@@ -166,7 +166,7 @@ class TorchSchedule:
 
 
 class PendingMessage(NamedTuple):
-    """What PyTorch gets for a message under way."""
+    """Is what PyTorch gets for a message that is on its way."""
 
     transfer: Transfer | SlowTransfer
 
@@ -177,9 +177,9 @@ class PendingMessage(NamedTuple):
 
 @contextmanager
 def by_comm(table: Table, group: Group = None) -> Iterator[None]:
-    """In the block, the messages of PyTorch's schedules in this process go through comm.
+    """Send the messages of PyTorch's schedules through comm, inside of the `with` block.
 
-    `table` and `group` are those of the pipeline; its ranks must enter together.
+    `table` and `group` are those of the pipeline, and its ranks enter together.
     """
     channels, rank = Channels(group, neighbours(with_messages(table))), dist.get_rank(group)
 
@@ -203,7 +203,7 @@ def by_comm(table: Table, group: Group = None) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Args(ChunkedArgs):
-    """PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
+    """Train with PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
     """Schedule, by PyTorch's own implementation. Only interleaved uses --chunks."""

@@ -1,13 +1,13 @@
-"""Is a schedule right? Proved from the table alone, before a process starts or a tensor is sent.
+"""Prove that a schedule is right, from the table alone, before a process starts or a tensor is sent.
 
     rank 0   0F0 [0B0] 0F1  0B1   waits for 1B0 of rank 1
     rank 1   1F0 [1F1] 1B0  1B1   waits for 0F1 of rank 0
 
-A table can have all it needs, in a good order on each rank, and still hang, as this one does: each waits for
-the other. So run the rows with messages, each rank as far as it can. When all stop, either all are at the
-end of their rows or some wait for each other in a circle, and no running order could have avoided it: what
-happens before what has a cycle (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System",
-1978). A rank is looked at again only when what it waits for is done, so a large table takes seconds.
+A table can have every action, in a good order on each rank, and still deadlock, as this one does: the two
+ranks wait for each other. So the rows are run with messages, each rank as far as it can. When all ranks stop,
+either all are at the end of their rows, or some wait for each other in a circle that no order of running
+could avoid (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978). A rank is
+looked at again only when what it waits for is done, so a large table takes seconds.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ _Place = tuple[int, int]  # rank, index in its row
 
 
 class ScheduleError(WorkbookError):
-    """What is wrong with a table, in a sentence, and the table with the cells it is about in brackets."""
+    """Says in a sentence what is wrong with a table, and shows the table with these cells in brackets."""
 
 
 def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: bool = True) -> None:
@@ -71,7 +71,7 @@ def held(row: Sequence[Action]) -> Iterator[int]:
 
 
 def grid(table: Table, marked: Iterable[_Place] = (), notes: Mapping[int, str] | None = None) -> str:
-    """The table in columns, a line for each rank, the marked cells in brackets, notes behind their ranks."""
+    """Return the table in columns: a line for each rank, `marked` cells in brackets, notes at the ends."""
     marked = set(marked)
     lines = [
         [f"[{action}]" if (rank, i) in marked else f" {action} " for i, action in enumerate(row)]
@@ -87,7 +87,7 @@ def grid(table: Table, marked: Iterable[_Place] = (), notes: Mapping[int, str] |
 
 
 def _places(table: Table) -> dict[Action, _Place]:
-    """Where each action is, by the name `needs` has for it; each is there once."""
+    """Return the place of each action, by its name as a dependency. No action may be there twice."""
     places: dict[Action, _Place] = {}
     for rank, row in enumerate(table):
         for i, action in enumerate(row):
@@ -98,7 +98,7 @@ def _places(table: Table) -> dict[Action, _Place]:
             if first != (rank, i):
                 before = table[first[0]][first[1]]
                 raise _error(
-                    f"{action} of rank {rank} does again what {before} of rank {first[0]} has done.",
+                    f"{action} of rank {rank} repeats {before} of rank {first[0]}.",
                     table,
                     [first, (rank, i)],
                 )
@@ -140,7 +140,7 @@ def _check_complete(table: Table, places: dict[Action, _Place], complete: list[s
             elif complete == [{FORWARD}]:
                 wrong = f"never does F{microbatch}"
             elif BACKWARD in kinds and WEIGHT_GRADIENT in kinds:
-                wrong = f"does W{microbatch} beside B{microbatch}, which has it in it"
+                wrong = f"does W{microbatch} as well as B{microbatch}, which contains it"
             else:
                 missing = (_HALVES if kinds - _WHOLE else _WHOLE) - kinds
                 names = [f"{kind}{microbatch}" for kind in "FBIW" if kind in missing]
@@ -183,7 +183,7 @@ def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
 
 
 def _deadlock(table: Table, at: list[int], waits_for: dict[int, _Place]) -> ScheduleError:
-    """Each rank of `waits_for` is stuck at its cell `at`, and waits for that place of another one."""
+    """Return the error: each rank of `waits_for` is at its cell `at`, and waits for that place of another."""
     path = [min(waits_for)]
     while waits_for[path[-1]][0] not in path:
         path.append(waits_for[path[-1]][0])
@@ -207,7 +207,7 @@ def _check_held(table: Table, limits: Sequence[int]) -> None:
         for i, now in enumerate(held(row)):
             if now > limit:
                 raise _error(
-                    f"Rank {rank} holds {now} stages' microbatches in {row[i]}, but has room for {limit}.",
+                    f"Rank {rank} holds {now} stages' microbatches in {row[i]}, and its limit is {limit}.",
                     table,
                     [(rank, i)],
                 )

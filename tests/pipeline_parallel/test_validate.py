@@ -61,9 +61,9 @@ def test_a_missing_weight_gradient_is_named():
         ("F0 B0 B1", "Stage 1 never does F1."),
         ("F0 B0", "Stage 1 never does F1 and B1."),
         ("F0 B0 F1 W1", "Stage 1 never does I1."),
-        ("F0 B0 F1 B1 W1", "Stage 1 does W1 beside B1, which has it in it."),
-        ("F0 B0 F1 F0 B1", "1F0 of rank 1 does again what 1F0 of rank 1 has done."),
-        ("F0 B0 F1 I1 W1 B1", "1B1 of rank 1 does again what 1I1 of rank 1 has done."),
+        ("F0 B0 F1 B1 W1", "Stage 1 does W1 as well as B1, which contains it."),
+        ("F0 B0 F1 F0 B1", "1F0 of rank 1 repeats 1F0 of rank 1."),
+        ("F0 B0 F1 I1 W1 B1", "1B1 of rank 1 repeats 1I1 of rank 1."),
         ("B0 F0 F1 B1", "Rank 1 does 1B0 before 1F0, which it needs."),
         ("F0 B0 F1 W1 I1", "Rank 1 does 1W1 before 1I1, which it needs."),
     ],
@@ -100,7 +100,7 @@ def test_holding_too_many_is_marked_where_it_begins():
     validate(table, max_held=[3, 1])
     for max_held in (2, [2, 1]):
         assert said_of(table, max_held) == [
-            "Rank 0 holds 3 stages' microbatches in 0F2, but has room for 2.",
+            "Rank 0 holds 3 stages' microbatches in 0F2, and its limit is 2.",
             "rank 0   0F0  0F1 [0F2] 0B0  0B1  0B2",
             "rank 1   1F0  1B0  1F1  1B1  1F2  1B2",
         ]
@@ -179,7 +179,7 @@ def test_many_ranks_can_be_proved():
         (("F0 F1", "F0 F1"), True, "Stage 0 never does B0."),
         (("F0 F1 B0", "F0 F1"), False, "Stage 0 does B0, but an evaluation has forwards alone."),
         (("F0 F1", "F0"), False, "Stage 1 never does F1."),
-        (("F0 F0", "F0"), False, "0F0 of rank 0 does again what 0F0 of rank 0 has done."),
+        (("F0 F0", "F0"), False, "0F0 of rank 0 repeats 0F0 of rank 0."),
     ],
 )
 def test_a_wrong_table_of_forwards_is_named(rows: tuple[str, ...], trains: bool, sentence: str):
