@@ -1,25 +1,26 @@
-"""Pipelines, ours against torch.distributed.pipelining, naive model parallelism, theory and the simulator.
+"""Compare our pipelines with torch.distributed.pipelining, naive model parallelism, theory and the simulator.
 
     python benchmarks/pipeline.py                    tables; --json for one JSON line
     python benchmarks/pipeline.py --quick            fewer runs, and only the rows that have a bar
     python benchmarks/pipeline.py --tick 50ms        a slower clock
 
-2 and 4 ranks train a GPT of 6.4 million parameters, tied, on 8 windows of 128 tokens in 8 microbatches; a
-step is forwards, backwards, the sum of the tied gradients and SGD. Both sides have the same stages
-(pipeline_parallel/train_torch_pipelining.py), live in one process group and take turns, step by step;
-torch sends its messages itself. `peak memory` is the process's, each in a fresh one; `above start` is without
+2 and 4 ranks train a GPT of 6.4 million parameters, tied, on 8 windows of 128 tokens in 8 microbatches. A
+step is the forwards, the backwards, the sum of the tied gradients, and SGD. Both sides have the same stages
+(pipeline_parallel/train_torch_pipelining.py), share one process group and take turns, step by step; torch
+sends its messages itself. `peak memory` is that of the process, each in a fresh one; `above start` leaves out
 Python and torch.
 
-`1f1b` against `naive`: model parallelism in so many microbatches, 1 being the whole batch at once. These have
-16 windows.
+`1f1b` against `naive`: naive model parallelism with the given number of microbatches; 1 is the full batch at
+once. Both have 16 windows.
 
-`makespan`: computing is replaced by a clock, for each of a microbatch's forward, input gradient and weight
-gradient on a rank a tick, long enough for all ranks to send from the same few cores. From the first action's
-start to the last one's end, on all ranks, beside what the formula and the simulator say for such costs, and
-for messages that take no time. Both sides' bubble is in the JSON line.
+`makespan`: a clock replaces computing. On each rank, a microbatch's forward, input gradient and weight
+gradient take one tick each, long enough for all ranks to send from the same few cores. The makespan lasts
+from the start of the first action to the end of the last one, on all ranks. Beside it stand the formula and
+the simulator, for these costs and for messages that take no time. The bubble of both sides is in the JSON
+line.
 
-`recompute`: the same schedule keeping only inputs of stages. Bytes are the most activations that a rank held;
-where W is put off, what it needs is among them, recomputed or not.
+`recompute`: the same schedule, in which a stage keeps only its input. The bytes are the most activations that
+a rank held. If W is put off, they include what W needs, with recomputation or without.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ Rows = list[dict[str, Any]]
 
 @dataclasses.dataclass
 class Args:
-    """Pipeline schedules against torch's, and against what theory says of them."""
+    """Compare pipeline schedules with those of torch, and with the theory."""
 
     quick: bool = False
     """Fewer runs, and only the rows that have a bar."""
@@ -69,7 +70,7 @@ class Args:
 
 
 def step_rows(ranks: int, runs: int, warmup: int) -> Rows:
-    """Step times of each schedule against torch's."""
+    """Return step times of each schedule beside torch's."""
     by_rank = run_ranks(against_torch, ranks, SCHEDULES, runs, warmup, timeout=900)
     rows: Rows = []
     for schedule in SCHEDULES:
@@ -79,7 +80,7 @@ def step_rows(ranks: int, runs: int, warmup: int) -> Rows:
 
 
 def naive_rows(microbatches: tuple[int, ...], runs: int, warmup: int) -> Rows:
-    """1F1B against model parallelism without a pipeline, on 2 ranks, in so many microbatches."""
+    """Return 1F1B beside naive model parallelism on 2 ranks, for each number of microbatches."""
     seconds = medians(run_ranks(against_naive, 2, microbatches, runs, warmup, timeout=900))
     return [
         _row("1f1b", "naive", seconds["1f1b"], seconds[f"naive {m}"], world_size=2) | {"microbatches": m}
@@ -88,7 +89,7 @@ def naive_rows(microbatches: tuple[int, ...], runs: int, warmup: int) -> Rows:
 
 
 def memory_rows(ranks: int) -> Rows:
-    """Peak memory of each schedule against torch's, of the rank that needs most."""
+    """Return the peak memory of each schedule beside torch's, of the rank that needs most."""
     row = functools.partial(_row, world_size=ranks, unit="bytes")
     rows: Rows = []
     for schedule in SCHEDULES:
@@ -101,7 +102,7 @@ def memory_rows(ranks: int) -> Rows:
 
 
 def recompute_rows(ranks: int, runs: int, warmup: int) -> Rows:
-    """Time paid and memory saved by computing forwards again."""
+    """Return the time that recomputation costs and the memory that it saves."""
     by_rank = run_ranks(recomputation, ranks, SCHEDULES, runs, warmup, timeout=900)
     row = functools.partial(_row, world_size=ranks)
     rows: Rows = []
@@ -114,7 +115,7 @@ def recompute_rows(ranks: int, runs: int, warmup: int) -> Rows:
 
 
 def makespan_rows(ranks: int, rounds: tuple[int, ...], tick: float, runs: int) -> Rows:
-    """Each schedule by the clock, in `rounds` times as many microbatches as ranks."""
+    """Return the makespan of each schedule by the clock, with p, 2p, ... microbatches (`rounds`)."""
     plan = [(schedule, times * ranks) for schedule in SCHEDULES for times in rounds]
     by_rank = run_ranks(metronome, ranks, plan, tick, runs, timeout=900)
     rows: Rows = []
@@ -135,7 +136,7 @@ def makespan_rows(ranks: int, rounds: tuple[int, ...], tick: float, runs: int) -
 
 
 def _measured(by_rank: list[list[Beat]]) -> tuple[float, float]:
-    """Median makespan in seconds, and median bubble."""
+    """Return the median makespan in seconds, and the median bubble."""
     makespans, bubbles = [], []
     for beats in zip(*by_rank, strict=True):
         makespan = max(beat.end for beat in beats) - min(beat.start for beat in beats)
@@ -178,7 +179,7 @@ def main(args: Args) -> None:
 
 
 def _described(row: dict[str, Any]) -> str:
-    """What a table has no columns for."""
+    """Return the name of a row, with what the table has no columns for."""
     what, microbatches = row["what"], row.get("microbatches")
     if "bubble" in row:
         return (

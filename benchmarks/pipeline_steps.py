@@ -1,5 +1,6 @@
-"""What the ranks of benchmarks/pipeline.py do: training steps by every schedule, ours and torch's, and by a
-clock instead of computing."""
+"""Do the ranks' part of benchmarks/pipeline.py: training steps by each schedule, ours and torch's, and by a
+clock.
+"""
 
 import copy
 import ctypes
@@ -36,13 +37,13 @@ def text(windows: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def model_as_made() -> GPT:
-    """To make it takes longer than to copy it."""
+    """Return the model; copying it is faster than making it again."""
     return GPT(CONFIG)
 
 
 @dataclasses.dataclass
 class Training:
-    """A step of training when called, by a schedule of ours or of torch's."""
+    """Does a training step when called, by a schedule of ours or of torch."""
 
     schedule: str
     by_torch: bool = False
@@ -70,7 +71,7 @@ class Training:
 
 
 def against_torch(cluster: Cluster, schedules: Sequence[str], runs: int, warmup: int) -> dict[str, By]:
-    """Seconds of each step of "ours" and "torch" on this rank, by schedule."""
+    """Return the seconds of each step of "ours" and "torch" on this rank, by schedule."""
     seconds = {}
     for schedule in schedules:
         variants = {"ours": Training(schedule), "torch": Training(schedule, by_torch=True)}
@@ -79,7 +80,7 @@ def against_torch(cluster: Cluster, schedules: Sequence[str], runs: int, warmup:
 
 
 def against_naive(cluster: Cluster, microbatches: Sequence[int], runs: int, warmup: int) -> By:
-    """Seconds of each step of "1f1b", and of naive model parallelism in so many, as "naive 1"."""
+    """Return the seconds of each step of "1f1b", and of "naive 1", which has 1 microbatch, and so on."""
     # Two windows in each: small matrices are slower to multiply, and the naive one has none with 1.
     windows = 2 * MICROBATCHES
     variants = {"1f1b": Training("1f1b", windows=windows)}
@@ -89,7 +90,7 @@ def against_naive(cluster: Cluster, microbatches: Sequence[int], runs: int, warm
 
 
 def peak(cluster: Cluster, schedule: str, by_torch: bool) -> tuple[int, int]:
-    """Peak memory of this process in a step, and what it had before there was a model."""
+    """Return the peak memory of this process in a step, and what it had before the model was made."""
     # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     meter.reset_peak_memory(cluster.device)
@@ -104,7 +105,9 @@ def peak(cluster: Cluster, schedule: str, by_torch: bool) -> tuple[int, int]:
 def recomputation(
     cluster: Cluster, schedules: Sequence[str], runs: int, warmup: int
 ) -> dict[str, tuple[By, dict[str, int]]]:
-    """By schedule: seconds of each step "plain" and with "recompute", and the most activations held."""
+    """Return, by schedule, the seconds of each step "plain" and with "recompute", and the most activations
+    held.
+    """
     results = {}
     for schedule in schedules:
         variants = {"plain": Training(schedule), "recompute": Training(schedule, recompute=True)}
@@ -120,8 +123,10 @@ def recomputation(
 
 
 class Beat(NamedTuple):
-    """A step by the clock on one rank: start and end of its actions, and the sum of them, in nanoseconds of
-    a clock that the processes of a machine share."""
+    """Holds a step by the clock on one rank: start and end of its actions, and their sum.
+
+    Times are nanoseconds of a clock that the processes of a machine share.
+    """
 
     start: int
     end: int
@@ -129,7 +134,7 @@ class Beat(NamedTuple):
 
 
 def metronome(cluster: Cluster, plan: Sequence[tuple[str, int]], tick: float, runs: int) -> list[list[Beat]]:
-    """For each schedule and number of microbatches: this rank's part of each step."""
+    """Return this rank's part of each step, for each schedule and number of microbatches."""
     _beats(cluster, *plan[0], 1e-3, 1)  # ranks meet, and connect
     return [_beats(cluster, schedule, microbatches, tick, runs) for schedule, microbatches in plan]
 

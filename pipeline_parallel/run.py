@@ -1,4 +1,4 @@
-"""What this folder's scripts share beyond training/run.py: a model in stages, checkpoints, the report."""
+"""Add to training/run.py what pipeline scripts share: stages, checkpoints by name, figures of a schedule."""
 
 import dataclasses
 import re
@@ -73,7 +73,7 @@ class ChunkedArgs(Args):
 
 
 class Run(training.run.Run):
-    """One rank's side of a pipeline run: all ranks see the whole batch, the first and the last use it."""
+    """Is one rank's side of a pipeline run. Each rank has the full batch; the first and last stage use it."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
@@ -99,7 +99,7 @@ class Run(training.run.Run):
         return measure_link(device=self._cluster.device)
 
     def model(self) -> nn.Module:
-        """The whole model, the same on each rank: stages of several ranks make one."""
+        """Return the full model, the same on each rank, because stages of several ranks make one."""
         seed = self._args.seed
         model = GPT(self._config, seed=seed) if self._args.model == "gpt" else BabyCNN(seed=seed)
         return model.to(self._cluster.device)
@@ -115,7 +115,7 @@ class Run(training.run.Run):
     def pipeline(
         self, table: Table, schedule: str, by_hand: Callable[..., HandWritten] | None = None
     ) -> Pipeline:
-        """Return this rank's stages; `schedule` is the name that the formulas know (theory.py)."""
+        """Return the stages of this rank. `schedule` is the name of `table` in the formulas (theory.py)."""
         validate(table)
         args, model = self._args, self.model()
         x, _ = self.batch(0)
@@ -135,18 +135,18 @@ class Run(training.run.Run):
         return self._pipeline
 
     def step(self) -> AbstractContextManager[StepRecord]:
-        """Time one step. In the first, which does not count, activations are watched."""
+        """Time one step. Watch the activations in the first one, which does not count."""
         if hasattr(self, "_pipeline"):
             self._pipeline.executor.watch = None if self._steps_done else self._watch
         return super().step()
 
     def loss(self, outcome: Outcome) -> Tensor:
-        """The loss of the batch, on all ranks: the last stage's has it, the others add nothing."""
+        """Return the batch's loss, on all ranks. The last stage's rank has it, and the others add zero."""
         nothing = torch.zeros((), device=self._cluster.device)
         return self.mean_loss(nothing if outcome.loss is None else outcome.loss * self._cluster.world_size)
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        """As training.run's, of the whole model put together; all ranks must call it."""
+        """Report the full model, put together from the stages. All ranks must call it."""
         assert isinstance(model, Pipeline)
         timeline.stop_recording()
         whole = self.model()
@@ -179,7 +179,7 @@ class Run(training.run.Run):
         return Report(self._schedule, pipeline.table, events, seen, link, self._tick)
 
     def _draw(self, folder: str, events: list[Event]) -> None:
-        """The trace of some steps, and one of them measured and simulated, one above the other."""
+        """Write the trace of some steps, and draw one of them as measured above its simulation."""
         cluster = self._cluster
         everyones = timeline.gather(cluster, timeline.align(cluster), events)
         if everyones is None or self._report_of_ranks is None:

@@ -3,30 +3,30 @@
       what ours does                               what PyTorch does
       a schedule is a table, and one executor      the same for interleaved and zero bubble; GPipe and 1F1B
       runs all of them                             have loops of their own
-      a receive is posted two actions early,       early, too, in the first two; GPipe and 1F1B post it when
-      and a send is not waited for                 they need it, and 1F1B waits for its sends, too
-      memory for what arrives is made when the     made at the start, for m activations and m gradients,
-      receive is posted, and gone after its use    whatever the schedule, and kept
-      an output is gone once it has been sent      kept until its backward
+      a receive is posted two actions early, and   GPipe and 1F1B post a receive when they need it, and 1F1B
+      a send is not waited for                     waits for its sends; the others do as ours
+      the buffer of a message is made when its     buffers for m activations and m gradients are made at the
+      receive is posted, and freed after its use   start, with any schedule, and kept
+      an output is freed once it has been sent     it is kept until its backward
       zero bubble: linear layers and convolutions  each backward searches the graph for the nodes where the
-      are nodes that leave dW for later            ways to the input and to the weights part; W begins there
-      the first stage's I goes through its layers  is empty, and its W is the whole backward
-      an output may be a view                      zero bubble's may not, so it is copied here
-      losses are divided by m                      gradients are, after the last backward (scale_grads): twice
-                                                   where two stages of a rank share one; so it is off here
+      become nodes that leave dW for later         paths to the input and to the weights part; W begins there
+      the first stage's I goes through its layers  its I is empty, and its W is the full backward
+      an output may be a view                      not in zero bubble, so it is copied here
+      the loss is divided by m                     the gradients are divided by m after the last backward
+                                                   (scale_grads), twice for a parameter that two stages of a
+                                                   rank share; so scale_grads is off here
       tied weights of two ranks get the sum        left to the user; here Pipeline does it
-      each stage is told the shapes of its input   the same, and all of them run once for it, or are told
-                                                   beforehand, as here
-      any number of microbatches                   1F1B: as many as stages, at least; interleaved and ZB-H1:
+      each stage receives the shape of its input   the same, or the shapes are given, as here
+      any number of microbatches                   1F1B: at least as many as stages; interleaved and ZB-H1:
                                                    in rounds of equal size
 
-Left out by ours: looped BFS and DualPipeV, models cut by tracing them, several inputs and outputs of a stage,
-and data parallel wrappers inside of stages.
+Ours leaves out looped BFS and DualPipeV, cutting a model by tracing it, stages with several inputs or
+outputs, and data parallel wrappers inside of stages.
 
-Cutting, ties and checkpoints are pipeline.py's here; PyTorch runs the stages. All messages of its schedules
-go through one function, and `by_comm` puts comm in its place. So they are counted, drawn, and slowed down by
---link as ours are, and it is still gloo or nccl that does the work. Each boundary between ranks is crossed by
-m activations and m gradients, as in ours.
+pipeline.py cuts the model, ties weights and saves checkpoints here, and PyTorch runs the stages. All messages
+of its schedules go through one function, and `by_comm` replaces it by comm's. So they are counted, drawn and
+slowed down by --link as ours are. gloo or nccl still do the work. As in ours, m activations and m gradients
+cross each boundary between ranks.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
@@ -137,12 +137,12 @@ class TorchSchedule:
             self.schedule = make(stages, microbatches, loss_fn=share_of_loss, scale_grads=False)
         except (ValueError, AssertionError) as error:
             raise WorkbookError(f"PyTorch's {schedule} refuses: {error}") from error
-        # Before the first step, so that this one sends what all do: stages vote on how shapes are found.
+        # Before the first step, so that it sends what every step sends: here the stages agree on shapes.
         start = self.schedule._initialize_stages if schedule in MULTI else self.schedule._initialize_stage
         start((example,), {})
 
     def _stage(self, index: int, device: torch.device) -> WatchedStage:
-        # Told that an input wants a gradient, it makes each received activation want one.
+        # If the example of an input requires a gradient, each received activation does.
         boundaries = self._pipeline.boundaries
         like = [
             t.detach().requires_grad_(t.is_floating_point())

@@ -1,4 +1,4 @@
-"""1F1B takes GPipe's memory: what a microbatch left behind is looked up for its backward, and stays."""
+"""1F1B needs GPipe's memory: a backward reads what its microbatch has kept, and does not free it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""With a split backward biases stay what they were: the weights' gradient alone was put off."""
+"""With a split backward, biases are never updated: only the gradients of weights were put off."""
 
 from pipeline_parallel.deferred import _add_to
 

@@ -1,4 +1,4 @@
-"""The ranks go through the backwards in different orders: the last one begins with the last microbatch."""
+"""The ranks do their backwards in different orders: the last rank begins with the last microbatch."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""GPipe's gradients are as many times too large as there are microbatches: the losses are added up."""
+"""GPipe's gradients are too large by a factor, the number of microbatches: the losses are summed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The gradient that goes back is not that of the input: shapes fit, and the ranks before learn nonsense."""
+"""A rank sends its input back in place of the gradient: the shapes fit, and earlier ranks learn nonsense."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Each rank clips the gradients of its stages by their own norm: layers learn at different rates."""
+"""Each rank clips the gradients of its stages by their own norm, so layers learn at different rates."""
 
 import torch
 from torch import Tensor

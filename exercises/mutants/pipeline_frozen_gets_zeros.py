@@ -1,4 +1,4 @@
-"""Weight decay shrinks a frozen embedding: where there is no gradient, both copies exchange zeros."""
+"""Weight decay shrinks a frozen embedding: both ranks exchange zeros where there is no gradient."""
 
 TARGET = "pipeline_parallel.pipeline.Pipeline._shared"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_a_frozen_embedding_gets_no_gradient"

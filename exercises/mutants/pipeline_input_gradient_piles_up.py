@@ -1,4 +1,6 @@
-"""One input buffer for all microbatches, its gradient never cleared: earlier ones are handed back again."""
+"""All microbatches share one input buffer whose gradient is never cleared, so earlier gradients are sent
+again.
+"""
 
 import torch
 

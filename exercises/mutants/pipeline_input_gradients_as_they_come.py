@@ -1,4 +1,4 @@
-"""The input's gradient has its rows in another order, where backwards do not come as forwards did."""
+"""The rows of the input gradient are in another order if backwards are not in the order of the forwards."""
 
 from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.messages import sent_by

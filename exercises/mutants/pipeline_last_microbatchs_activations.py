@@ -1,4 +1,4 @@
-"""Right where a stage holds one microbatch: a backward takes the last forward's activations off a stack."""
+"""Correct if a stage holds one microbatch: a backward uses the activations of the last forward."""
 
 import torch
 

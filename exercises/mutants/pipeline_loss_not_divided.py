@@ -1,4 +1,4 @@
-"""Gradients are as many times too large as there are microbatches: more of them, and training diverges."""
+"""Gradients are too large by a factor, the number of microbatches, so training diverges with many of them."""
 
 from typing import Any
 

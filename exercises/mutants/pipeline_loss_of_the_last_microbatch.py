@@ -1,4 +1,4 @@
-"""The printed loss is noisy, and as many times too small as there are microbatches: the last one's share."""
+"""The printed loss is that of the last microbatch alone: noisy, and smaller by the number of them."""
 
 from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.messages import sent_by

@@ -1,4 +1,4 @@
-"""Stages with tensors of one shape get each other's: a receive posted when needed meets what came first."""
+"""Stages with tensors of one shape receive each other's: a late receive takes the message that came first."""
 
 from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.messages import Receive, Send, Step, WaitForSend, received_by, sent_by

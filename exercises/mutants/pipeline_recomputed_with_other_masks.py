@@ -1,4 +1,4 @@
-"""With recomputation and dropout training is noisier: the forward is recomputed with masks drawn anew."""
+"""With recomputation and dropout, training is noisier: the second forward draws other masks."""
 
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""The tied embedding learns at half the rate: its two gradients are averaged, as replicas' would be."""
+"""The tied embedding learns at half the rate: its two gradients are averaged, as for replicas."""
 
 import torch
 

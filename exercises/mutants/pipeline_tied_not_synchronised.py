@@ -1,4 +1,4 @@
-"""The embedding and the head, one matrix in the model, drift apart: each rank trains its own copy."""
+"""The embedding and the head share a weight in the model, but each rank trains its own copy."""
 
 TARGET = "pipeline_parallel.pipeline.Pipeline.finish_gradient_sync"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_both_copies_of_a_tied_embedding_get_both_gradients"

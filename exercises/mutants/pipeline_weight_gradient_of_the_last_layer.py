@@ -1,4 +1,4 @@
-"""A stage learns in one of its layers: the loop over what a split backward has put off ends too early."""
+"""Only one layer of a stage learns: the loop over the deferred gradients ends too early."""
 
 import torch
 

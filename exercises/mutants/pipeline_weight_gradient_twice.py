@@ -1,4 +1,4 @@
-"""Zero bubble trains as if at twice the learning rate: the input's backward computes the weights', too."""
+"""Zero bubble trains with twice the gradients: the input backward computes those of weights too."""
 
 from pipeline_parallel.deferred import _add_to
 

@@ -1,4 +1,4 @@
-"""Stages with whole backwards do not learn in a table that splits others': all forwards put weights off."""
+"""Stages with full backwards do not learn if other stages' backwards are split: all weights are deferred."""
 
 TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_whole_backwards_may_stand_beside_split_ones"

@@ -1,4 +1,4 @@
-"""Only the last microbatch teaches: a stage clears its gradients before each backward, as in a plain loop."""
+"""Only the last microbatch teaches: a stage clears its gradients before each backward."""
 
 import torch
 
