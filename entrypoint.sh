@@ -89,7 +89,7 @@ check_link() {
     fi
     shopt -u nocasematch
     if [ -n "${LINK:-}${LINK_DELAY:-}" ] && ! [ -x "$LINK_TC" ]; then
-        say "LINK and LINK_DELAY are left out here, for they shape the links of containers only; without containers train scripts take ARGS='--link ${LINK:-1gbit}${LINK_DELAY:+,$LINK_DELAY}'."
+        say "LINK and LINK_DELAY are left out here, for they shape the links of containers only; where a script has the option --link, take ARGS='--link ${LINK:-1gbit}${LINK_DELAY:+,$LINK_DELAY}'."
         LINK='' LINK_DELAY=''
     fi
 }
