@@ -126,7 +126,7 @@ def test_a_pipeline_of_four_nodes_trains_as_one_and_holds_what_the_schedule_says
 def test_every_lesson_runs_with_its_defaults_on_four_nodes(up):
     modes = "\n".join(f"{mode} {' '.join(few_steps(mode))} --json" for mode, _, _ in MODES)
     files = "docker-compose.yaml:tests/containers/every_mode.yaml"
-    nodes = up(COMPOSE_FILE=files, MODES=modes, timeout=1200)
+    nodes = up(COMPOSE_FILE=files, MODES=modes, timeout=1800)
     assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
     reports = [json.loads(line) for line in nodes["node0"].stdout.splitlines() if line.startswith("{")]
     assert [(one["run_mode"], one["world_size"]) for one in reports] == [(mode, 4) for mode, _, _ in MODES]
