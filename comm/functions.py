@@ -53,7 +53,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from comm import collectives
-from comm.collectives import Group, Work, fastest_pattern
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, Work
 from comm.errors import CommError
 from comm.shards import shard_sizes
 
@@ -175,7 +176,7 @@ def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
 def summed(x: Tensor, group: Group) -> Tensor:
     """Return the sum over ranks."""
     total = x.contiguous().clone()
-    collectives.all_reduce(total, group=group, pattern=fastest_pattern("all_reduce", group))
+    collectives.all_reduce(total, group=group, pattern=chosen_pattern("all_reduce", group))
     return total
 
 
@@ -204,7 +205,7 @@ class InFlightAllGather:
         rows = rows.contiguous()
         self._full = rows.new_empty(self._sizes[0] * ranks, *rows.shape[1:])
         self._work: Work = collectives.all_gather(
-            self._full, rows, group=group, async_op=True, pattern=fastest_pattern("all_gather", group)
+            self._full, rows, group=group, async_op=True, pattern=chosen_pattern("all_gather", group)
         )
 
     def wait(self) -> Tensor:
@@ -229,7 +230,7 @@ class InFlightReduceScatter:
             self._rows,
             group=group,
             async_op=True,
-            pattern=fastest_pattern("reduce_scatter", group),
+            pattern=chosen_pattern("reduce_scatter", group),
         )
 
     def wait(self) -> Tensor:

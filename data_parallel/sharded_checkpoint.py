@@ -32,9 +32,9 @@ from training.range_checkpoint import Found
 
 
 class ShardedState(NamedTuple):
-    """What a rank owns, for training.checkpoint: `save` and `load` below, with the run's header as `extra`.
+    """The state that a rank owns, for training.checkpoint. `gather`, if given, is called after loading.
 
-    `gather` is called after loading: it makes full parameters of the pieces, where there are any.
+    Stages 1 and 2 of ZeRO gather full parameters from the pieces then.
     """
 
     pieces: dict[str, Piece]

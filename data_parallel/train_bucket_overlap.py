@@ -244,6 +244,7 @@ def main(cluster: Cluster, args: BucketArgs) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(total)
             run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, buckets=len(model.buckets))
 

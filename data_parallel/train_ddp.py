@@ -130,6 +130,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(total)
             run.expect_traffic(traffic_per_step(cluster, hook.sizes))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, buckets=len(hook.sizes))
 

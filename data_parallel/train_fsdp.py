@@ -235,6 +235,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(total)
             run.expect_traffic(traffic_per_step(cluster, args, model))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     held = memory.finish(as_json=args.json)
     full = run.model()

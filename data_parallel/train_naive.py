@@ -108,6 +108,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
             run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model)
 

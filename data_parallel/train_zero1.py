@@ -192,6 +192,7 @@ def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(total)
             run.expect_traffic(optimizer.traffic_per_step(1, args.clip is not None))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, **memory.finish(as_json=args.json))
 

@@ -258,6 +258,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(total)
             run.expect_traffic(model.traffic_per_step(len(parts), args.clip is not None))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     held = memory.finish(as_json=args.json)
     with model.gathered() as full:

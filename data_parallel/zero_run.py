@@ -88,6 +88,12 @@ class ZeroRun(Run):
         is_wrapped = isinstance(optimizer, ShardedOptimizer)
         return ShardedState(pieces, rest, optimizer, optimizer.gather_parameters if is_wrapped else None)
 
+    def evaluate(self, step: int, model: nn.Module) -> None:
+        """Compute the loss on held-out data as training.run does, and let FSDP2 free its root again."""
+        super().evaluate(step, model)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # kept gathered for a backward, it would not be gathered in the next forward
+
     def _pieces_and_rest(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Piece], dict[str, Tensor]]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lab import units
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Traffic
+from lab.ledger import LEDGER, Entry, Traffic
 from lab.stream_clock import time_when_done
 
 LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a terminal, and elsewhere
@@ -72,14 +72,14 @@ class Meter:
         self._seconds: list[float] = []
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
-        self._traffic = Traffic()
+        self.traffic: dict[Entry, Traffic] = {}  # inside of the steps
         self._peak: int | None = None
         reset_peak_memory(cluster.device)
 
     @contextmanager
     def step(self) -> Iterator[StepRecord]:
         """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
-        before = LEDGER.total()
+        before = LEDGER.rows()
         # Kernels still queued belong to the step that launched them.
         record, start_ns = StepRecord(), time_when_done(self._cluster.device)
         try:
@@ -89,7 +89,9 @@ class Meter:
             raise
         self.windows.append((start_ns, time_when_done(self._cluster.device)))
         self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
-        self._traffic += LEDGER.total() - before
+        for entry, traffic in LEDGER.rows().items():
+            new = traffic - before.get(entry, Traffic())
+            self.traffic[entry] = self.traffic.get(entry, Traffic()) + new
         if self._first_step + len(self._seconds) == self._steps:
             self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
         # Detached, or the loss would keep the step's graph alive through the next one.
@@ -98,6 +100,12 @@ class Meter:
             self._first_loss = self._loss()
         if self._cluster.is_main:
             self._show_progress()
+
+    def note(self, text: str) -> None:
+        """Print a line on rank 0, between two steps."""
+        if self._cluster.is_main:
+            self._end_line()
+            self._console.print(Text(f"{self._run_mode}  {text}", style="cyan"), soft_wrap=True)
 
     def finish(self, **extras: Any) -> dict[str, Any]:
         """Print the summary on rank 0 and return this rank's on every rank; NaN and infinity become None.
@@ -108,6 +116,7 @@ class Meter:
         step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields. The table leaves
         out what is None; README.md explains each row.
         """
+        sent = sum(self.traffic.values(), Traffic())
         summary = {
             "run_mode": self._run_mode,
             "world_size": self._cluster.world_size,
@@ -117,8 +126,8 @@ class Meter:
             "step_seconds": statistics.median(self._timed()) if self._seconds else None,
             "tokens_per_second": self._tokens_per_second(),
             "peak_memory_bytes": peak_memory(self._cluster.device) if self._peak is None else self._peak,
-            "bytes_sent": self._traffic.bytes_sent,
-            "messages_sent": self._traffic.messages_sent,
+            "bytes_sent": sent.bytes_sent,
+            "messages_sent": sent.messages_sent,
         }
         if taken := summary.keys() & extras.keys():
             raise ValueError(f"{', '.join(sorted(taken))}: the meter's own field; give yours another name.")

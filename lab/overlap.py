@@ -1,19 +1,19 @@
-"""How much of a rank's communication hid behind its computing: read off its spans, not off the code.
+"""Read off a rank's spans how much of its communication was hidden behind its computing.
 
     main             |  forward  |      backward      |  wait  |
     communication                        | bucket 1 | bucket 0 |
                                          └── hidden ──┴─ not ──┘
 
-    overlap_of(events).hidden_share    # 0.6: that much of the communication took no time of its own
+    overlap_of(events).hidden_share    # 0.6: in that share of the communication's time the rank computed, too
 
 An all-reduce that a hook calls in the middle of the backward, and that holds the main thread until it is
-done, lies within the backward's *span*, but nothing is computed meanwhile:
+done, lies within the backward's *span*, but nothing is computed meanwhile. It is not hidden, but blocking:
 
     main             |  forward  |     backward                  |
-                                            | all_reduce |             hidden: nothing
+                                            | all_reduce |             hidden: nothing; blocking: all of it
 
-So what the main lane spends in spans of kind "wait" and "communication" does not count as computing. A wait
-that leaves no span does: whoever blocks on another thread's work must record it, or it passes as hidden.
+So what the main lane spends in spans of kind "wait" and "communication" does not count as computing. Code
+that blocks on another thread's work must record a wait, or the wait counts as computing.
 Intervals are (start_ns, end_ns) on the events' clock; a list of them is sorted, apart and without empty ones.
 """
 
@@ -32,20 +32,26 @@ BLOCKED = ("wait", "communication")  # on the main lane
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds in which a rank computed, communicated, and did both at once."""
+    """Seconds in which a rank computed, communicated, did both, and communicated on its main thread."""
 
     compute_seconds: float
     communication_seconds: float
     hidden_seconds: float
+    blocking_seconds: float = 0.0
 
     @property
     def hidden_share(self) -> float | None:
-        """Hidden communication per communication, from 0 to 1; None when there was none."""
+        """Return the share of the communication's time in which the rank computed, too; None without any."""
         return self.hidden_seconds / self.communication_seconds if self.communication_seconds else None
+
+    @property
+    def blocking_share(self) -> float | None:
+        """Return the share of that time in which the main thread itself communicated; None without any."""
+        return self.blocking_seconds / self.communication_seconds if self.communication_seconds else None
 
 
 def overlap_of(events: Sequence[Event]) -> Overlap:
-    """The overlap in one rank's events. Whatever runs at once, or one within the other, counts once.
+    """Return the overlap in one rank's events. Spans at the same time, or within each other, count once.
 
     Computing happens on the main lane, communication on any. ValueError for events of several ranks, which
     would hide one rank's communication behind another's computing.
@@ -55,16 +61,18 @@ def overlap_of(events: Sequence[Event]) -> Overlap:
     main = [event for event in events if event.lane == MAIN_LANE]
     compute = difference(busy(main, COMPUTE), busy(main, BLOCKED))
     communication = busy(events, COMMUNICATION)
-    return Overlap(total(compute), total(communication), total(intersection(communication, compute)))
+    hidden = intersection(communication, compute)
+    blocking = busy(main, COMMUNICATION)
+    return Overlap(total(compute), total(communication), total(hidden), total(blocking))
 
 
 def busy(events: Iterable[Event], kinds: Sequence[str]) -> list[Interval]:
-    """When at least one event of these kinds was under way, on any lane."""
+    """Return when at least one event of these kinds was under way, on any lane."""
     return union(event for event in events if event.kind in kinds)
 
 
 def union(events: Iterable[Event]) -> list[Interval]:
-    """When at least one of the events was under way. Those that touch make one interval."""
+    """Return when at least one of the events was under way. Events that touch make one interval."""
     merged: list[Interval] = []
     for start, end in sorted((event.start_ns, event.end_ns) for event in events if event.duration_ns > 0):
         if merged and start <= merged[-1][1]:
@@ -75,7 +83,7 @@ def union(events: Iterable[Event]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What lies in both of two lists as `union` gives them."""
+    """Return the times that are in both of two lists, which are as `union` returns them."""
     both, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -89,7 +97,7 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 
 
 def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What lies in `a` but not in `b`, two lists as `union` gives them."""
+    """Return the times that are in `a` but not in `b`; both are as `union` returns them."""
     if not a:
         return []
     edges = [a[0][0], *(edge for interval in b for edge in interval), a[-1][1]]
@@ -98,15 +106,15 @@ def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Their length together, in seconds."""
+    """Return the length of all intervals together, in seconds."""
     return sum(end - start for start, end in intervals) / 1e9
 
 
 def per_step(events: Iterable[Event], steps: Sequence[Interval]) -> list[list[Event]]:
-    """The events that start in each step, in the order given; those outside all steps are left out.
+    """Return the events that start in each step, in the order given. Events outside all steps are left out.
 
-    Steps are (start_ns, end_ns), one after the other. An event belongs whole to the step it starts in, even
-    where it reaches into the next.
+    Steps are (start_ns, end_ns), one after the other. An event belongs to the step in which it starts, even
+    if it ends in the next one.
     """
     starts = [start_ns for start_ns, _ in steps]
     inside: list[list[Event]] = [[] for _ in steps]

@@ -11,6 +11,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+import training.arguments
 import training.run
 from comm.cost import Link
 from comm.exchange import exchange, on_all
@@ -42,7 +43,7 @@ MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to ma
 
 
 @dataclasses.dataclass
-class Args(TrainArgs):
+class Args(training.arguments.Args):
     """Train a small GPT on the source of Python's standard library, cut into stages."""
 
     microbatches: Annotated[int, tyro.conf.arg(aliases=["--grad-acc-steps"])] = 8
@@ -77,6 +78,8 @@ class Run(training.run.Run):
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
+        if args.link is None:
+            self.not_measured = "messages between stages leave a span only with --link"
         self._args: Args = args
         self._config = dataclasses.replace(self._config, num_layers=args.layers)
 
@@ -156,7 +159,7 @@ class Run(training.run.Run):
         return super().finish(whole, **figures, **extras)
 
     def _reported(self, pipeline: Pipeline) -> Report | None:
-        """All ranks' actions and activations, brought together on rank 0."""
+        """Return, on rank 0, the report on the actions and activations of all ranks."""
         assert self._meter is not None
         windows = self._meter.windows
         warmup = min(WARMUP_STEPS, len(windows) // 2)
@@ -193,6 +196,11 @@ class Run(training.run.Run):
         draw_panels(panels, Path(folder) / "timeline.png", title)
         write_page(Path(folder) / "schedules.html", measured={self._schedule: panels["measured"]})
 
+    def outputs(self, model: nn.Module, x: Tensor) -> Tensor | None:
+        """Return the outputs, on the rank of the last stage."""
+        assert isinstance(model, Pipeline)
+        return model.forward_only(x)
+
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> FullState:
         """Return the state as one process has it, but the optimizer's is by name; any schedule goes on."""
         assert isinstance(model, Pipeline)
@@ -216,5 +224,5 @@ class Run(training.run.Run):
         return FullState(get, put)
 
     def _made_with(self) -> dict[str, Any]:
-        """Any schedule, on any number of ranks, goes on."""
+        """Let any schedule, on any number of ranks, go on."""
         return super()._made_with() | {"run_mode": "pipeline", "layers": self._args.layers}

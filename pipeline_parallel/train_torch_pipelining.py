@@ -209,6 +209,8 @@ class Args(ChunkedArgs):
     """Schedule, by PyTorch's own implementation. Only interleaved uses --chunks."""
     recompute: NotOffered = None  # not written for PyTorch's schedules here; pipeline_1f1b takes it
     metronome: NotOffered = None
+    pattern: Literal["torch"] = "torch"
+    """How the loss is averaged; PyTorch's schedules have no other collective."""
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -229,6 +231,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.loss(outcome)
             run.expect_traffic(pipeline.traffic_per_step())
+            run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline)
 

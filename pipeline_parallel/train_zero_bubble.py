@@ -60,6 +60,7 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
                     optimizer.step()
                 record.loss = run.loss(outcome)
             run.expect_traffic(pipeline.traffic_per_step())
+            run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline)
 

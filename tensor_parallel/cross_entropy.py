@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group, all_reduce, fastest_pattern
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, all_reduce
 from tensor_parallel.layers import own_rows
 
 
@@ -59,7 +60,7 @@ class _CrossEntropy(Function):
         ignore: int,
         smoothing: float,
     ) -> Tensor:
-        v, pattern = logits_tv.shape[-1], fastest_pattern("all_reduce", group)
+        v, pattern = logits_tv.shape[-1], chosen_pattern("all_reduce", group)
         counts = targets != ignore
         rows, is_own = own_rows(targets.where(counts, 0), v, vocab_size, group, "target")
         unpadded = min(v, max(0, vocab_size - dist.get_rank(group) * v))

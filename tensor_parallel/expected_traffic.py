@@ -15,7 +15,8 @@ import dataclasses
 import torch.distributed as dist
 
 from comm import cost
-from comm.collectives import Group, fastest_pattern
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group
 from lab.ledger import Traffic
 from lab.model import GPTConfig
 
@@ -62,6 +63,6 @@ class ExpectedTraffic:
         place = dist.get_world_size(self.group), dist.get_rank(self.group)
         itemsize = itemsize or self.itemsize
         each = (
-            cost.per_rank(op, fastest_pattern(op, self.group), numel, itemsize, *place) for op, numel in ops
+            cost.per_rank(op, chosen_pattern(op, self.group), numel, itemsize, *place) for op, numel in ops
         )
         return sum(each, Traffic())

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group, all_reduce, fastest_pattern
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, all_reduce
 from comm.functions import InFlightAllGather, InFlightReduceScatter
 
 
@@ -58,7 +59,7 @@ class _ColumnParallel(Function):
             reducing = None
         elif ctx.dim is None:
             grad_x = grad_x.contiguous()
-            pattern = fastest_pattern("all_reduce", ctx.group)
+            pattern = chosen_pattern("all_reduce", ctx.group)
             reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
         else:
             reducing = InFlightReduceScatter(grad_x, ctx.dim, ctx.group)

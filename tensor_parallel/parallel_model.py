@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm.collectives import Group, all_reduce, fastest_pattern
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, all_reduce
 from comm.functions import InFlightAllGather, own_shard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
@@ -45,7 +46,7 @@ class TensorParallel(nn.Module):
         self.randomness = RankRandomness(group)
         self._sharded: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its full size there
         self.dims: dict[str, tuple[int, int]] = {}  # the same by name
-        self._partial, self._pattern = PartialGradients(), fastest_pattern("all_reduce", group)
+        self._partial, self._pattern = PartialGradients(), chosen_pattern("all_reduce", group)
 
     def shard(self, parameter: nn.Parameter, dim: int, padded: Tensor | None = None) -> nn.Parameter:
         """Replace the parameter's values by this rank's shard of them, so that its optimizer keeps it."""

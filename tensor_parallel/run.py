@@ -1,4 +1,4 @@
-"""What the scripts of this folder share beyond training.run: a batch for all ranks, whole checkpoints."""
+"""Run the scripts of this folder: all ranks get the same batch, and checkpoints are full."""
 
 import contextlib
 import dataclasses
@@ -9,19 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import training.arguments
 import training.run
+from comm.chosen_pattern import use_pattern
 from comm.functions import InFlightAllGather
 from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
 from tensor_parallel.arguments import validate_size
 from tensor_parallel.parallel_model import TensorParallel
-from training.arguments import ClipArgs, NotOffered, Size, TrainArgs
+from training.arguments import ClipArgs, NotOffered, Size
 from training.checkpoint import FullState
+from training.evaluation import Sums
 
 
 @dataclasses.dataclass
-class Args(ClipArgs, TrainArgs):
+class Args(ClipArgs, training.arguments.Args):
     """Train a small GPT on the source of Python's standard library, its layers cut among the ranks."""
 
     size: Size = "24heads"
@@ -37,15 +40,16 @@ class Run(training.run.Run):
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         super().__init__(cluster, args, run_mode, whole_batch=True)
+        use_pattern(args.pattern)
         self._activations: int | None = None
         self._block_bytes = self._block_formula = 0
 
-    def _validate(self, args: TrainArgs) -> None:
+    def _validate(self, args: training.arguments.TrainArgs) -> None:
         super()._validate(args)
         validate_size(args.size, self._cluster.world_size)
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
-        """Bytes of a forward by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
+        """Return a forward's bytes by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
 
         s b h (10 + 24/n + 5 a s / (h n)) for each layer; with sequence parallelism the 10 are divided too.
         """
@@ -56,9 +60,9 @@ class Run(training.run.Run):
 
     @contextlib.contextmanager
     def watched(self, model: TensorParallel, x: Tensor) -> Iterator[None]:
-        """Around a forward of `x`: of the first one, what autograd keeps for the backward is counted.
+        """Count, around the first forward, what autograd keeps and what the first block sends.
 
-        And so is what the first block sends, forward and backward.
+        The block's traffic is that of its forward and backward. Later forwards run as they are.
         """
         if self._activations is not None:
             yield
@@ -81,7 +85,7 @@ class Run(training.run.Run):
             hook.remove()
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        """As training.run's, of the whole model put together; all ranks must call it."""
+        """Finish as training.run does, with the full model put together; all ranks must call it."""
         assert isinstance(model, TensorParallel)
         whole = self.model()
         whole.load_state_dict(model.full_state_dict())
@@ -93,6 +97,12 @@ class Run(training.run.Run):
             activations_formula_bytes=self._activations_formula(model.sequence_parallel),
             **extras,
         )
+
+    def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
+        """Return the sum of losses, which all ranks compute together from their shards of the logits."""
+        assert isinstance(model, TensorParallel)
+        loss = model.loss(model(x), y).double() * y.numel()
+        return torch.stack([loss, torch.zeros_like(loss)]) if self._cluster.is_main else None
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> FullState:
         """Return the state as one process has it; any number of ranks cuts it again."""
@@ -134,5 +144,5 @@ class Run(training.run.Run):
         return result
 
     def _made_with(self) -> dict[str, Any]:
-        """Any number of ranks goes on, with or without sequence parallelism."""
+        """Let any number of ranks go on, with or without sequence parallelism."""
         return super()._made_with() | {"run_mode": "tensor_parallel"}

@@ -219,6 +219,16 @@ def traffic_per_step(cluster: Cluster, model: GPT, batch_size: int, sequence_par
     return total
 
 
+class DTensorRun(Run):
+    """One rank's side of a run whose model returns DTensors."""
+
+    def outputs(self, model: nn.Module, x: Tensor) -> Tensor | None:
+        """Return the full logits, on rank 0."""
+        logits: Any = model(x)
+        full = logits.full_tensor()
+        return full if self._cluster.is_main else None
+
+
 @dataclasses.dataclass
 class Args(TrainArgs):
     """PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
@@ -236,7 +246,7 @@ class Args(TrainArgs):
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "tensor_parallel_native", whole_batch=True)
+    run = DTensorRun(cluster, args, "tensor_parallel_native", whole_batch=True)
     validate_size(args.size, cluster.world_size)
     model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
@@ -258,6 +268,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(loss.full_tensor())
             run.expect_traffic(formula)
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     full = run.model()
     full.load_state_dict(full_state_dict(model))

@@ -46,6 +46,7 @@ def main(cluster: Cluster, args: Args) -> None:
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
             run.expect_traffic(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
+            run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model)
 

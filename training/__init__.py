@@ -1,1 +1,1 @@
-"""What every train script needs around its loop and no lesson teaches."""
+"""Do what every train script needs around its loop and no lesson teaches."""

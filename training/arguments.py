@@ -33,6 +33,8 @@ class TrainArgs:
     metronome: str | None = None
     """Replace computing by a clock: a layer's forward takes this time, such as 20ms or 1.5s, and its backward
     twice that. Nothing is trained. Communication stays real."""
+    eval_every: int = 0
+    """Number of steps between two computations of the loss on held-out data. 0: only after the last step."""
     checkpoint: str | None = None
     """Folder for the checkpoint, which is written at the end and at Ctrl-C."""
     resume: bool = False

@@ -1,7 +1,7 @@
-"""alpha and beta as the collectives of a group meet them: from the times of a tiny one and a large one.
+"""Measure alpha and beta of a group's all-reduce, from the times of a tiny one and a large one.
 
-A ping-pong (comm.point_to_point) tells what the wire can do; this tells what an all-reduce gets out of it,
-with its Python, its copies and its arithmetic, on cores that all ranks share. Predictions want that.
+A ping-pong (comm.point_to_point) measures what the wire can do. This measures what an all-reduce gets out of
+the wire, with its Python, its copies and its arithmetic, on cores that all ranks share.
 """
 
 import statistics
@@ -21,17 +21,18 @@ TINY_SECONDS, LARGE_SECONDS = 0.5, 1.5  # for all runs of a size; one run may ta
 def measure_all_reduce(
     pattern: str, group: Group = None, repeats: int = 5, device: torch.device | None = None
 ) -> Link:
-    """alpha and beta that explain the times of this group's all-reduces; the same numbers on every rank.
+    """Return the alpha and beta that explain the times of this group's all-reduces, the same on every rank.
 
-    Medians of `repeats` all-reduces of tensors on `device`; on a slow link there are fewer, of smaller
-    tensors, so that it takes two or three seconds. Both are 0 on a single rank. All ranks must call it.
+    They come from medians of `repeats` all-reduces of tensors on `device`. On a slow link there are fewer, of
+    smaller tensors, so that it takes two or three seconds. On a single rank both are 0. All ranks must call
+    it.
     """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return Link(0.0, 0.0)
 
     def median(num_bytes: int, runs: int) -> float:
-        """Of the slowest rank's seconds, so that all ranks decide alike; the first of several warms up."""
+        """Return the median of the slowest rank's seconds, so that all ranks decide the same."""
         times = _seconds(num_bytes, pattern, group, runs, device)
         return statistics.median(times[1:] or times)
 
@@ -55,7 +56,7 @@ def measure_all_reduce(
 def _seconds(
     num_bytes: int, pattern: str, group: Group, runs: int, device: torch.device | None
 ) -> list[float]:
-    """The slowest rank's time of each of several all-reduces."""
+    """Return the slowest rank's time of each of several all-reduces."""
     tensor, times = torch.zeros(num_bytes // 4, device=device), []
     for _ in range(runs):
         with slow_link.slowed(None):

@@ -44,6 +44,11 @@ class TrainingData:
         chosen = np.random.default_rng((self._seed, step)).integers(len(self._images), size=self._batch_size)
         return self._images[chosen], self._labels[chosen]
 
+    @property
+    def held_out_tokens(self) -> int:
+        """Return the tokens of all held-out batches; for digits, the images."""
+        return VALIDATION_BATCHES * self.tokens_per_step if self._is_text else len(self._held_out_images)
+
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield global batches (x, y, counts) that are not trained on, the same for each seed.
 

@@ -1,4 +1,4 @@
-"""What the train scripts of all lessons share and no lesson is about: data, report, checkpoints.
+"""Run a training: what the scripts of all lessons share around their loops.
 
 run = Run(cluster, args, "data_parallel_overlap")
 model = OverlapDataParallel(run.model(), pattern=run.pattern)
@@ -10,13 +10,14 @@ with run.checkpointing(model, optimizer) as first:    # 0, or the step that --re
             ...                                       # the lesson
             record.loss = run.mean_loss(loss)
         run.expect_traffic(formula)                   # the report shows it beside the counted bytes
+        run.evaluate(step, model)                     # on held-out data: --eval-every, and after the last
         run.stop_if_asked(step)                       # with --checkpoint, all ranks end after one Ctrl-C
 run.finish(model)
 """
 
-import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,20 +31,23 @@ from lab import timeline
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
 from lab.errors import Stopped
+from lab.evaluation import evaluating
 from lab.gantt import Event
 from lab.interrupt import StopRequest
-from lab.ledger import Traffic
+from lab.ledger import LEDGER, Traffic
 from lab.meter import Meter, StepRecord
 from lab.metronome import metronome_of
 from lab.model import GPT, BabyCNN, GPTConfig
-from lab.overlap import overlap_of, per_step
+from lab.overlap import per_step
 from lab.same_start import check_same_start
 from lab.text import rank_slice
 from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce
 from training.checkpoint import Checkpoint, FullState, State
 from training.data import TrainingData
+from training.evaluation import Sums, held_out_means, sums_of
 from training.replicas import replica_digests
+from training.report import overlap_figures, pattern_and_transport
 from training.validate import tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
@@ -76,6 +80,8 @@ class Run:
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
         self._link = self._measured_link()
         self._expected = Traffic()
+        self._validation: dict[str, float] = {}
+        self._validation_bytes = 0
         self._first_step = 0
         self._meter: Meter | None = None
         self._stop_request: StopRequest | None = None
@@ -90,11 +96,11 @@ class Run:
             self._checkpoint.prepare(self._all_ranks_save, args.resume)
 
     def _measured_link(self) -> Link:
-        """alpha and beta of what the lesson sends."""
+        """Return alpha and beta of what the lesson sends."""
         return measure_all_reduce(self.pattern, device=self._cluster.device)
 
     def model(self) -> nn.Module:
-        """Another seed on each rank, as a careless user might have it: the wrapper must make them equal."""
+        """Return a model with other weights on each rank; the lesson's wrapper has to make them equal."""
         seed = self._args.seed + self._cluster.rank
         if self._model == "baby_cnn":
             return BabyCNN(seed=seed).to(self._cluster.device)
@@ -102,7 +108,7 @@ class Run:
         return gpt if self._tick is None else metronome_of(gpt, self._tick)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW; under the metronome one that takes no time."""
+        """Return AdamW; under the metronome an optimizer that takes no time."""
         if self._tick is not None:
             return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
         return torch.optim.AdamW(model.parameters(), lr=self._args.lr)
@@ -186,6 +192,37 @@ class Run:
         place = (self._cluster.world_size, self._cluster.rank)
         self._expected += of_the_step + cost.per_rank("all_reduce", self.pattern, 1, 4, *place)
 
+    def evaluate(self, step: int, model: nn.Module) -> None:
+        """Compute the loss on held-out data, after every --eval-every steps and after the last.
+
+        What ranks send for it is counted apart. Under the metronome, which computes nothing, there is none.
+        """
+        args, done = self._args, step + 1
+        is_due = done == args.steps or (args.eval_every and done % args.eval_every == 0)
+        if not is_due or self._tick is not None:
+            return
+        batches = (map(self._own_slice, batch) for batch in self._data.held_out())
+        tokens, device = self._data.held_out_tokens, self._cluster.device
+        before = LEDGER.total()
+        with evaluating(model):
+            sums = partial(self.sums, model)
+            loss, right = held_out_means(batches, sums, tokens, device, self.pattern)  # type: ignore[arg-type]
+        self._validation_bytes += (LEDGER.total() - before).bytes_sent
+        self._validation = {"validation_loss": loss, "validation_bytes_sent": self._validation_bytes}
+        if self._model == "baby_cnn":
+            self._validation["validation_accuracy"] = right
+        if done < args.steps and self._meter is not None:
+            self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")
+
+    def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
+        """Return the sums over this rank's slice of a held-out batch; None if another rank counts them."""
+        outputs = self.outputs(model, x)
+        return None if outputs is None else sums_of(outputs, y, counts)
+
+    def outputs(self, model: nn.Module, x: Tensor) -> Tensor | None:
+        """Return the model's outputs; None if another rank has them, or has the same and counts them."""
+        return model(x)
+
     def stop_if_asked(self, step: int) -> None:
         """End the training after this step if a rank was asked to, by Ctrl-C; only with --checkpoint.
 
@@ -219,24 +256,21 @@ class Run:
         windows = self._meter.windows
         warmup = min(WARMUP_STEPS, len(windows) // 2)
         by_step = per_step(timeline.recorded(), windows[warmup:RECORDED_STEPS])
-        overlaps = [overlap_of(events) for events in by_step] if self.not_measured is None else []
         if self.not_measured is not None:
             extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
         if self._tick is not None:
             extras |= {"metronome": f"{args.metronome}: a clock replaces computing, so there is no loss"}
-        shares = [one.hidden_share for one in overlaps if one.hidden_share is not None]
-        link = self._link
         digests = replica_digests(cluster, model)
         summary = self._meter.finish(
+            **pattern_and_transport(self._meter.traffic, self.pattern),
             observed_steps=len(by_step),
-            compute_seconds=_median([one.compute_seconds for one in overlaps]),
-            communication_seconds=_median([one.communication_seconds for one in overlaps]),
-            hidden_share=_median(shares),
+            **overlap_figures(by_step if self.not_measured is None else []),
             predicted_step_seconds=self._predicted_seconds(by_step),
-            alpha_seconds=link.alpha,
-            beta_seconds_per_byte=link.beta,
+            alpha_seconds=self._link.alpha,
+            beta_seconds_per_byte=self._link.beta,
             bytes_formula=self._expected.bytes_sent,
             messages_formula=self._expected.messages_sent,
+            **self._validation,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],
             **extras,
@@ -252,22 +286,11 @@ class Run:
         timeline.save(self._cluster, folder, f"{self._run_mode}, {self._cluster.world_size} ranks", events)
 
     def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
-        """The step's time by its lesson's model, if there is one."""
+        """Return the step's time by the lesson's model, if there is one."""
         return None
 
     def _made_with(self) -> dict[str, Any]:
         """Return what must be the same for another run to go on from this one's checkpoint."""
-        args = self._args
-        return {
-            "run_mode": self._run_mode,
-            "model": self._model,
-            "size": args.size,
-            "batch_size": args.batch_size,
-            "lr": args.lr,
-            "seed": args.seed,
-            "metronome": args.metronome,
-        }
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
+        same = ("size", "batch_size", "lr", "seed", "metronome")
+        mode = {"run_mode": self._run_mode, "model": self._model}
+        return mode | {name: getattr(self._args, name) for name in same}

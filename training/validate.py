@@ -36,6 +36,10 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     bucket_mb = getattr(args, "bucket_mb", None)
     if bucket_mb is not None:
         validate_bucket(bucket_mb)
+    if args.eval_every < 0:
+        raise WorkbookError(
+            f"--eval-every {args.eval_every}: it is a number of steps, or 0 for the end only."
+        )
     clip = getattr(args, "clip", None)
     if clip is not None and not clip > 0:
         raise WorkbookError(f"--clip {clip:g}: the largest norm is a number above 0.")
@@ -70,7 +74,7 @@ def validate_shares(batch_size: int, ranks: int) -> None:
 
 
 def validate_bucket(megabytes: float) -> None:
-    """Refuse a cap that is none."""
+    """Refuse a cap that is not a number of MiB."""
     if not 0 < megabytes <= MAX_BUCKET_MB:
         raise WorkbookError(
             f"--bucket-mb {megabytes:g}: a bucket's cap is a number of MiB above 0, such as 4, "
@@ -79,7 +83,7 @@ def validate_bucket(megabytes: float) -> None:
 
 
 def tick_seconds(metronome: str) -> float:
-    """The seconds of `--metronome`."""
+    """Return the seconds of `--metronome`."""
     try:
         return units.seconds(metronome)
     except WorkbookError as error:

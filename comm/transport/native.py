@@ -185,10 +185,12 @@ def _start(
         handle = NativeHandle(op, start(), finish)
     except RuntimeError as error:
         raise failed(op, error) from error
-    if timeline.is_recording():
-        handle.when_done(lambda _: _record(op, num_bytes, started))
-    if not async_op:
-        handle.wait()
+    if async_op:
+        if timeline.is_recording():
+            handle.when_done(lambda _: _record(op, num_bytes, started))
+    else:
+        handle.end()
+        timeline.record(op, "communication", started, timeline.mark(), pattern="torch", bytes=num_bytes)
     return handle
 
 

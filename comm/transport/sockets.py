@@ -78,6 +78,11 @@ class RingSockets:
             opened.pop_all()
         return CmaOut(right) if is_read else SocketOut(right), CmaIn(left, pid) if pid else SocketIn(left)
 
+    @property
+    def transports(self) -> set[str]:
+        """Return by what this rank's bytes travel: "cma", "tcp", or both, if its neighbours differ."""
+        return {"cma" if isinstance(end, CmaOut | CmaIn) else "tcp" for end in (self._left, self._right)}
+
     def exchange_headers(self, mine: Header, agreed: Callable[[int], None]) -> None:
         """Pass all headers around the ring, check them, and call `agreed(check_rows(...))` on every rank.
 
@@ -214,6 +219,12 @@ def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSocket
     if pattern not in rings:
         rings[pattern] = RingSockets(whole, pattern, op, sequence)
     return rings[pattern]
+
+
+def transports_of(pattern: str, group: Group = None) -> set[str]:
+    """Return by what the messages of a pattern have travelled in this group: gloo, nccl, tcp or cma."""
+    ring = _sockets.get(group_of(group), {}).get(pattern)
+    return {dist.get_backend(group)} if ring is None else ring.transports
 
 
 def forget(group: Group, pattern: str) -> None:

@@ -58,7 +58,23 @@ def test_half_is_hidden_when_half_of_it_falls_into_the_wait():
 
 def test_a_blocking_all_reduce_inside_the_backward_hides_nothing():
     events = [event("backward", 0, 6), event("communication", 2, 3), event("communication", 4, 5)]
-    assert overlap_of(events) == Overlap(4.0, 2.0, 0.0)
+    assert overlap_of(events) == Overlap(4.0, 2.0, 0.0, 2.0)
+    assert (overlap_of(events).hidden_share, overlap_of(events).blocking_share) == (0.0, 1.0)
+
+
+def test_of_a_layers_reductions_the_forwards_block_and_the_backwards_are_hidden():
+    events = [
+        event("forward", 0, 6),
+        event("communication", 2, 3),
+        event("communication", 5, 6),
+        event("backward", 6, 16),
+        event("communication", 8, 10, "communication"),
+        event("communication", 14, 17, "communication"),
+        event("wait", 16, 17),
+    ]
+    found = overlap_of(events)
+    assert found == Overlap(14.0, 7.0, 4.0, 2.0)
+    assert (found.hidden_share, found.blocking_share) == (4 / 7, 2 / 7)  # what is left was waited for
 
 
 def test_a_wait_inside_the_backward_is_no_computing_and_hides_nothing():
@@ -107,7 +123,7 @@ def test_loading_and_launching_is_neither_computing_nor_communication():
 
 def test_without_communication_there_is_no_share_to_speak_of():
     assert overlap_of([]) == Overlap(0.0, 0.0, 0.0)
-    assert overlap_of([]).hidden_share is None
+    assert overlap_of([]).hidden_share is None is overlap_of([]).blocking_share
     assert overlap_of([event("forward", 0, 1), event("communication", 1, 1)]).hidden_share is None
 
 
@@ -189,4 +205,6 @@ def test_the_overlap_is_what_counting_nanosecond_by_nanosecond_gives(events: lis
     computing = cells([e for e in main if e.kind in COMPUTE]) - blocked
     communicating = cells([e for e in events if e.kind in COMMUNICATION])
     hidden = computing & communicating
-    assert overlap_of(events) == Overlap(len(computing) / 1e9, len(communicating) / 1e9, len(hidden) / 1e9)
+    blocking = cells([e for e in main if e.kind in COMMUNICATION])
+    parts = (computing, communicating, hidden, blocking)
+    assert overlap_of(events) == Overlap(*(len(part) / 1e9 for part in parts))

@@ -1,0 +1,46 @@
+"""Make the report's figures out of recorded spans and counted messages.
+
+hidden_share     the share of the time in which something was communicated that the rank also computed
+blocking_share   the share of that time in which the main thread itself was busy communicating: an operation
+                 that blocks, as naive data parallel's and a row layer's forward, cannot be hidden
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from comm.transport.sockets import transports_of
+from lab.gantt import Event
+from lab.ledger import Entry, Traffic
+from lab.overlap import overlap_of
+
+
+def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]:
+    """Return the medians over `steps` of one rank's seconds and shares; None where there is nothing."""
+    overlaps = [overlap_of(events) for events in steps]
+    return {
+        "compute_seconds": median([one.compute_seconds for one in overlaps]),
+        "communication_seconds": median([one.communication_seconds for one in overlaps]),
+        "hidden_share": median([one.hidden_share for one in overlaps]),
+        "blocking_share": median([one.blocking_share for one in overlaps]),
+    }
+
+
+def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dict[str, str]:
+    """Return who has sent what to whom, and by what the bytes travelled; first what has carried most bytes.
+
+    `traffic` is what the steps have sent. On a single rank nothing was, and `pattern` is what was asked for.
+    """
+    by_bytes = sorted(traffic.items(), key=lambda row: -row[1].bytes_sent)
+    patterns = [entry.pattern for entry, sent in by_bytes if sent.messages_sent and entry.pattern != "header"]
+    patterns = list(dict.fromkeys(patterns))
+    transports = dict.fromkeys(name for one in patterns for name in sorted(transports_of(one)))
+    return {
+        "pattern": ", ".join(patterns) or pattern,
+        "transport": ", ".join(transports) or "none (one rank)",
+    }
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Return the median of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
