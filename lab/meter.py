@@ -1,4 +1,4 @@
-"""Measure speed, memory and traffic: what every train script prints while it runs and when it ends.
+"""Measure the speed, memory and traffic of a training, and print them: progress lines, then a report.
 
     meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
     for step in range(50):
@@ -6,7 +6,7 @@
             record.loss = forward_backward_and_update(step)
     meter.finish(replicas_equal=True)
 
-Rank 0 prints, the others measure in silence. What a step costs is what happens inside its `with`.
+All ranks measure, and rank 0 prints. Only what happens inside `with meter.step()` belongs to a step.
 """
 
 import json
@@ -36,21 +36,21 @@ LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a termin
 
 @dataclass
 class StepRecord:
-    """Holds what a step reports: its loss, a float or a 0-d tensor, averaged over ranks by the caller.
+    """Holds the loss of a step: a float or a 0-d tensor. The caller takes the mean over all ranks.
 
-    A rank's own loss is that of its slice of the batch. A tensor is read only for a line that is printed,
-    so that it need not stop the device in every step; do not write to it afterwards.
+    A tensor is read only when a progress line shows it, because reading it makes the host wait for the GPU.
+    Do not write to it afterwards.
     """
 
     loss: Tensor | float | None = None
 
 
 class Meter:
-    """Times the steps of one rank. `tokens_per_step` counts the global batch, over all ranks.
+    """Times the steps of one rank. `tokens_per_step` counts the tokens of the global batch, over all ranks.
 
     `steps` is the number of the last step; a run that goes on from a checkpoint begins after `first_step`.
-    The first `warmup` steps are not timed (fewer if there are few: at least half of them count). With
-    `as_json` the last line on stdout is the summary as JSON, and all else goes to stderr.
+    The first `warmup` steps are not timed, but of few steps at least half are. With `as_json` the last line
+    on stdout is the summary as JSON, and everything else goes to stderr.
     """
 
     def __init__(

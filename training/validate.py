@@ -1,4 +1,4 @@
-"""Validation of a run's arguments: what makes no sense is refused in a sentence before the first step."""
+"""Validate the arguments of a run: what makes no sense is refused in a sentence before the first step."""
 
 import math
 import tempfile
@@ -27,8 +27,10 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
     validate_shares(args.batch_size, sharing)
     mine, parts = args.batch_size // sharing, getattr(args, "grad_acc_steps", 1)
-    if parts < 1 or mine % parts or mine < parts:
-        fits = sharing * max(parts, 1)
+    if parts < 1:
+        raise WorkbookError(f"--grad-acc-steps {parts}: there must be at least one.")
+    if mine % parts:
+        fits = sharing * parts
         raise WorkbookError(
             f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step; "
             f"take a multiple of {fits} for --batch-size, such as {-(-args.batch_size // fits) * fits}."

@@ -17,7 +17,7 @@ from training.run import Run
 NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("naive", {"steps": 0}, ["--steps 0"]),
     ("naive", {"steps": -3}, ["--steps -3"]),
-    ("naive", {"batch_size": 13}, ["--batch-size 13: 2 ranks", "such as 14."]),
+    ("naive", {"batch_size": 13}, ["--batch-size 13: 2 ranks", "such as --batch-size 14."]),
     ("naive", {"batch_size": 10**30}, ["--batch-size 1000", "at most 1048576 examples"]),
     ("naive", {"steps": 10**30}, ["--steps 1000", "at most 1000000000"]),
     ("overlap", {"metronome": "9" * 400 + "s"}, ["--metronome 999", "more than a week"]),
