@@ -1,7 +1,7 @@
 """One rank was started with another seed: the loss falls, the exit code is 0, and the model is worse."""
 
 TARGET = "lab.same_start._differing"
-KILLER = "tests.lab.test_same_start.test_every_rank_is_told_which_arguments_differ_and_who_has_what"
+KILLER = "tests.lab.test_same_start.test_every_rank_names_the_arguments_that_differ_and_their_ranks"
 
 
 def mutant(arguments: list[dict[str, str]]) -> list[str]:

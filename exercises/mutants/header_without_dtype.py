@@ -3,7 +3,7 @@
 from comm.transport.handshake import Header
 
 TARGET = "comm.transport.handshake._common"
-KILLER = "tests.comm.test_handshake.test_another_dtype_of_the_same_width_is_told"
+KILLER = "tests.comm.test_handshake.test_another_dtype_of_the_same_width_is_a_mismatch"
 
 
 def mutant(header: Header) -> tuple:

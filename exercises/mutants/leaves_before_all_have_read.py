@@ -4,8 +4,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.transport.handshake.wait_until_all_have_read"
 KILLER = (
-    "tests.comm.test_leaving."
-    "test_a_rank_that_is_late_with_its_eager_messages_is_told_though_the_others_have_read_its_header"
+    "tests.comm.test_leaving.test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_header"
 )
 
 

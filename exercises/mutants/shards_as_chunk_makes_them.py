@@ -1,7 +1,7 @@
 """With 5 ranks and 6 elements two ranks get nothing: torch.chunk rounds up, and the last shards go short."""
 
 TARGET = "comm.shards.shard_sizes"
-KILLER = "tests.comm.test_cost.test_a_tensor_is_sharded_as_tensor_split_does_and_segmented_without_a_rest"
+KILLER = "tests.comm.test_cost.test_a_tensor_is_divided_as_by_tensor_split_and_its_segments_cover_it"
 
 
 def mutant(numel: int, ranks: int) -> list[int]:

@@ -7,7 +7,7 @@ from comm.algorithms.tree import _family
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.tree.reduce"
-KILLER = "tests.comm.test_collectives_by_hand.test_a_reduce_leaves_alone_what_the_other_ranks_brought"
+KILLER = "tests.comm.test_collectives_by_hand.test_a_reduce_does_not_change_the_other_ranks_tensors"
 
 
 def mutant(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:

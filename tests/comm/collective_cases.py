@@ -47,7 +47,7 @@ class Case:
 
 
 def has_a_meaning(case: Case) -> bool:
-    """Return False for what no program should ask for, and for what torch's own cannot do."""
+    """Return whether the case is valid: not meaningless, and possible for torch's own collectives."""
     if case.pattern == "torch" and case.dtype.is_complex:
         return False
     if case.op not in REDUCING:
@@ -60,12 +60,12 @@ def has_a_meaning(case: Case) -> bool:
 
 
 def sized_for(case: Case, n: int) -> int:
-    """torch's own needs shards of one size."""
+    """Return the number of elements to use: torch's own collectives need shards of one size."""
     return case.numel // n * n if case.pattern == "torch" else case.numel
 
 
 def values(case: Case, rank: int, numel: int) -> torch.Tensor:
-    """Return what `rank` brings; another thing on each rank."""
+    """Return the tensor of `rank`, which differs from those of other ranks."""
     source = torch.Generator().manual_seed(1000 * case.seed + rank)
 
     def draw() -> torch.Tensor:
@@ -98,7 +98,7 @@ def reduced(inputs: list[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 class Laid:
-    """Values in a tensor of some memory layout, with the memory around them that must stay as it is."""
+    """A tensor of some memory layout, and the memory around it, which must not change."""
 
     def __init__(self, flat: torch.Tensor, layout: str) -> None:
         self.before, n = flat.clone(), flat.numel()
@@ -200,12 +200,12 @@ def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool 
         rounding = 3 * torch.finfo(torch.float16).eps if divides_first else 1e-8
         holds = out.holds(expected, exact, rounding)
         assert holds, f"{case}: rank {r} of {n} got {out.tensor}, not {expected}"
-    for operand in read:
-        assert operand.is_unchanged(), f"{case}: rank {r} of {n} only lent {operand.before}"
+    for laid in read:
+        assert laid.is_unchanged(), f"{case}: rank {r} of {n} must not change {laid.before}"
 
 
 def run_cases(cluster, cases: list[Case]) -> int:
-    """Run, on each rank, all cases that have a meaning; return how many those were."""
+    """Run all valid cases on this rank; return how many there were."""
     chosen = [case for case in cases if has_a_meaning(case)]
     for case in chosen:
         run_case(case)

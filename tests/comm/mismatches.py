@@ -10,8 +10,8 @@ from comm.collectives import CommError
 from lab.ranks import run_ranks
 
 
-def told(call: Callable[[], object]) -> str:
-    """The text of the CommError that `call` raises; '' when it raises none."""
+def error_text(call: Callable[[], object]) -> str:
+    """Return the text of the CommError that `call` raises, or "" if it raises none."""
     try:
         call()
     except CommError as error:
@@ -26,12 +26,12 @@ def works(group=None) -> bool:
 
 
 def sentence_of_all(n: int, call: Callable[[int], object]) -> str:
-    """What all ranks are told when each does `call(rank)`; the group must work before and after."""
+    """Return the error of all ranks, when each does `call(rank)`. The group works before and after it."""
 
     def bring(cluster) -> str:
         assert works()
-        text = told(lambda: call(cluster.rank))
-        assert works(), "the group is of no use after the mismatch"
+        text = error_text(lambda: call(cluster.rank))
+        assert works(), "the group does not work after the mismatch"
         return text
 
     texts = run_ranks(bring, n, group_timeout=10)

@@ -39,7 +39,7 @@ def set_variables(environment: dict[str, object]) -> None:
 
 
 def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
-    """Join as these variables say, add up the ranks, and leave: rank, world size and the sum."""
+    """Join with these variables, add up the ranks, and leave; return rank, world size and the sum."""
     set_variables(environment)
     meeting._TELL, meeting._LINGER = 0.3, 0.5
     cluster = rendezvous.join()

@@ -1,4 +1,4 @@
-"""Short segments, so that small tensors travel in many."""
+"""Shorten segments, so that small tensors travel in many of them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ from lab.replace import replaced
 
 @contextmanager
 def short_segments(num_bytes: int) -> Iterator[None]:
-    """Every pattern cuts its tensors into segments of at most so many bytes, here and in all ranks."""
+    """Let every pattern split its tensors into segments of at most `num_bytes`, in all ranks."""
     with ExitStack() as stack:
         for name in [name for name in vars(shards) if name.endswith("SEGMENT_BYTES")]:
             stack.enter_context(replaced(f"comm.shards.{name}", num_bytes))

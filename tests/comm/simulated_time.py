@@ -1,4 +1,4 @@
-"""Clocks that stand still but when their rank sleeps, so that no busy machine adds to what a link takes."""
+"""Simulate clocks that advance only when their rank sleeps, so that a busy machine changes no time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from unittest import mock
 
 @contextmanager
 def simulated_time() -> Iterator[None]:
-    """Let this rank's clock, as slow links, spans and measurements read it, go on by its sleeps alone.
+    """Let this rank's clock advance by its sleeps only, for slow links, spans and measurements.
 
-    Ranks whose links are equal then have equal clocks: each sleeps as long as the others.
+    Ranks with equal links then have equal clocks, because each sleeps as long as the others.
     """
     ns = 0
 

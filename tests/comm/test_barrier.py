@@ -7,7 +7,7 @@ from lab.ranks import run_ranks
 
 
 @pytest.mark.parametrize("pattern", ["tree", "torch"])
-def test_nobody_leaves_a_barrier_before_all_have_come(pattern: str):
+def test_no_rank_leaves_a_barrier_before_all_have_arrived(pattern: str):
     def meet(cluster) -> None:
         for late in range(cluster.world_size):
             if cluster.rank == late:

@@ -1,4 +1,4 @@
-"""Channels: with a group for each direction or one for both, every message finds its receive."""
+"""Messages in both directions find their receives, with a group for each direction or one for both."""
 
 import time
 from unittest import mock
@@ -35,7 +35,7 @@ def test_messages_both_ways_arrive_with_the_directions_apart_or_together_in_part
 
 
 def connecting_at_the_first_message(cluster: Cluster, method):
-    """Return a Wire's isend or irecv that blocks as nccl's: the first of two ranks, until both have come."""
+    """Return a Wire's isend or irecv that blocks as nccl's does: until both ranks have reached it."""
 
     def start(wire: Wire, tensor: torch.Tensor, peer: int, *rest):
         pair = f"{wire.group.group_name}/{sorted((wire.rank, peer))}"

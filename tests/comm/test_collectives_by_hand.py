@@ -63,7 +63,7 @@ def test_a_tree_broadcasts_from_every_root():
     assert run_ranks(spread, 5) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 5
 
 
-def test_a_reduce_leaves_alone_what_the_other_ranks_brought():
+def test_a_reduce_does_not_change_the_other_ranks_tensors():
     def lend(cluster) -> list[float]:
         got = []
         for pattern in ("tree", "flat", "torch"):

@@ -1,4 +1,4 @@
-"""Traffic: what the ledger counts equals the formula exactly, and the formula equals sums done by hand."""
+"""The traffic that the ledger counts equals the formula exactly, which equals sums done by hand."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patter
 
 
 def call(op: str, pattern: str, numel: int, dtype: torch.dtype, n: int, rank: int, root: int) -> None:
-    """One collective over `numel` elements in all."""
+    """Call one collective on a full tensor of `numel` elements."""
     whole = torch.ones(numel, dtype=dtype)
     shard = torch.ones(len(torch.tensor_split(whole, n)[rank]), dtype=dtype)
     at_root = whole if rank == root else None
@@ -191,7 +191,7 @@ def test_an_unknown_pattern_has_no_formula():
         cost.traffic("broadcast", "pipelined_ring", 8, 4, 2, 0)
 
 
-def test_a_tensor_is_sharded_as_tensor_split_does_and_segmented_without_a_rest():
+def test_a_tensor_is_divided_as_by_tensor_split_and_its_segments_cover_it():
     for numel in (0, 1, 2, 3, 7, 8, 100):
         for n in (1, 2, 3, 4, 5, 7):
             pieces = torch.tensor_split(torch.arange(numel), n)

@@ -1,4 +1,4 @@
-"""The connections whose reader copies straight out of its neighbour's memory."""
+"""A rank reads its neighbour's memory directly, if the kernel allows it, and only its neighbour's."""
 
 import os
 import random
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cross-memory at
 
 
 def cma_pair() -> tuple[CmaOut, CmaIn]:
-    """Return both ends in this process."""
+    """Return the two ends of a connection, both in this process."""
     out, into = socket.socketpair()
     out.setblocking(False)
     into.setblocking(False)
@@ -37,7 +37,7 @@ def close(*ends: CmaOut | CmaIn) -> None:
 
 
 def summed(cluster, numel: int = 300_000) -> tuple[type, type]:
-    """Return the kinds of connection of this rank, once it has seen that they add up."""
+    """Check an all-reduce, and return the kinds of this rank's connections."""
     x = torch.arange(numel, dtype=torch.float64) * (cluster.rank + 1)
     all_reduce(x, pattern="cma")
     n = cluster.world_size
@@ -79,7 +79,7 @@ def test_a_connection_whose_reader_cannot_read_is_a_stream_and_the_others_stay_a
 
 def test_a_neighbour_that_shows_the_memory_of_a_third_process_is_not_read():
     def meet(cluster, hands_over: bool) -> int | None:
-        """Rank 1 connects to rank 0, which wants to read, and answers itself or lets rank 2 answer."""
+        """Connect rank 1 to rank 0, which will read. Rank 1 answers itself or lets rank 2 answer."""
         with ExitStack() as opened:
             if cluster.rank != 1:
                 listener = opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -109,7 +109,7 @@ def test_a_neighbour_that_shows_the_memory_of_a_third_process_is_not_read():
 
 
 def named_tracers(cluster, launched: bool) -> list[int]:
-    """Reduce in all ranks, and in two groups of every other one; who was named as a reader, as ranks."""
+    """Reduce in all ranks and in two smaller groups; return the ranks that were named as readers."""
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     ranks = {int(pid): rank for rank, pid in enumerate(pids)}
@@ -171,7 +171,7 @@ def test_memory_of_a_sender_that_gave_up_is_not_taken_for_what_it_sent():
     close(into)
 
 
-def test_a_sender_that_died_is_told_apart_from_one_that_is_slow():
+def test_a_dead_sender_is_distinguished_from_a_slow_one():
     out, into = cma_pair()
     assert into.receive(memoryview(bytearray(10))) == 0
     out.socket.close()

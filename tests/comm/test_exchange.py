@@ -16,7 +16,7 @@ from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 
 
-def test_everybody_learns_what_each_rank_found_and_what_rank_0_alone_found():
+def test_every_rank_learns_what_each_rank_found_and_what_rank_0_alone_found():
     def work(cluster: Cluster) -> tuple[list[int], int]:
         return on_all("count", lambda: cluster.rank), on_main(cluster, "count", lambda: cluster.rank + 7)
 

@@ -1,4 +1,4 @@
-"""A peer that dies or sleeps: the others say so in a sentence, and no rank hangs."""
+"""If a peer dies or sleeps, the others name it in a sentence, and no rank hangs."""
 
 import os
 import signal
@@ -20,13 +20,13 @@ def die(*args, **kwargs) -> None:
 
 
 def outcomes(fn, world_size: int, **options) -> list:
-    """Return each rank's result or the text of its error. Long timeouts: a sentence must not need them."""
+    """Return each rank's result or the text of its error. Timeouts are long: no error may need them."""
     results = run_ranks(fn, world_size, collect_failures=True, **{"group_timeout": 40, **options})
     return [str(result) if isinstance(result, RankError) else result for result in results]
 
 
 def sentence(text: str) -> str:
-    """Return the CommError at the end of a traceback: a rank that ends of it passes the bad news on."""
+    """Return the CommError at the end of a traceback."""
     return text.rsplit("comm.errors.CommError: ", 1)[-1]
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(pattern: str):
     assert any("rank 2" in texts[rank] for rank in (0, 1, 3))
 
 
-def test_an_asynchronous_operation_tells_of_a_dead_peer_in_wait():
+def test_an_asynchronous_operation_names_a_dead_peer_in_wait():
     def one_dies(cluster) -> str:
         collectives.barrier()
         handle = collectives.broadcast(torch.ones(10), async_op=True) if cluster.rank == 0 else die()
@@ -76,7 +76,7 @@ def test_an_asynchronous_operation_tells_of_a_dead_peer_in_wait():
     assert "broadcast (tree): rank 0 could not" in outcomes(one_dies, 2)[0]
 
 
-def test_the_names_are_those_of_the_whole_job_in_a_smaller_group_too():
+def test_errors_name_ranks_of_the_job_in_a_smaller_group_too():
     def one_dies(cluster) -> str:
         group = dist.new_group([1, 3])
         collectives.barrier()
@@ -114,7 +114,7 @@ def test_a_paused_rank_is_named_after_the_timeout_and_goes_on_when_it_is_woken()
         assert "rank 2 has not come here, is stuck or is paused, or waits for a rank that is" in text
 
 
-def test_an_exception_in_one_rank_is_the_error_that_is_told_first():
+def test_an_exception_of_one_rank_is_reported_first():
     def one_fails(cluster) -> None:
         collectives.barrier()
         if cluster.rank == 1:

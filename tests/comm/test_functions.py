@@ -1,7 +1,7 @@
 """Compare the differentiable collectives with autograd on one process, which has every rank's tensors.
 
 On one process the ranks' inputs are leaves of one graph, and the loss is the sum of what each rank computes
-from its output. Where all ranks compute the same from the same output, it counts once.
+from its output. If all ranks compute the same from the same output, it counts once.
 """
 
 import re

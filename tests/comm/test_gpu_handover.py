@@ -1,4 +1,4 @@
-"""A GPU's tensors in the hands of another thread: used once they are computed, and not later."""
+"""Another thread uses a GPU's tensors as soon as they are computed, and not later."""
 
 import torch
 

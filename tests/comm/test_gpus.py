@@ -1,4 +1,4 @@
-"""The GPU of each rank: its own, whatever the launcher shows, or one sentence for all ranks."""
+"""Each rank gets a GPU of its own with any launcher, or all ranks raise the same error."""
 
 import os
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from tests.comm.places import places, set_variables
 
 
 def meet(visible: list[list[str]], **variables: object) -> list[Any]:
-    """Start a rank for each entry, which sees these GPUs; return its device and backend, or its last line."""
+    """Start a rank for each entry, which lists its GPUs; return its device and backend, or its error."""
 
     def come(cluster, environments: list[dict[str, object]]) -> tuple[str, str]:
         names, asked = visible[cluster.rank], []
@@ -55,7 +55,7 @@ def test_a_rank_takes_its_gpu_of_all_or_the_only_one_that_it_is_shown():
     assert meet([["a"], ["b"], ["c"]]) == [("cuda:0", "nccl")] * 3
 
 
-def test_two_ranks_with_one_gpu_are_told_so_on_all_ranks():
+def test_two_ranks_with_one_gpu_are_refused_on_all_ranks():
     sentence = (
         "comm.errors.CommError: Ranks 0 and 2 have one GPU (a), and nccl needs one for each rank; start "
         "fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."

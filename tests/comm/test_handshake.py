@@ -1,4 +1,4 @@
-"""Ranks that do not fit together all get the same sentence, and the group goes on working."""
+"""Ranks whose calls do not fit together all raise the same error, and the group goes on working."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ import torch.distributed as dist
 from comm import collectives
 from comm.collectives import PATTERNS
 from lab.ranks import run_ranks
-from tests.comm.mismatches import sentence_of_all, told, works
+from tests.comm.mismatches import error_text, sentence_of_all, works
 from tests.comm.segments import short_segments
 
 
-def test_another_size_is_told_with_the_ranks_that_bring_it():
+def test_another_size_is_a_mismatch_that_names_its_ranks():
     def call(rank: int) -> None:
         collectives.all_reduce(torch.ones(7 if rank == 1 else 5))
 
@@ -22,7 +22,7 @@ def test_another_size_is_told_with_the_ranks_that_bring_it():
     )
 
 
-def test_another_dtype_of_the_same_width_is_told():
+def test_another_dtype_of_the_same_width_is_a_mismatch():
     def call(rank: int) -> None:
         collectives.all_reduce(torch.ones(5, dtype=torch.int32 if rank == 2 else torch.float32))
 
@@ -32,7 +32,7 @@ def test_another_dtype_of_the_same_width_is_told():
     assert text.endswith("Every rank must pass tensors of the same dtype.")
 
 
-def test_another_operation_is_told():
+def test_another_operation_is_a_mismatch():
     def call(rank: int) -> None:
         if rank == 0:
             collectives.broadcast(torch.ones(5))
@@ -56,7 +56,7 @@ def test_a_barrier_does_not_pass_for_another_operation(rank_at_the_barrier: int)
     assert "Every rank must call the same collectives" in sentence_of_all(3, call)
 
 
-def test_another_root_pattern_or_reduction_is_told():
+def test_another_root_pattern_or_reduction_is_a_mismatch():
     def other_root(rank: int) -> None:
         collectives.broadcast(torch.ones(5), root=int(rank == 2))
 
@@ -74,7 +74,7 @@ def test_another_root_pattern_or_reduction_is_told():
     assert "ranks 0, 2: reduce(tree, sum, root 0)" in text and "rank 1: reduce(tree, mean, root 0)" in text
 
 
-def test_every_pattern_tells_another_size_and_another_dtype():
+def test_every_pattern_refuses_another_size_and_another_dtype():
     def bring(cluster) -> list[str]:
         texts, odd = [], cluster.rank == 1
 
@@ -100,7 +100,7 @@ def test_every_pattern_tells_another_size_and_another_dtype():
                         "all_to_all": lambda: collectives.all_to_all(out, full, pattern=pattern),
                     }
                     if op in calls:
-                        texts.append(told(calls[op]))
+                        texts.append(error_text(calls[op]))
                         assert works()
         return texts
 
@@ -110,7 +110,7 @@ def test_every_pattern_tells_another_size_and_another_dtype():
         assert other == first
 
 
-def test_a_shard_of_the_wrong_size_is_told_with_its_rank():
+def test_a_shard_of_the_wrong_size_is_named_with_its_rank():
     def too_large(rank: int) -> None:
         collectives.reduce_scatter(torch.ones(3 if rank == 2 else 2), torch.ones(6))
 
@@ -135,7 +135,7 @@ def test_a_shard_of_the_wrong_size_is_told_with_its_rank():
     assert "gather: the shard of rank 0 has 4 elements" in sentence_of_all(3, gathered)
 
 
-def test_an_all_to_all_in_which_one_sends_what_another_does_not_expect_is_told():
+def test_an_all_to_all_with_sizes_that_do_not_fit_is_refused_on_all_ranks():
     def call(rank: int) -> None:
         sends = [1, 1, 3] if rank == 1 else [1, 1, 1]  # rank 2 expects one element of each
         collectives.all_to_all(torch.ones(3), torch.ones(sum(sends)), [1, 1, 1], sends)
@@ -144,7 +144,7 @@ def test_an_all_to_all_in_which_one_sends_what_another_does_not_expect_is_told()
     assert "all_to_all: rank 1 sends 3 elements to rank 2, which expects 1" in text
 
 
-def test_operations_called_in_another_order_are_told_and_none_is_left_over():
+def test_operations_called_in_another_order_are_refused_and_none_is_left_over():
     def call(cluster) -> list[str]:
         def reduce() -> None:
             collectives.all_reduce(torch.ones(4))
@@ -153,7 +153,7 @@ def test_operations_called_in_another_order_are_told_and_none_is_left_over():
             collectives.broadcast(torch.ones(4))
 
         calls = [reduce, broadcast] if cluster.rank else [broadcast, reduce]
-        texts = [told(each) for each in calls]
+        texts = [error_text(each) for each in calls]
         assert works()
         return texts
 
@@ -183,9 +183,9 @@ def test_a_group_lives_on_for_long_after_a_mismatch_of_tensors_already_under_way
         n, r = cluster.world_size, cluster.rank
         for kind in range(10):
             group = dist.new_group(range(n)) if kind % 2 else None
-            assert told(lambda: misfit(r, kind))
+            assert error_text(lambda: misfit(r, kind))
             if group is not None:
-                assert told(lambda: collectives.all_reduce(torch.ones(9 + r), group=group))
+                assert error_text(lambda: collectives.all_reduce(torch.ones(9 + r), group=group))
             handles, tensors = [], []
             for i in range(20):  # more than there are turns; and memory that was in use a moment ago
                 tensors.append(torch.full((1 + 137 * i % 1001,), float(i + r)))
@@ -202,7 +202,7 @@ def test_a_mismatch_in_one_group_leaves_the_others_alone():
     def call(cluster) -> str:
         low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
         mine = low if cluster.rank < 2 else high
-        text = told(lambda: collectives.all_reduce(torch.ones(3 + (cluster.rank == 3)), group=mine))
+        text = error_text(lambda: collectives.all_reduce(torch.ones(3 + (cluster.rank == 3)), group=mine))
         assert works(mine) and works()
         return text
 
@@ -217,7 +217,7 @@ def test_a_group_survives_a_mismatch_of_tensors_so_large_that_they_are_still_mov
         for _ in range(4):
             group = dist.new_group([0, 1])
             full, shard = torch.zeros(1 << 23, dtype=dtype), torch.ones(1 << 22, dtype=dtype)
-            assert "must pass tensors of the same dtype" in told(
+            assert "must pass tensors of the same dtype" in error_text(
                 lambda: collectives.all_gather(full, shard, group=group)
             )
             for _ in range(3):

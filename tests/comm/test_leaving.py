@@ -1,4 +1,4 @@
-"""A rank ends as soon as it is told that the ranks do not fit together: the others are told the same."""
+"""A rank may end right after a mismatch: the others still raise the same error."""
 
 import time
 from contextlib import ExitStack
@@ -15,14 +15,14 @@ LATE = 0.3  # seconds, in which a rank that does not wait has ended
 
 
 def ends_alike(call, n: int, *args: object) -> str:
-    """The one sentence with which all ranks end, each of them at once."""
+    """Return the error with which all ranks end, each of them at once."""
     errors = run_ranks(call, n, *args, collect_failures=True, group_timeout=20)
     sentences = {str(error).strip().splitlines()[-1].partition(": ")[2] for error in errors}
     assert len(sentences) == 1, f"not the same on all ranks: {sentences}"
     return sentences.pop()
 
 
-def test_a_rank_that_is_late_with_its_eager_messages_is_told_though_the_others_have_read_its_header():
+def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_header():
     fits = run_collective._shard_fits
 
     def late(*args) -> bool:
@@ -40,7 +40,7 @@ def test_a_rank_that_is_late_with_its_eager_messages_is_told_though_the_others_h
         assert "rank 1: all_reduce(pipelined_ring, sum) of 6 elements" in ends_alike(differ, n)
 
 
-def test_a_rank_that_is_late_on_a_ring_of_our_own_is_told_as_well():
+def test_a_late_rank_raises_the_same_mismatch_on_a_ring_of_sockets():
     push = RingSockets._push
 
     def differ(cluster, pattern: str) -> None:
@@ -64,7 +64,7 @@ def test_a_rank_that_is_late_on_a_ring_of_our_own_is_told_as_well():
         assert "rank 1: all_reduce" in ends_alike(differ, 2, pattern)
 
 
-def test_a_rank_that_waits_for_a_later_operation_first_is_told_of_the_mismatch_before_it():
+def test_a_rank_that_waits_for_a_later_operation_first_raises_the_earlier_mismatch():
     def differ(cluster) -> None:
         first = collectives.all_reduce(torch.ones(5 + cluster.rank), async_op=True)
         second = collectives.all_reduce(torch.ones(5), async_op=True)

@@ -1,4 +1,4 @@
-"""A rank that ends early is named by all others, at once, from its first word on, with how it ended."""
+"""All others name a rank that ends early, at once, at any time, with how it ended."""
 
 import json
 import os
@@ -44,8 +44,10 @@ def script(cluster, environments: list[dict[str, object]], victim: int, target: 
                 collectives.all_reduce(torch.ones(100), pattern=pattern)
 
 
-def told(capfd: pytest.CaptureFixture[str], function, world_size: int, *args: object) -> dict[int, list[str]]:
-    """Return what each rank printed, without what ranks say while they meet."""
+def printed_lines(
+    capfd: pytest.CaptureFixture[str], function, world_size: int, *args: object
+) -> dict[int, list[str]]:
+    """Return the lines that each rank printed, without those of the rendezvous."""
     environments = places(list(range(world_size)), world_size, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
     run_ranks(function, world_size, environments, *args, backend=None, collect_failures=True)
     lines = capfd.readouterr().err.splitlines()
@@ -66,7 +68,7 @@ def warm_ranks() -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_dies_at_the_start_is_named_at_once_by_each_other_one(point, victim, capfd):
     start = time.monotonic()
-    lines = told(capfd, script, 3, victim, POINTS[point])
+    lines = printed_lines(capfd, script, 3, victim, POINTS[point])
     assert time.monotonic() - start < PROMPTLY
     for rank in {0, 1, 2} - {victim}:
         [sentence] = lines[rank]
@@ -87,7 +89,7 @@ def with_one_stuck(cluster, environments: list[dict[str, object]]) -> None:
 
 
 def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(capfd):
-    [sentence] = told(capfd, with_one_stuck, 3)[0]
+    [sentence] = printed_lines(capfd, with_one_stuck, 3)[0]
     assert "The group cannot form: rank 1 has come and does not go on" in sentence
     assert "(OP_TIMEOUT is 1 s)" in sentence
 
@@ -123,7 +125,7 @@ def uneven(cluster, environments: list[dict[str, object]], short: int) -> None:
     rendezvous.leave(place)
 
 
-def test_all_are_told_that_a_rank_has_finished():
+def test_all_ranks_learn_that_a_rank_has_finished():
     for short in (0, 2):
         start, environments = time.monotonic(), places([0, 1, 2], 3, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
         ends = run_ranks(uneven, 3, environments, short, backend=None, collect_failures=True)
@@ -143,8 +145,8 @@ def failing(cluster, environments: list[dict[str, object]]) -> None:
         collectives.all_reduce(torch.ones(10))
 
 
-def test_the_others_are_told_why_a_rank_has_failed(capfd):
-    lines = told(capfd, failing, 3)
+def test_the_others_learn_why_a_rank_has_failed(capfd):
+    lines = printed_lines(capfd, failing, 3)
     for rank in (0, 2):
         [sentence] = lines[rank]
         assert sentence.endswith(": rank 1 has failed: ZeroDivisionError: the loss is nan again.")
@@ -167,7 +169,7 @@ def test_a_rank_that_gives_up_because_of_another_one_does_not_keep_the_next_one_
     liveness.forget()
 
 
-def test_who_has_no_token_is_not_listened_to_and_stops_nothing():
+def test_a_connection_without_a_token_is_ignored():
     store = dist.HashStore()
     assert liveness.connect(store, 0, 3)
     server = liveness.current()
@@ -226,7 +228,7 @@ def test_a_rank_that_failed_because_another_has_finished_is_not_the_cause():
     assert known.cause(patience=0) == finished
 
 
-def test_a_rank_that_has_met_all_and_left_stops_none_that_still_looks_whether_all_are_here(monkeypatch):
+def test_a_rank_that_has_finished_does_not_stop_one_that_still_checks_whether_all_are_here(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(liveness, "_of_this_process", peers := liveness.Liveness(1))
     peers._hear = lambda seconds: None

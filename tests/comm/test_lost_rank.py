@@ -18,7 +18,7 @@ from tests.comm.places import places, set_variables
 
 @dataclasses.dataclass
 class Args:
-    """Nothing."""
+    """No arguments."""
 
 
 def main(cluster: Cluster, args: Args) -> None:

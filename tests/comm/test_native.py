@@ -1,4 +1,4 @@
-"""PyTorch's own collectives on a GPU: when nccl's stream has done them, and behind a slow link."""
+"""PyTorch's own collectives on a GPU end when nccl's stream has done them, also with a slow link."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -74,8 +74,8 @@ def test_behind_a_slow_link_it_starts_when_its_tensor_is_computed_and_ends_when_
     assert run_ranks(measure, 1) == [10 + 20]
 
 
-def test_nccls_barrier_is_told_its_gpu():
-    def told(cluster: Cluster) -> list[object]:
+def test_nccls_barrier_gets_its_gpu():
+    def look(cluster: Cluster) -> list[object]:
         asked = []
 
         def barrier(*_: object, async_op: bool, device_ids: list[int] | None) -> None:
@@ -87,4 +87,4 @@ def test_nccls_barrier_is_told_its_gpu():
                     native.barrier(None, async_op=False)
         return asked
 
-    assert run_ranks(told, 1) == [[[0], None]]
+    assert run_ranks(look, 1) == [[[0], None]]

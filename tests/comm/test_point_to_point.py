@@ -1,4 +1,4 @@
-"""Two ranks, and rings of them: what arrives, in which order, and what never does."""
+"""Messages between two ranks arrive in order, and a ring that sends first never ends."""
 
 import gc
 import weakref
@@ -136,7 +136,7 @@ def test_one_rank_alone_has_a_link_that_costs_nothing():
     assert run_ranks(lambda cluster: measure_link(), 1) == [point_to_point.Link(0.0, 0.0)]
 
 
-def test_a_group_that_nobody_holds_is_freed_after_messages_too():
+def test_a_group_without_references_is_freed_after_messages_too():
     def make_and_forget(cluster) -> bool:
         group = dist.new_group([0, 1])
         point_to_point.ring_non_blocking(torch.ones(1), torch.empty(1), group)
@@ -150,7 +150,7 @@ def test_a_group_that_nobody_holds_is_freed_after_messages_too():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU, and only a copy of it can be sent."""
+    """A tensor that claims to be on a GPU, so that only a copy of it can be sent."""
 
     is_cuda = True
     device = torch.device("cuda", 0)

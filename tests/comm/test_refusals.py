@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 from comm import collectives
 from lab.ranks import run_ranks
-from tests.comm.mismatches import told, works
+from tests.comm.mismatches import error_text, works
 
 
-def test_wrong_arguments_are_told_before_anything_is_sent():
+def test_wrong_arguments_are_refused_before_anything_is_sent():
     wrong = {
         "all_reduce has no pattern 'zigzag'; choose one of torch, pipelined_ring, ring, tcp": lambda: (
             collectives.all_reduce(torch.ones(2), pattern="zigzag")
@@ -34,7 +34,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent():
     }
 
     def call(cluster) -> dict[str, str]:
-        texts = {expected: told(each) for expected, each in wrong.items()}
+        texts = {expected: error_text(each) for expected, each in wrong.items()}
         assert works()
         return texts
 
@@ -43,10 +43,10 @@ def test_wrong_arguments_are_told_before_anything_is_sent():
             assert expected in text
 
 
-def test_a_reduction_that_a_dtype_does_not_have_is_told_and_leaves_the_group_usable():
+def test_a_reduction_that_a_dtype_does_not_have_is_refused_and_the_group_stays_usable():
     def call(cluster) -> list[str]:
         texts = [
-            told(lambda: collectives.all_reduce(torch.ones(2, dtype=dtype), op))
+            error_text(lambda: collectives.all_reduce(torch.ones(2, dtype=dtype), op))
             for dtype, op in ((torch.complex64, "max"), (torch.uint16, "sum"))
         ]
         assert works()
@@ -56,17 +56,17 @@ def test_a_reduction_that_a_dtype_does_not_have_is_told_and_leaves_the_group_usa
         assert all(texts)
 
 
-def test_a_root_without_its_tensor_is_told_what_to_pass():
+def test_a_root_without_its_tensor_gets_an_error_that_says_what_to_pass():
     def call(cluster) -> str:
-        return told(lambda: collectives.scatter(torch.ones(1)))
+        return error_text(lambda: collectives.scatter(torch.ones(1)))
 
     assert run_ranks(call, 1) == ["scatter: rank 0 is the root and must pass the full tensor."]
 
 
-def test_a_rank_outside_the_group_is_told():
+def test_a_rank_outside_the_group_gets_an_error():
     def call(cluster) -> str:
         group = dist.new_group([0])
-        return told(lambda: collectives.all_reduce(torch.ones(1), group=group))
+        return error_text(lambda: collectives.all_reduce(torch.ones(1), group=group))
 
     member, outsider = run_ranks(call, 2)
     assert member == ""

@@ -1,4 +1,4 @@
-"""Processes that know an address become a group, or all of them say in a sentence why not."""
+"""Processes that know an address become a group, or all of them raise an error that says why not."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ def anybody_listens(port: int) -> bool:
 
 
 def own_network_address() -> str:
-    """Return this machine's address in the network that it leaves by; the loopback's where it has none."""
+    """Return this machine's address in its default network, or the loopback's if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 1))  # sends nothing
         return probe.getsockname()[0]
@@ -42,7 +42,7 @@ def test_ranks_meet_in_any_number_and_no_port_stays_open(capfd):
 
 
 def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str], set[str]]:
-    """Join and communicate in all patterns; where this rank then listens, and where Python bound sockets."""
+    """Join and use all patterns; return the addresses on which this rank listens, and Python's own."""
     bound: set[str] = set()
 
     def watch(event: str, args: tuple) -> None:
@@ -79,7 +79,7 @@ def test_without_any_variable_one_process_is_a_group_of_its_own():
     assert meet({}) == [(0, 1, 0.0)]
 
 
-def test_missing_ranks_are_named_to_all_that_came_and_while_they_wait(capfd):
+def test_missing_ranks_are_named_on_all_others_also_while_these_wait(capfd):
     texts = meet(*places([0, 1, 3], 5, JOIN_TIMEOUT=1))
     assert len(set(texts)) == 1
     assert "ranks 2, 4 of 5 did not join within 1 s" in texts[0]
@@ -88,7 +88,7 @@ def test_missing_ranks_are_named_to_all_that_came_and_while_they_wait(capfd):
         assert f"rank {rank} of 5: still waiting for ranks 2, 4" in told
 
 
-def test_two_processes_with_one_rank_are_told_so_and_so_are_the_others():
+def test_two_processes_with_one_rank_are_refused_on_all_ranks():
     texts = meet(*places([0, 1, 1], 3))
     assert len(set(texts)) == 1
     assert "Two processes claim rank 1: process " in texts[0] and "give each its own RANK" in texts[0]
@@ -100,21 +100,21 @@ def test_two_processes_that_both_claim_rank_0_do_not_hang():
     assert all(isinstance(text, str) for text in texts)
 
 
-def test_different_world_sizes_are_told_to_both_sides():
+def test_different_world_sizes_are_refused_on_both_sides():
     port = free_port()
     texts = meet(*[{"RANK": rank, "WORLD_SIZE": 2 + rank, "MASTER_PORT": port} for rank in (0, 1)])
     assert len(set(texts)) == 1
     assert "was started with WORLD_SIZE" in texts[0] and "all ranks need the same" in texts[0]
 
 
-def test_a_port_that_another_program_holds_is_told_to_rank_0():
+def test_a_port_in_use_is_refused_on_rank_0():
     with socket.create_server(("localhost", 0)) as other_program:
         port = other_program.getsockname()[1]
         (text,) = meet(*places([0], 2, MASTER_PORT=port))
     assert f"Port {port} on localhost is taken by another program" in text
 
 
-def test_a_program_that_hangs_up_is_not_taken_for_the_store():
+def test_a_program_that_closes_the_connection_is_not_taken_for_the_store():
     def hang_up(server: socket.socket) -> None:
         with suppress(OSError):
             while True:
@@ -135,7 +135,7 @@ def test_a_program_that_never_answers_is_not_waited_for():
     assert f"The program at localhost:{port} is not a rendezvous store" in text
 
 
-def test_a_master_that_nobody_started_is_named_with_its_address():
+def test_a_master_that_was_not_started_is_named_with_its_address():
     (environment,) = places([1], 2, JOIN_TIMEOUT=1)
     (text,) = meet(environment)
     assert f"cannot reach the store at localhost:{environment['MASTER_PORT']}" in text
@@ -191,7 +191,7 @@ def test_a_variable_that_makes_no_sense_is_named(environment, sentence, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_nccl_without_a_gpu_is_told(monkeypatch):
+def test_nccl_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("BACKEND", "nccl")
     with pytest.raises(CommError, match="BACKEND is nccl, but this machine has no GPU"):
         rendezvous.join()

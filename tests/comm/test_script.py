@@ -1,4 +1,4 @@
-"""Test that refusals are said once: by rank 0 where it refuses too, else by the rank that refuses."""
+"""An error is printed once: by rank 0 if it has it too, else by the rank that has it."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def test_sizes_that_no_message_has_are_refused_in_a_sentence():
         tour.main(cluster, tour.Args(repeats=0))
 
 
-def test_ranks_with_messages_of_different_sizes_are_told_so_before_the_first_one():
+def test_messages_of_different_sizes_are_refused_before_the_first_one():
     def refuse(cluster: Cluster) -> None:
         for script in (tour, point_to_point):
             with pytest.raises(WorkbookError, match=r"^--mb is 1.0 on rank 0 and 2.0 on rank 1: start all"):
@@ -50,7 +50,7 @@ def test_ranks_with_messages_of_different_sizes_are_told_so_before_the_first_one
 
 
 def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
-    """Start a script's ranks with those command lines; return how they ended, and what they printed."""
+    """Start a script's ranks with these command lines; return their exit codes and output."""
 
     def run(cluster, environments: list[dict[str, object]]) -> str:
         set_variables(environments[cluster.rank])
@@ -66,7 +66,7 @@ def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str],
     return [str(result) for result in results], out, "\n".join(said)
 
 
-def test_a_wrong_command_line_is_told_once_and_ends_all_ranks(capfd):
+def test_a_wrong_command_line_is_reported_once_and_ends_all_ranks(capfd):
     ends, out, err = outcome(capfd, *["--stpes 3"] * 3)
     assert ends == [f"rank {rank} exited with code 2 before it returned." for rank in range(3)]
     assert not out
@@ -81,19 +81,19 @@ def test_help_is_printed_once_and_is_no_error(capfd):
     assert out.count("Add ones.") == 1 and "--steps" in out
 
 
-def test_what_all_ranks_refuse_is_told_once(capfd):
+def test_an_error_of_all_ranks_is_reported_once(capfd):
     ends, _, err = outcome(capfd, *["--steps 0"] * 3)
     assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
     assert err == "[rank 0] rank 0: --steps 0: there must be at least one."
 
 
-def test_a_variable_that_all_ranks_refuse_is_told_once_after_they_have_met(capfd):
+def test_a_variable_that_all_ranks_refuse_is_reported_once_after_they_have_met(capfd):
     ends, _, err = outcome(capfd, *[""] * 3, OP_TIMEOUT="soon")
     assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
     assert err.count("OP_TIMEOUT is 'soon'") == 1 and err.startswith("[rank 0]")
 
 
-def test_what_one_rank_refuses_is_told_by_that_one_and_the_others_name_it(capfd):
+def test_an_error_of_one_rank_is_reported_by_it_and_the_others_name_it(capfd):
     ends, _, err = outcome(capfd, "", "", "--steps 0")
     assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
     assert "[rank 2] rank 2: --steps 0: there must be at least one." in err
@@ -102,7 +102,7 @@ def test_what_one_rank_refuses_is_told_by_that_one_and_the_others_name_it(capfd)
         assert sentence.endswith("rank 2 has failed: --steps 0: there must be at least one.")
 
 
-def test_a_failed_allocation_is_told_in_a_sentence(capfd):
+def test_a_failed_allocation_is_reported_in_one_line(capfd):
     def too_large(cluster, args: Args) -> None:
         torch.empty(1 << 55)
 

@@ -1,4 +1,4 @@
-"""The software link: never faster than its formula, as busy as it says, and free of the processor."""
+"""A simulated slow link takes the time of its formula, carries one thing at a time, and uses no processor."""
 
 import time
 
@@ -18,7 +18,7 @@ from training.calibrate import measure_all_reduce
 MIB = 1 << 20
 
 
-def test_a_link_is_a_rate_and_perhaps_a_latency():
+def test_a_link_has_a_rate_and_perhaps_a_latency():
     assert slow_link.parse("200mbit") == Link(0.0, 1 / 25e6)
     assert slow_link.parse("1gbit,0.2ms") == Link(2e-4, 1 / 125e6)
 
@@ -30,7 +30,7 @@ def test_what_is_not_a_link_is_refused_in_a_sentence(text: str):
 
 
 @pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
-def test_a_collective_takes_at_least_what_the_formula_says_whoever_does_the_work(pattern: str):
+def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pattern: str):
     def slow(cluster) -> None:
         link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
         all_reduce(x, pattern=pattern)
@@ -124,7 +124,7 @@ def test_a_single_rank_has_no_link():
     assert run_ranks(lambda cluster: measure_all_reduce("tcp"), 1) == [Link(0.0, 0.0)]
 
 
-def test_a_callback_hears_of_the_end_and_of_the_error():
+def test_a_callback_is_called_at_the_end_with_the_error():
     def calls(cluster) -> None:
         for pattern in ("pipelined_ring", "torch"):
             heard: list = []

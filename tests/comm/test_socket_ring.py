@@ -1,4 +1,4 @@
-"""The connections of the ring on plain sockets: who is let in, and what happens when there is no way."""
+"""The ring on plain sockets accepts only its neighbours, and fails with an error if they cannot connect."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def knock(port: int, data: bytes) -> socket.socket:
     return stranger
 
 
-def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(monkeypatch):
+def test_other_programs_that_connect_do_not_keep_the_neighbour_out(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(neighbours, "_TOKEN_SECONDS", 0.1)
     with Listeners(unix=False) as listeners:
@@ -40,7 +40,7 @@ def test_strangers_who_are_silent_wrong_or_gone_do_not_keep_the_neighbour_out(mo
             end.close()
 
 
-def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(monkeypatch):
+def test_a_rank_waits_until_the_deadline_however_many_other_programs_connect(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(neighbours, "_TOKEN_SECONDS", 0.05)
     with Listeners(unix=True) as listeners:
@@ -62,7 +62,7 @@ def test_nobody_is_waited_for_beyond_the_deadline_however_many_strangers_come(mo
             stranger.close()
 
 
-def test_all_ranks_are_told_at_once_which_one_has_no_address():
+def test_all_ranks_name_at_once_the_one_without_an_address():
     def one_has_none(cluster) -> None:
         if cluster.rank == 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "none0"
@@ -82,7 +82,7 @@ def test_the_address_is_that_of_the_interface_gloo_uses_or_of_the_one_that_leads
     assert own_address() == "127.0.0.1"
 
 
-def test_two_ranks_that_do_not_fit_are_both_told_although_the_payload_was_on_its_way_already():
+def test_two_ranks_that_do_not_fit_both_raise_although_the_payload_was_in_flight():
     def other_sizes(cluster) -> None:
         for numel in (10, 2_000_000):
             with pytest.raises(CommError, match=rf"rank 0: .* of {numel} el.*; rank 1: .* of {2 * numel} el"):
@@ -111,7 +111,7 @@ def test_mismatches_leave_no_connection_behind():
 
 
 @pytest.mark.parametrize("pattern", ["tcp", "cma"])
-def test_a_tensor_that_has_been_on_the_wire_can_still_give_its_memory_back(pattern: str):
+def test_a_tensor_that_was_sent_can_still_free_its_memory(pattern: str):
     def send_and_free(cluster) -> int:
         x = torch.ones(100_000)
         all_reduce(x, pattern=pattern)

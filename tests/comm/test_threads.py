@@ -11,7 +11,7 @@ from tests.comm.places import places, set_variables
 
 
 def threads_after_joining(cluster, environments: list[dict[str, object]], cores: list[set[int]]) -> int:
-    """Join with those cores; the number of threads that this rank then computes with."""
+    """Join with these cores; return the number of threads with which this rank then computes."""
     set_variables(environments[cluster.rank])
     torch.set_num_threads(8)
     with (
@@ -34,7 +34,7 @@ def test_ranks_started_by_hand_share_the_cores_of_their_machine():
 
 
 class Calls(TorchDispatchMode):
-    """Collects the operations that are called, with the type and size of their tensor."""
+    """A mode that collects the called operations, with the type and size of their tensor."""
 
     def __init__(self) -> None:
         super().__init__()

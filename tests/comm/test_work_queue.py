@@ -1,4 +1,4 @@
-"""Asynchronous handles: any order of waiting, one order of running."""
+"""Asynchronous operations run in the order of their calls, and may be waited for in any order."""
 
 import gc
 import random
@@ -102,7 +102,7 @@ def test_torchs_own_may_be_called_while_ours_is_in_flight(pattern: str):
     run_ranks(beside, 3, timeout=3 if pattern in ("tcp", "cma") else 20)
 
 
-def test_an_error_comes_out_of_wait_and_the_next_operation_works():
+def test_wait_raises_an_error_and_the_next_operation_works():
     def mismatch(cluster) -> str:
         good, after = torch.ones(3), torch.ones(4)
         before = collectives.all_reduce(good, async_op=True)
@@ -181,7 +181,7 @@ def test_a_finished_handle_does_not_keep_its_tensors_alive():
     assert run_ranks(release, 2) == [[False, False]] * 2
 
 
-def test_a_group_that_nobody_holds_is_freed():
+def test_a_group_without_references_is_freed():
     def make_and_forget(cluster) -> bool:
         group = dist.new_group([0, 1])
         collectives.all_reduce(torch.ones(1), group=group, async_op=True).wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Return False for a zombie too: it only waits for its exit code to be read."""
+    """Return whether a process is alive. A zombie is not: it only waits until its exit code is read."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -18,7 +18,7 @@ def is_alive(pid: int) -> bool:
 
 
 def session(leader: int) -> list[int]:
-    """Return all processes of a session, multiprocessing's helpers among them; none without /proc."""
+    """Return all processes of a session, also multiprocessing's helpers; none without /proc."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A GPU that computes nothing, in simulated time: what tests of its clock need, and no more.
+"""Simulate a GPU that computes nothing, in simulated time, for tests of its clock.
 
 with simulated_gpu() as gpu:
     start_recording(gpu.device)
@@ -18,14 +18,14 @@ MS = 1_000_000
 
 
 class Stream:
-    """Holds what the device does one after the other."""
+    """A queue of work that the device does one after the other."""
 
     def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu, self._free_at = gpu, 0
 
     @property
     def free_at(self) -> int:
-        """Return when all that the stream has been given will be done."""
+        """Return the time at which all work of the stream will be done."""
         return max(self._free_at, self._gpu.host_ns)
 
     def launch(self, ms: float) -> None:
@@ -76,12 +76,12 @@ class SimulatedGpu:
         self.host_ns += round(ms * MS)
 
     def launch(self, ms: float) -> None:
-        """Give work to the compute stream."""
+        """Launch work of `ms` milliseconds on the compute stream."""
         self.compute.launch(ms)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Let `stream` be the current one in the block."""
+        """Make `stream` the current one in a `with` block."""
         self.current, before = stream, self.current
         try:
             yield
@@ -94,7 +94,7 @@ class SimulatedGpu:
 
 @contextmanager
 def simulated_gpu(rate: float = 1.0) -> Iterator[SimulatedGpu]:
-    """Let torch.cuda, and the host's clock as spans and steps read it, be simulated in the block."""
+    """Simulate torch.cuda, and the host's clock for spans and steps, in a `with` block."""
     gpu = SimulatedGpu(rate)
     stubs = {
         "torch.cuda.Event": lambda enable_timing: Event(gpu),

@@ -27,19 +27,19 @@ def test_more_than_rounding_fails_and_names_the_tensor():
         assert_same({"w": EXPECTED["w"] + torch.tensor([4e-9, 0, 0]), "unused": None}, EXPECTED, rtol=1e-9)
 
 
-def test_a_constant_factor_is_told():
+def test_a_constant_factor_is_named():
     with pytest.raises(AssertionError, match="w: 4 times what it should be"):
         assert_same({"w": EXPECTED["w"] * 4, "unused": None}, EXPECTED)
 
 
-def test_a_missing_gradient_and_an_unexpected_one_are_told():
+def test_a_missing_gradient_and_an_unexpected_one_are_named():
     with pytest.raises(AssertionError, match="w: there is none, but one is expected"):
         assert_same({"w": None, "unused": None}, EXPECTED)
     with pytest.raises(AssertionError, match="unused: there is one, but none is expected"):
         assert_same({"w": EXPECTED["w"], "unused": torch.zeros(1)}, EXPECTED)
 
 
-def test_a_tensor_that_only_one_side_has_is_told():
+def test_a_tensor_that_only_one_side_has_is_named():
     with pytest.raises(AssertionError, match="unused: only one side has it"):
         assert_same({"w": EXPECTED["w"]}, EXPECTED)
 

@@ -21,7 +21,7 @@ from lab.ranks import run_ranks
 
 
 def trained() -> dict[str, Any]:
-    """Return the state of a small training, with an optimizer that remembers."""
+    """Return the state of a short training, with an optimizer that has a state."""
     model = MLP([8, 16, 4])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(3):
@@ -237,7 +237,7 @@ def saved_by_torch(value: Any, **options: Any) -> bytes:
 
 
 def sealed(data: bytes) -> bytes:
-    """Return the data of another program, with the line at its end that says it is complete."""
+    """Return data with a valid last line, as another program could have written it."""
     return data + seal(hashlib.sha256(data))
 
 

@@ -1,4 +1,4 @@
-"""Ranks on GPUs: each on its own, and one sentence where there are too few."""
+"""Ranks get GPUs in turn, and too few GPUs are refused in a sentence."""
 
 import tempfile
 from unittest import mock

@@ -10,7 +10,7 @@ MS = 1_000_000
 
 
 def where(picture: Path, colour: str) -> np.ndarray:
-    """Which pixels have exactly this colour, shape (height, width)."""
+    """Return which pixels have exactly this colour, in shape (height, width)."""
     pixels = (imread(picture)[..., :3] * 255).round().astype(int)
     return (pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1)
 
@@ -70,7 +70,7 @@ def test_a_picture_of_nothing_is_refused_in_a_sentence(tmp_path):
 
 
 def steps(ms: int, kind: str, begin: int = 0, **args: int) -> list[Event]:
-    """An event of `ms` milliseconds on each of two ranks."""
+    """Return an event of `ms` milliseconds for each of two ranks."""
     return [Event("0", kind, begin, ms * MS, args=args, rank=rank) for rank in range(2)]
 
 

@@ -44,7 +44,7 @@ def test_meta_tensors_have_no_memory():
 
 
 class Hiding(nn.Module):
-    """A linear layer that keeps a buffer to itself."""
+    """A linear layer with a buffer that is not registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Hiding(nn.Module):
         self._hidden = {"buckets": [torch.zeros(12345)]}
 
 
-def test_a_buffer_nobody_mentioned_shows_up_as_other():
+def test_a_buffer_of_no_class_counts_as_other():
     before = other()
     model = Hiding()
     sizes = live_bytes({"parameters": model.parameters()})
@@ -61,7 +61,7 @@ def test_a_buffer_nobody_mentioned_shows_up_as_other():
     assert live_bytes({"parameters": model.parameters()})["other"] == before
 
 
-def test_a_gradient_nobody_mentioned_shows_up_as_other():
+def test_a_gradient_of_no_class_counts_as_other():
     before = other()
     layer = nn.Linear(10, 10)
     layer(torch.zeros(1, 10)).sum().backward()
@@ -161,7 +161,7 @@ def test_a_block_that_is_recomputed_keeps_its_input_only():
 
 
 class Gathering(nn.Module):
-    """Its weight is a shard but for the forward, as in a sharded model."""
+    """A layer whose weight is full only during the forward, as in a sharded model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def backward(model: Metronome) -> None:
 
 
 def home(name: str) -> int:
-    """The layer in which backward completes the gradient of the GPT's parameter `name`."""
+    """Return the layer in which the backward completes the gradient of parameter `name`."""
     if name.startswith("blocks."):
         return int(name.split(".")[1])
     return 0 if "embedding" in name else LAYERS - 1
@@ -31,21 +31,21 @@ def home(name: str) -> int:
 
 @pytest.fixture
 def log(monkeypatch) -> list[Any]:
-    """Where a sleep leaves its seconds instead of taking them."""
+    """Return a list to which a sleep adds its seconds, instead of taking them."""
     entries: list[Any] = []
     monkeypatch.setattr(metronome_module.time, "sleep", entries.append)
     return entries
 
 
 def listen(model: Metronome, log: list[Any]) -> None:
-    """Have every parameter log its name when its gradient is there."""
+    """Let every parameter log its name when its gradient is complete."""
     for name, parameter in model.model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: log.append(name))
 
 
 def by_layer(log: list[Any]) -> list[set[str]]:
-    """The names that were logged after each sleep."""
+    """Return the names that were logged after each sleep."""
     groups: list[set[str]] = []
     for entry in log:
         if isinstance(entry, str):

@@ -1,4 +1,4 @@
-"""A rank that fails, dies or hangs is named, with the line where, and no rank is left alive."""
+"""A rank that fails, dies or hangs is named with its source line, and no rank is left alive."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_the_traceback_of_the_rank_that_failed_first_has_its_source_line(monkeyp
     assert re.search(r"Afterwards also: .*rank 2 failed: KeyError: 'a consequence'", text)
 
 
-def test_the_cause_of_a_cause_is_told_too():
+def test_the_cause_of_a_cause_is_shown_too():
     def work(cluster) -> None:
         try:
             torch.ones(2) @ torch.ones(3)

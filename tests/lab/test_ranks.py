@@ -1,4 +1,4 @@
-"""Processes that stand in for machines: their results, their output, and a notebook that starts them."""
+"""run_ranks returns results in rank order, tags output by rank, and works in a notebook."""
 
 import os
 import re

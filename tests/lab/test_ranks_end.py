@@ -35,7 +35,7 @@ run_ranks(sleep, 3)
 
 
 def what_they_do(pids: list[int]) -> str:
-    """Return the command line and, of each thread, the state and where in the kernel it waits."""
+    """Return the command line of each process, and of each thread its state and its place in the kernel."""
     lines = []
     for pid in pids:
         with suppress(OSError):

@@ -130,7 +130,7 @@ def test_a_mistake_in_a_replacement_shows_its_own_line():
         "ring",
     ],
 )
-def test_a_name_that_does_not_exist_is_told(path: str):
+def test_a_name_that_does_not_exist_is_refused(path: str):
     with pytest.raises(LookupError, match=f"Nothing to replace at {path}"):
         with replaced(path, print):
             pass

@@ -21,7 +21,7 @@ def verdicts(
     store: Any = None,
     arguments: dict[int, dict[str, Any]] | None = None,
 ) -> list[str]:
-    """Return each present rank's error of check_same_start, in rank order; '' where it returned."""
+    """Return the error of check_same_start of each started rank, in rank order, or "" if there is none."""
     store = store or dist.HashStore()
 
     def one(rank: int) -> str:
@@ -37,7 +37,7 @@ def verdicts(
         return list(pool.map(one, data))
 
 
-def test_the_digest_tells_two_corpora_apart():
+def test_two_corpora_have_different_digests():
     changed = TEXT.clone()
     changed[100] += 1
     assert data_digest(TEXT) == data_digest(TEXT.clone())
@@ -48,7 +48,7 @@ def test_ranks_with_the_same_data_pass():
     assert verdicts(dict.fromkeys(range(4), TEXT), world_size=4) == [""] * 4
 
 
-def test_every_rank_is_told_who_holds_other_data_and_under_which_python(monkeypatch):
+def test_every_rank_names_the_ranks_with_other_data_and_their_python(monkeypatch):
     pythons = {"rank2": "3.12.1", "rank3": "3.12.1"}
     monkeypatch.setattr(
         platform, "python_version", lambda: pythons.get(threading.current_thread().name, "3.11.7")
@@ -59,12 +59,12 @@ def test_every_rank_is_told_who_holds_other_data_and_under_which_python(monkeypa
     assert "(3.11.7 on rank 0, 3.11.7 on rank 1, 3.12.1 on rank 2, 3.12.1 on rank 3)" in errors[0]
 
 
-def test_every_rank_is_told_when_rank_0_is_the_odd_one():
+def test_every_rank_names_the_others_when_rank_0_differs():
     errors = verdicts({0: OTHER, 1: TEXT, 2: TEXT}, world_size=3)
     assert all("the training data of rank 1, 2 differs from rank 0's" in error for error in errors)
 
 
-def test_every_rank_is_told_which_arguments_differ_and_who_has_what():
+def test_every_rank_names_the_arguments_that_differ_and_their_ranks():
     common = {"--steps": 10, "--clip": None}
     arguments = {rank: common | {"--seed": rank % 2, "--lr": 0.01} for rank in range(4)}
     arguments[2] |= {"--clip": 1.0}
@@ -75,7 +75,7 @@ def test_every_rank_is_told_which_arguments_differ_and_who_has_what():
     )
 
 
-def test_of_two_scripts_only_the_names_are_told():
+def test_of_two_different_scripts_only_the_names_are_reported():
     arguments = {0: {"RUN_MODE": "zero1", "--clip": 1.0}, 1: {"RUN_MODE": "zero3", "--recompute": True}}
     [sentence] = set(verdicts({0: TEXT, 1: TEXT}, world_size=2, arguments=arguments))
     assert sentence.startswith("RUN_MODE is zero1 on rank 0 and zero3 on rank 1: ")
@@ -93,7 +93,7 @@ def test_the_others_do_not_wait_forever_for_rank_0():
     assert all("rank 0 sent no digest of its data within 0.2 s" in error for error in errors)
 
 
-def test_a_second_check_on_the_same_store_compares_anew():
+def test_a_second_check_on_the_same_store_compares_again():
     store = dist.HashStore()
     assert verdicts({0: TEXT, 1: TEXT}, world_size=2, store=store) == ["", ""]
     assert all(verdicts({0: TEXT, 1: OTHER}, world_size=2, store=store))

@@ -1,4 +1,4 @@
-"""Spans and steps on a GPU: as long as the device worked, not as long as the host took to launch the work."""
+"""On a GPU a span lasts as long as the device works, not as long as the host takes to launch the work."""
 
 import _thread
 import itertools
@@ -27,7 +27,7 @@ def gpu() -> Iterator[SimulatedGpu]:
 
 
 def times(zero: int) -> dict[str, tuple[float, float]]:
-    """Start and end of each recorded span by name, in ms since `zero`."""
+    """Return start and end of each recorded span by name, in ms since `zero`."""
     return {event.name: ((event.start_ns - zero) / MS, (event.end_ns - zero) / MS) for event in recorded()}
 
 
@@ -53,7 +53,7 @@ def test_the_time_in_which_the_device_waits_for_a_slow_host_belongs_to_the_block
 
 
 def test_what_a_stream_waits_for_shows_and_is_not_taken_for_computing(gpu: SimulatedGpu):
-    """nccl's wait() holds up the stream, not the host."""
+    """nccl's wait() blocks the stream, not the host."""
     wire = Stream(gpu)
     start_recording(gpu.device)
     start = gpu.host_ns

@@ -28,7 +28,7 @@ def recording_is_off_and_forgotten_afterwards():
 
 
 def on_ranks(fn: Callable[..., Any], stores: list[dist.Store]) -> list[Any]:
-    """Call fn(cluster) on a thread per rank; where one fails, the stores' timeout ends the others."""
+    """Call fn(cluster) on a thread for each rank. If one fails, the store's timeout ends the others."""
     clusters = [Cluster(r, len(stores), r, torch.device("cpu"), store) for r, store in enumerate(stores)]
     with ThreadPoolExecutor(len(stores)) as pool:
         return list(pool.map(fn, clusters))

@@ -1,4 +1,4 @@
-"""The launcher of `make run`: closed to the network, quiet after a rank's last words, no rank left behind."""
+"""The launcher of `make run` is closed to the network, prints no traceback, and leaves no rank behind."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_a_run_listens_on_the_loopback_only_is_restarted_and_leaves_no_file(tmp_
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_rank_that_fails_has_the_last_word_but_one(tmp_path):
+def test_the_error_of_a_failing_rank_comes_before_the_launchers_line(tmp_path):
     with launch(tmp_path, FAILS) as torchrun:
         _, err = torchrun.communicate(timeout=40)
     assert torchrun.returncode == 1
