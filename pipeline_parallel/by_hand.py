@@ -8,7 +8,9 @@ of the workbook in four places, and each of them is completed here:
       action("F3")           the event of a forward or backward, and the watch over its activations
       an exception           failure marks in place of the messages that other ranks still wait for
 
-So the class also works alone, with plain layers and `comm.point_to_point`.
+So the class also works alone, with plain layers and `comm.point_to_point`. An evaluation in a Pipeline runs
+the executor on the forwards of the lesson's table; the class has its own `forward_only` for use without a
+Pipeline.
 """
 
 from collections import Counter

@@ -96,6 +96,28 @@ class AllForwardAllBackward:
             transfer.wait()
         return torch.stack(losses).sum() if is_last else None
 
+    @torch.no_grad()
+    def forward_only(self, x: Tensor | None) -> Tensor | None:
+        """Return the outputs for a batch, on the last rank: the forwards of `step`, to evaluate the stages."""
+        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        outputs, leaving = [], []
+        arriving = [] if is_first else self.post_receives(self.input_like, self.rank - 1)
+        for i in range(self.microbatches):
+            if is_first:
+                given = x.chunk(self.microbatches)[i]
+            else:
+                given, transfer = arriving.pop(0)
+                transfer.wait()
+            with self.action(f"F{i}"):
+                made = self.stage(given)
+            if is_last:
+                outputs.append(made)
+            else:
+                leaving.append(self.messages.isend(made, self.rank + 1))
+        for transfer in leaving:
+            transfer.wait()
+        return torch.cat(outputs) if is_last else None
+
     def post_receives(self, like: Tensor, peer: int) -> list[tuple[Tensor, Any]]:
         """Post the receives of all microbatches at once, so that they arrive while this rank computes.
 

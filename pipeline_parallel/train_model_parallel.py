@@ -93,6 +93,29 @@ class ModelParallel:
                 self.messages.send(given.grad, self.rank - 1)
         return torch.stack(losses).sum() if is_last else None
 
+    @torch.no_grad()
+    def forward_only(self, x: Tensor | None) -> Tensor | None:
+        """Return the outputs for a batch, on the last rank: forwards alone, to evaluate the stages.
+
+        No gradient comes back. So a rank goes on with the next microbatch when it has sent one, and the ranks
+        work at the same time.
+        """
+        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        outputs = []
+        for i in range(self.microbatches):
+            if is_first:
+                given = x.chunk(self.microbatches)[i]
+            else:
+                given = torch.empty_like(self.input_like)
+                self.messages.recv(given, self.rank - 1)
+            with self.action(f"F{i}"):
+                made = self.stage(given)
+            if is_last:
+                outputs.append(made)
+            else:
+                self.messages.send(made, self.rank + 1)
+        return torch.cat(outputs) if is_last else None
+
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "pipeline_model_parallel")
