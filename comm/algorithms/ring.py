@@ -62,7 +62,7 @@ def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
         # The chunk that arrives is the one that the left neighbour, rank r - 1, sends in this step.
         outgoing, mine = chunks[(r - 1 - step) % n], chunks[(r - 2 - step) % n]
         arrived = torch.empty_like(mine)
-        exchange(wire, outgoing, arrived)
+        shift(wire, outgoing, arrived)
         combine(op, arrived, mine, out=mine)
     divide_if_mean(op, chunks[r], n)
 
@@ -71,10 +71,10 @@ def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
     """Copy chunk r of rank r to every rank."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
-        exchange(wire, chunks[(r - step) % n], chunks[(r - 1 - step) % n])
+        shift(wire, chunks[(r - step) % n], chunks[(r - 1 - step) % n])
 
 
-def exchange(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+def shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
     """Send to the right neighbour and receive from the left one, both started before either is waited for.
 
     If every rank waited for its send first, no rank would receive. Empty chunks, of a tensor with fewer

@@ -1,4 +1,4 @@
-"""The root learns from its own use of what it broadcasts; the gradients of the other ranks are lost."""
+"""The gradients of the other ranks are lost: the root learns only from its own use of the tensor."""
 
 from torch import Tensor
 from torch.autograd import Function

@@ -1,4 +1,4 @@
-"""A neighbour can have a rank read another process's memory: it never had to show the rank's own bytes."""
+"""A neighbour can make a rank read the memory of any process: it need not show the rank's random bytes."""
 
 import socket
 

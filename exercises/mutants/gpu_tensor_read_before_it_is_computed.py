@@ -1,4 +1,4 @@
-"""On a GPU an asynchronous collective now and then reduces what was in a tensor before it was computed."""
+"""On a GPU an asynchronous collective sometimes reduces the old content of a tensor: it does not wait."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

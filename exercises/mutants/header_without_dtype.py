@@ -1,4 +1,4 @@
-"""One rank sends whole numbers, the others floats: no error, and the sum is garbage."""
+"""One rank sends integers, the others floats: there is no error, and the sum is garbage."""
 
 from comm.transport.handshake import Header
 

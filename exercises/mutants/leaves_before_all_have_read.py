@@ -1,4 +1,4 @@
-"""Ranks that do not fit together: one is told so and leaves, and its slower peer only that it has left."""
+"""After a mismatch one rank names it and leaves, and a slower rank reports only a lost connection."""
 
 from comm.transport.wire import Wire
 

@@ -1,4 +1,4 @@
-"""A job that catches mismatches and goes on runs out of file descriptors: each costs it two connections."""
+"""A job that catches mismatches and goes on runs out of file descriptors: each one leaves two open."""
 
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""With 5 ranks and 6 elements two ranks get nothing: torch.chunk rounds up, and the last shards go short."""
+"""With 5 ranks and 6 elements two ranks get nothing: torch.chunk rounds up, so the last shards are empty."""
 
 TARGET = "comm.shards.shard_sizes"
 KILLER = "tests.comm.test_cost.test_a_tensor_is_divided_as_by_tensor_split_and_its_segments_cover_it"

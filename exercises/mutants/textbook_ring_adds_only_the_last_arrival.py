@@ -3,7 +3,7 @@
 import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
-from comm.algorithms.ring import exchange
+from comm.algorithms.ring import shift
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.ring.reduce_chunks"
@@ -15,6 +15,6 @@ def mutant(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
     own = [chunk.clone() for chunk in chunks]
     for step in range(n - 1):
         arrived = torch.empty_like(chunks[(r - 2 - step) % n])
-        exchange(wire, own[(r - 1 - step) % n], arrived)
+        shift(wire, own[(r - 1 - step) % n], arrived)
         combine(op, arrived, own[(r - 2 - step) % n], out=chunks[(r - 2 - step) % n])
     divide_if_mean(op, chunks[r], n)

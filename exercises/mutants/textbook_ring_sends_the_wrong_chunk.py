@@ -2,7 +2,7 @@
 
 import torch
 
-from comm.algorithms.ring import exchange
+from comm.algorithms.ring import shift
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.ring.gather_chunks"
@@ -12,4 +12,4 @@ KILLER = "tests.comm.test_narrated.test_ring_all_reduce_equals_one_process"
 def mutant(wire: Wire, chunks: list[torch.Tensor]) -> None:
     n, r = wire.size, wire.rank
     for step in range(n - 1):
-        exchange(wire, chunks[(r + 1 + step) % n], chunks[(r + step) % n - 1])
+        shift(wire, chunks[(r + 1 + step) % n], chunks[(r + step) % n - 1])

@@ -1,4 +1,4 @@
-"""A broadcast from rank 2 delivers what rank 0 has: a checkpoint read by another rank is silently lost."""
+"""A broadcast from rank 2 sends rank 0's tensor: a checkpoint that another rank has read is silently lost."""
 
 from comm.transport.wire import Wire
 

@@ -1,4 +1,4 @@
-"""Once in a while replicas differ after one step: MKL chose its code in it, with two threads at once."""
+"""Sometimes replicas differ after one step: in that step MKL chose its code in two threads at once."""
 
 TARGET = "lab.threads.choose_vector_math"
 KILLER = (
