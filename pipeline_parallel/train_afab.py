@@ -98,7 +98,7 @@ class AllForwardAllBackward:
 
     @torch.no_grad()
     def forward_only(self, x: Tensor | None) -> Tensor | None:
-        """Return the outputs for a batch, on the last rank: the forwards of `step`, to evaluate the stages."""
+        """Return the outputs for a batch, on the last rank: the forwards of `step`, for evaluation."""
         is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
         outputs, leaving = [], []
         arriving = [] if is_first else self.post_receives(self.input_like, self.rank - 1)
