@@ -1,11 +1,9 @@
 """The train scripts of ZeRO as users run them: summaries, memory, checkpoints, and what they refuse."""
 
-import errno
 import functools
 import gc
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +30,11 @@ SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero3": (train_zero3, train_zero3.Args, {}),
     "fsdp": (train_fsdp, train_fsdp.Args, {}),
 }
+
+
 OURS = ["zero1", "zero2", "zero3"]
+
+
 HELD = ["parameters", "gradients", "optimizer_state"]
 
 
@@ -183,81 +185,6 @@ def test_half_precision_recomputing_and_blocks_that_are_kept_save_what_they_prom
                 assert summary[f"{what}_bytes"] == summary[f"formula_{what}_bytes"], what
 
 
-def test_a_run_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path):
-    def work(cluster: Cluster) -> list[str]:
-        digests = []
-        for name in ("zero2", "zero3", "fsdp"):
-            folder = {"checkpoint": str(tmp_path / name)}
-            train(cluster, name, steps=STEPS // 2, **folder)
-            digests.append(train(cluster, name, resume=True, **folder)["replica_digest"])
-        return digests
-
-    for resumed in run_ranks(work, 2):
-        names = ("zero2", "zero3", "fsdp")
-        assert resumed == [everyones_summaries(2)[name][0]["replica_digest"] for name in names]
-
-
-def test_pytorchs_own_goes_on_from_our_checkpoint_and_ours_from_its_on_another_number_of_ranks(tmp_path):
-    folder = {"checkpoint": str(tmp_path)}
-    settings: dict[str, Any] = {"optimizer": "momentum", "lr": 0.02}
-
-    def part(cluster: Cluster, name: str, steps: int) -> dict[str, Any]:
-        return train(cluster, name, steps=steps, resume=steps > 2, **folder, **settings)
-
-    for world_size, name, steps in ((2, "zero1", 2), (3, "fsdp", 4), (2, "zero3", STEPS)):
-        last = run_ranks(part, world_size, name, steps)[0]  # 3 ranks: no tensor's rows divide
-    [unbroken] = run_ranks(lambda cluster: train(cluster, "zero1", **settings), 1)
-    assert_same(last["weights"], unbroken["weights"], 1e-4, "parameter")
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_that_the_ranks_do_not_share_is_refused_before_a_step_is_taken(tmp_path, resume):
-    def work(cluster: Cluster) -> list[str]:
-        own = tmp_path / str(cluster.rank)
-        (own / "run").mkdir(parents=True)
-        os.chdir(own)
-        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
-            return [refusal(cluster, name, checkpoint="run", resume=resume) for name in ("zero1", "fsdp")]
-
-    for sentence in map(the_one_sentence, zip(*run_ranks(work, 3), strict=True)):
-        assert sentence.startswith("--checkpoint run: rank 1 does not see what rank 0 writes there; ")
-        assert sentence.endswith("name a folder that all machines share.")
-    assert not list(tmp_path.glob("*/run/*"))
-
-
-def test_a_folder_in_which_one_rank_cannot_write_is_refused_before_a_step_is_taken(tmp_path):
-    def work(cluster: Cluster) -> str:
-        def full(*args: Any, **kwargs: Any) -> Any:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-        patched = mock.patch("tempfile.TemporaryFile", full) if cluster.rank == 1 else nullcontext()
-        with patched, mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
-            return refusal(cluster, "zero3", checkpoint=str(tmp_path))
-
-    sentence = the_one_sentence(run_ranks(work, 2))
-    assert sentence.startswith(f"--checkpoint {tmp_path}: rank 1 cannot write there (Disk quota exceeded)")
-
-
-def test_what_ctrl_c_stopped_in_stage_1_on_three_ranks_goes_on_in_stage_3_on_two(tmp_path):
-    settings: dict[str, Any] = {"optimizer": "momentum", "lr": 0.05, "clip": 1.0}
-
-    def stop(cluster: Cluster) -> str:
-        with known():
-            at = {"where": "step", "at": 3, "rank": 2, "checkpoint": str(tmp_path)}
-            return attempts.interrupted(cluster, "zero1", **at, **settings)
-
-    def go_on(cluster: Cluster) -> dict[str, Any]:
-        return train(cluster, "zero3", checkpoint=str(tmp_path), resume=True, **settings)
-
-    [said] = set(run_ranks(stop, 3))
-    assert said.startswith(f"stopped after step 3 of {STEPS};")
-    ended, _ = run_ranks(go_on, 2)
-    unbroken, *_ = run_ranks(lambda cluster: train(cluster, "zero1", **settings), 3)
-    assert (ended["steps"], ended["replicas_equal"]) == (3, True)
-    assert ended["first_loss"] < unbroken["first_loss"]
-    assert_same(ended["weights"], unbroken["weights"], 1e-4, "parameter")
-
-
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("zero2", {"clip": 0.0}, ["--clip 0", "above 0"]),
     ("zero3", {"clip": -1.0}, ["--clip -1", "above 0"]),
@@ -304,26 +231,6 @@ def test_ranks_with_different_arguments_are_told_who_has_what():
     ]
     for start, *texts in zip(words, *run_ranks(work, 2, timeout=30), strict=True):
         assert the_one_sentence(texts).startswith(start)
-
-
-def test_a_checkpoint_that_does_not_fit_the_run_is_refused_by_all_ranks(tmp_path):
-    here = {"checkpoint": str(tmp_path), "steps": 2}
-    misfits: list[tuple[str, dict[str, Any], str]] = [
-        ("zero1", {"seed": 1}, "'seed': 1"),
-        ("zero3", {"seed": 1}, "'seed': 1"),
-        ("zero2", {"optimizer": "sgd", "steps": 4}, "another optimizer"),
-        ("zero3", {"size": "small", "steps": 4}, "another model"),
-        ("zero3", {}, "2 steps already"),
-        ("zero1", {"checkpoint": str(tmp_path / "nothing")}, "no checkpoint"),
-    ]
-
-    def work(cluster: Cluster) -> list[str]:
-        train(cluster, "zero1", **here)
-        return [refusal(cluster, name, **here | change | {"resume": True}) for name, change, _ in misfits]
-
-    for (_, _, words), *texts in zip(misfits, *run_ranks(work, 2), strict=True):
-        assert words in the_one_sentence(texts)
-    assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
 def test_a_trace_shows_gathers_and_reductions_beside_the_computing(tmp_path: Path):
