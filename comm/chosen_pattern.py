@@ -1,4 +1,4 @@
-"""The pattern of a group's differentiable collectives (comm/functions.py), which take no pattern themselves.
+"""Choose the pattern of the differentiable collectives of a group (comm/functions.py take no pattern).
 
 use_pattern("ring")                      # the textbook's ring, in the group of all ranks
 chosen_pattern("all_reduce")             # "ring"
@@ -15,7 +15,7 @@ _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDi
 
 
 def use_pattern(pattern: str | None, group: Group = None) -> None:
-    """Let `group` take this pattern from now on; None: the fastest one. All its ranks must do the same."""
+    """Let a group use this pattern from now on, or the fastest one for None. All its ranks must call it."""
     if pattern is None:
         _chosen.pop(group_of(group), None)
     else:
@@ -23,6 +23,6 @@ def use_pattern(pattern: str | None, group: Group = None) -> None:
 
 
 def chosen_pattern(op: str, group: Group = None) -> str:
-    """Return the pattern that was chosen for the group, or the fastest one if `op` does not have that."""
+    """Return the pattern that was chosen for the group, or the fastest one if `op` has no such pattern."""
     pattern = _chosen.get(group_of(group))
     return pattern if pattern in ("torch", *PATTERNS[op]) else fastest_pattern(op, group)

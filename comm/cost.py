@@ -12,9 +12,9 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     reduce          tree                  L (alpha + B beta)
     scatter         flat                  alpha + (n-1)/n B beta
     gather          flat                  alpha + (n-1)/n B beta
-    all_gather      ring                  (n-1) (alpha + B/n beta)
-    reduce_scatter  ring                  (n-1) (alpha + B/n beta)
-    all_reduce      ring                  2 (n-1) (alpha + B/n beta)
+    all_gather      ring                  (n-1) (alpha + (B/n) beta)
+    reduce_scatter  ring                  (n-1) (alpha + (B/n) beta)
+    all_reduce      ring                  2 (n-1) (alpha + (B/n) beta)
     all_reduce      tree                  2 L (alpha + B beta)
     all_reduce      flat                  2 (alpha + (n-1) B beta)
     all_reduce      recursive_doubling    L (alpha + B beta)
