@@ -1,28 +1,28 @@
 """Buckets and overlap: gradients travel in a few large messages while the backward still computes.
 
       backward      head  block 3  block 2  block 1  block 0  embedding
-      buckets       [ 0 ][   1   ][     2      ][     3     ][    4   ]
-      on the wire        |■0|     |■■■1■■■|     |■■■■■2■■■■■||■■■■■3■■■■■|■■4■■|
-                                                                       └ only this part costs time
+      buckets       [ 0 ][   1   ][   2   ][   3   ][   4   ][   5    ]
+      on the wire        |■0|     |■■■■1■■■■||■■■■2■■■■||■■■■3■■■■||■■■■4■■■■||■■5■■|
+                                                                      └─ costs time ─┘
 
 One message for each parameter pays a latency for each. One message for all of them cannot start before the
-backward ends. So gradients share flat buckets, in the order in which the backward computes them, and a bucket
-is sent when all of its gradients are there. The first bucket is small, so that the link gets to work early.
-For n ranks in a ring, a latency of alpha seconds, beta seconds per byte and buckets of b bytes
-(comm/cost.py):
+backward ends. So gradients share flat buckets, in the order in which the backward computes them, and a
+bucket is sent when all of its gradients are there. The first bucket is small, so that the link gets to work
+early. For n ranks in a ring, a latency of alpha seconds, beta seconds per byte and buckets of b bytes
+(comm/cost.py), in seconds from the start of the backward:
 
       end of bucket k = max(bucket k is complete, end of bucket k-1) + 2 (n-1) (alpha + (b/n) beta)
-      step            = forward + max(backward, end of the last bucket) + optimizer
+      step            = forward + max(end of the backward, end of the last bucket) + optimizer
 
-Gradients live in the buckets: `param.grad` is a view of its place in one, so nothing is copied out. Autograd
-adds to a gradient in place if there is one. After `zero_grad(set_to_none=True)` there is none, so autograd
-makes a new tensor, and the hook copies it into its place. That is cheaper than to fill the buckets with zeros
-first. After `zero_grad(set_to_none=False)` the gradient is still the view.
+Gradients live in the buckets: `param.grad` is a view of its place in one, so nothing is copied after the
+all-reduce. After `zero_grad(set_to_none=True)` a parameter has no gradient, so autograd makes a new tensor,
+and the hook copies it into the bucket. After `zero_grad(set_to_none=False)` the gradient is still the view,
+so autograd adds to zeros in the bucket; that takes longer.
 
-What production adds stands in files of its own: the order of the gradients, observed in the first step
-(bucket_order.py), 16 bits on the wire (wire_format.py), parameters that some ranks did not use
-(used_parameters.py), and the refusal of wrong use (guard.py). PyTorch's DistributedDataParallel works in the
-same way: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704, section 4.
+Production adds four things, which are in other files: the order of the gradients, which is a guess in the
+first step and observed afterwards (bucket_order.py), 16 bits on the wire (wire_format.py), parameters that
+some ranks did not use (used_parameters.py), and errors for wrong use (guard.py). PyTorch's
+DistributedDataParallel is built on the same idea: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ class BucketDataParallel(nn.Module):
         return self._guard.no_sync()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Run as a hook in the backward: this gradient is complete, with those of earlier microbatches."""
+        """Run as a hook in each backward: it has added its gradient of this parameter."""
         if not self._guard.has_gradient(parameter):
             return  # autograd also calls the hook where a backward has returned None
         bucket = self._bucket_of[parameter]
@@ -147,7 +147,7 @@ class BucketDataParallel(nn.Module):
     def _launch(self, bucket: Bucket) -> None:
         """Start to reduce the bucket, and return while it travels: the backward goes on."""
         with span(f"bucket {len(self._in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):
-            if bucket is self.buckets[-1]:  # by now all gradients of this rank are there
+            if bucket is self.buckets[-1]:  # the gradients that this rank has are all there
                 note_used(self.trained, bucket.flags)
             if self.wire_dtype is None:
                 work = all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern)
@@ -156,19 +156,19 @@ class BucketDataParallel(nn.Module):
         self._in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:
-        """Launch the buckets that still miss a gradient, with zeros in its place, and wait for all buckets.
+        """Launch the remaining buckets, with zeros for gradients that this rank does not have; wait for all.
 
         A parameter that no rank used has no gradient afterwards.
         """
-        unused = [parameter for bucket in self._to_launch for parameter in bucket.missing]
-        for parameter in unused:
+        without_hook = [parameter for bucket in self._to_launch for parameter in bucket.missing]
+        for parameter in without_hook:
             self._bucket_of[parameter].move_in(parameter)
         while self._to_launch:
             self._launch(self._to_launch.popleft())
         self._wait_for_all()
-        if unused:
+        if without_hook:
             used = used_on_any_rank(self.trained, self.buckets[-1].flags)
-            for parameter in unused:
+            for parameter in without_hook:
                 parameter.grad = self._bucket_of[parameter].views[parameter] if parameter in used else None
         self.sizes_on_wire = [size_on_wire(bucket.flat, self.wire_dtype) for bucket in self.buckets]
         if self.order.adopt_observed(self.group):  # only in the first step
@@ -184,7 +184,7 @@ class BucketDataParallel(nn.Module):
         self._to_launch, self._in_flight = deque(self.buckets), []
 
     def _drop_unfinished(self, parameter: Tensor) -> None:
-        """Start again if the program has dropped the gradients of an unfinished backward (guard.py)."""
+        """Let a second backward follow an unfinished one only if the program has dropped its gradients."""
         is_kept = bool(self._to_launch) or parameter.grad is self._bucket_of[parameter].views[parameter]
         self._guard.refuse_unless_dropped(parameter, is_kept)
         self._wait_for_all()

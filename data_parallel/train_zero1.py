@@ -4,28 +4,29 @@
       rank 1   gradients ─┼─ reduce-scatter ┼─► shard 1 ─► optimizer, state 1 ─┼ all-gather ┼─► parameters
       rank 2   gradients ─┘      mean       └─► shard 2 ─► optimizer, state 2 ─┘            └─► parameters
 
-In plain data parallel every rank computes the same update from the same optimizer state. But one rank is
-enough for each number. So each of the n ranks updates an n-th of the parameters, and sends the others the
-result. An all-reduce is a reduce-scatter and then an all-gather; here the optimizer stands between the two,
-so no more bytes are sent than without ZeRO:
+In plain data parallel every rank computes the same update from the same optimizer state. It is enough if
+one rank updates each number. So each of the n ranks updates an n-th of the parameters, its shard, and sends
+the result to the others. An all-reduce is a reduce-scatter and then an all-gather; here the optimizer
+stands between the two, so as many bytes are sent as without ZeRO. But nothing hides the all-gather:
 
-      memory of a rank    P + G + O/n      bytes that a rank sends in a step    2 (n-1)/n P
+      memory of a rank    P + G + O/n      bytes that a rank sends in a step    (n-1)/n (G + P)
       P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
 
-The trick is in the memory (flat.py). The model's parameters become views of flat buckets:
+The trick is in the memory (flat.py). The model's parameters become views of flat buckets, and an n-th of
+each bucket is this rank's shard. Here n is 3:
 
-      bucket.full     |     weight 0     | bias 0 |     weight 1     |     what the model computes with
-      bucket.shard                   |     of rank 1      |                an n-th of it, which rank 1 updates
-      pieces                         | w0 | bias 0 |  w1  |                its part of each parameter
+      bucket.full     |     weight 0     | bias 0 |       weight 1       |     what the model computes with
+      bucket.shard                     |     rank 1     |                      an n-th, which rank 1 updates
+      pieces                           |w| bias 0 | w 1 |                      its part of each parameter
 
 The inner optimizer is an ordinary one, and the pieces are its parameters. Because they share the bucket's
 memory, its step writes into the shard, and an all-gather of the shards into `bucket.full` changes the
-model.
+model. Gradients have a flat tensor of their own for each bucket, in the same layout.
 
 The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
 reduce-scattered while the backward goes on (`_reduce_scatter`), the pieces get their gradients
-(`finish_gradient_sync`), and the update follows (`step`). State dicts, clipping and refusals are in
-sharded_optimizer.py.
+(`finish_gradient_sync`, which first sends what is left), and the update follows (`step`). State dicts,
+clipping and refusals are in sharded_optimizer.py.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -106,7 +107,7 @@ class ZeroOptimizer(ShardedOptimizer):
             parameter.grad = view
 
     def _reduce_scatter(self, bucket: ParameterBucket) -> None:
-        """Start to make this rank's shard of a complete bucket the mean over ranks."""
+        """Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks."""
         gradients = self._gradients[bucket]
         shard = gradients[bucket.flat.mine]
         with span(bucket.name, "launch", lane="launches", bytes=gradients.nbytes):
@@ -134,6 +135,8 @@ class ZeroOptimizer(ShardedOptimizer):
         Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
         gradient, and the optimizer leaves it alone.
         """
+        if self._steps.is_synced:
+            return
         self._complete_buckets()
         used = self._agree_on_used()
         for bucket in self.buckets:
@@ -150,7 +153,7 @@ class ZeroOptimizer(ShardedOptimizer):
         return result
 
     def gather_parameters(self) -> None:
-        """Make the parameters of every rank full: the shards of all ranks."""
+        """Collect the shards of all ranks in `bucket.full` on every rank."""
         handles = [
             all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
             for bucket in self.buckets
@@ -159,7 +162,7 @@ class ZeroOptimizer(ShardedOptimizer):
             handle.wait()
 
     def _drop_gradients(self) -> None:
-        """Wait for the gradients of a backward that no step has followed."""
+        """End a backward that no step has followed: send what other ranks wait for, and wait for it."""
         if self._arrivals:
             self._complete_buckets()
 

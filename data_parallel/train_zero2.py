@@ -1,22 +1,27 @@
 """ZeRO, stage 2: a rank frees a gradient as soon as it is sent, and keeps an n-th of the gradients.
 
       backward       head    block 3    block 2    block 1 ...
-      bucket         [ fill ][ send  ]
-                             [ fill ][ send  ]                   at most three alive at a time
-      own shard           ■        ■       ■                     of each bucket, the mean over ranks
+      bucket         [ fill ][ send   ]
+                             [ fill ][ send   ]
+                                     [ fill ][ send   ]         usually at most three full buckets at a time
+      own shards                      ■       ■       ■         of the mean gradients
 
-Stage 1 keeps every gradient until the backward ends, although a rank uses only an n-th of them. Here a
-bucket gets its memory when its first gradient is computed, is reduce-scattered when it is complete, and is
-freed when the reduce-scatter has ended. With several microbatches that has a price: each of them sends its
-gradients.
+Stage 1 has memory for every gradient, although a rank uses only an n-th of them. Here a bucket gets its
+memory when its first gradient is computed, and is reduce-scattered when it is complete. At most two are in
+flight: before a third one starts, the oldest is waited for, its shard is kept, and its memory is freed.
+With several microbatches that has a price, because each of them sends its gradients.
 
-      memory of a rank    P + (G + O)/n, and the buckets in flight
-      bytes sent          2 (n-1)/n P in a step, and (n-1)/n P more for each microbatch but the last
+      memory of a rank    P + (G + O)/n, and the buckets that are being filled and sent
+      bytes sent          (n-1)/n (G + P) in a step, and (n-1)/n G more for each further microbatch
       P, G, O: bytes of parameters, gradients and optimizer state, on n ranks
 
-Parameters are views of flat buckets, and the inner optimizer updates this rank's shard of them, as in stage 1
-(the picture is in train_zero1.py). Three things differ: where a gradient lives (`_view`), what is kept of it
-(`_wait_for_oldest`), and that every microbatch sends its gradients (`no_sync`).
+A parameter that is unused, or used late, holds up its bucket and those after it, because all ranks must
+send the buckets in one order. In the worst case all of them wait for the end of the backward, as in stage
+1.
+
+Parameters are views of flat buckets, and the inner optimizer updates this rank's shard of them, as in stage
+1 (the picture is in train_zero1.py). What differs is where a gradient lives until it is sent (`_view`),
+that only its shard is kept (`_wait_for_oldest`), and that every microbatch sends its gradients (`no_sync`).
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -42,7 +47,7 @@ from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
 
-MOST_IN_FLIGHT = 2  # buckets; on a slow link more of them would add up to the full gradient
+MOST_IN_FLIGHT = 2  # without a limit, all buckets would pile up in memory before a slow link
 
 
 class ZeroGradientOptimizer(ShardedOptimizer):
@@ -77,7 +82,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         """Run as a hook in the backward: move the gradient into its bucket, which may now be complete."""
         if not self._has_arrived(parameter):
             return
-        if parameter in self._arrivals:  # a second backward inside one no_sync()
+        if parameter in self._arrivals:  # a second backward inside one no_sync(): send the rest of the first
             self._complete_buckets()
         self._view(parameter).copy_(parameter.grad)
         parameter.grad = self._guard.placeholder(parameter) if self._steps.is_synchronising else None
@@ -90,10 +95,10 @@ class ZeroGradientOptimizer(ShardedOptimizer):
             full = self._filling[bucket] = torch.empty_like(bucket.full)
             full[bucket.flat.numel - bucket.flat.padding :].zero_()
             self._views |= zip(bucket.flat.parameters, bucket.flat.views(full), strict=True)
-        return self._views.pop(parameter)
+        return self._views.pop(parameter)  # no reference may keep the bucket's memory
 
     def _reduce_scatter(self, bucket: ParameterBucket) -> None:
-        """Start to make a shard of a complete bucket the mean over ranks, and wait if many are in flight."""
+        """Start the reduce-scatter of a complete bucket, when fewer than two others are in flight."""
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._wait_for_oldest()
         full = self._filling.pop(bucket)
@@ -105,13 +110,13 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         self._in_flight.append((bucket, full, shard, handle))
 
     def _wait_for_oldest(self) -> None:
-        """Add the oldest shard to those of earlier microbatches; the memory of its full bucket is freed."""
-        bucket, _, shard, handle = self._in_flight.popleft()
+        """Wait for the oldest reduce-scatter, and add its shard to that of earlier microbatches."""
+        bucket, _, shard, handle = self._in_flight.popleft()  # the last reference to the full bucket
         handle.wait()
         self._shards[bucket] = self._shards[bucket].add_(shard) if bucket in self._shards else shard
 
     def _complete_buckets(self) -> None:
-        """Send what no hook has sent: gradients of earlier microbatches, or zeros. Wait for all buckets."""
+        """Send what no hook has sent: gradients that came after the backward, or zeros. Wait for all."""
         for parameter in self._arrivals.missing():
             if self._has_unsent_gradient(parameter):
                 self._view(parameter).copy_(parameter.grad)
@@ -132,6 +137,8 @@ class ZeroGradientOptimizer(ShardedOptimizer):
 
     def finish_gradient_sync(self) -> None:
         """Give each piece its part of the mean gradient, or none where no rank used the parameter."""
+        if self._steps.is_synced:
+            return
         self._complete_buckets()
         used = self._agree_on_used()
         for bucket in self.buckets:
@@ -148,7 +155,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         return result
 
     def gather_parameters(self) -> None:
-        """Make the parameters of every rank full: the shards of all ranks."""
+        """Collect the shards of all ranks in `bucket.full` on every rank."""
         handles = [
             all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
             for bucket in self.buckets
@@ -157,7 +164,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
             handle.wait()
 
     def _drop_gradients(self) -> None:
-        """Wait for the gradients of a backward that no step has followed, and free what is left of them."""
+        """End a backward that no step has followed: send what other ranks wait for, and free the shards."""
         if self._arrivals:
             self._complete_buckets()
         self._shards.clear()

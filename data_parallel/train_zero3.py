@@ -1,32 +1,36 @@
 """ZeRO, stage 3 (fully sharded): a rank keeps an n-th of everything, and gathers the rest when it is needed.
 
-      forward    compute                    | block 0 | block 1 | block 2 |
-                 all-gather      root  0    |  1      |  2      |         |  2 again
+      forward    compute                | first  | block 0 | block 1 | block 2 | last   |
+                 all-gather      root   | 0      | 1       | 2       |         | 2      |
 
-      backward   compute         root (end) | block 2 | block 1 | block 0 | root (start)
-                 all-gather                 |  1      |  0      |         |
-                 reduce-scatter             |     2   |     1   |     0   | root
+      backward   compute                | last   | block 2 | block 1 | block 0 | first  |
+                 all-gather             |        | 1       | 0       |         |        |
+                 reduce-scatter         |        |  2      |  1      |  0      |  root  |
 
 Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
 example) are needed only while the block computes, twice in a step. In between they are freed. While one
-block computes, the next one is gathered (prefetched). The root is what belongs to no block or to several:
-embeddings, the last norm, tied weights. It stays full from the start of the forward to the end of the
-backward, which needs it at both ends.
+block computes, the next one is gathered (prefetched), in the order that the forward before had; so the
+first forward of all prefetches nothing.
 
-      memory of a rank    (P + G + O)/n, the root, two blocks of parameters and two of gradients
-      bytes sent          3 (n-1)/n P for each backward: two gathers and a reduce-scatter
-      P, G, O: bytes of parameters, gradients and optimizer state, on n ranks
+The root is what belongs to no block or to several: embeddings (first in the picture), the last norm and the
+head (last). It stays full from the start of the forward to the end of the backward, which begins and ends
+with it.
 
-`reshard_after_forward=False` keeps the blocks full between forward and backward, which takes P more memory
-and saves one of the two gathers. `no_sync()` changes nothing: there is no place for full gradients, so each
-microbatch sends its own.
+      memory of a rank    (P + G + O)/n; for a time full parameters and gradients of root and two blocks
+      bytes sent          (n-1)/n (3 P - root) for each backward: two gathers (root: one), one reduce-scatter
+      P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
+
+`reshard_after_forward=False` keeps the blocks full between forward and backward. That takes up to P more
+memory, and saves their second gather. `no_sync()` changes nothing: there is no place for full gradients, so
+each microbatch sends its own.
 
 The algorithm is in two classes. A `Unit` is a flat tensor of parameters that are gathered, freed and
-reduce-scattered together; a block has one unit or several, of about `unit_mb`, so that its first gradients
-are sent while others are computed (blocks.py). The hooks of `FullyShardedDataParallel` decide when. A
-`Turn` is a block's forward and the backward that follows it. any_loop.py begins and ends a backward: at its
-end it reduces the root, waits for all reductions, and gives the pieces their gradients. freed.py keeps
-autograd from saving full parameters. State dicts and refusals are in sharded_module.py.
+reduce-scattered together. A block has one unit or several, of about `unit_mb`, so that a block's first
+gradients are sent while others are computed (blocks.py). The hooks of `FullyShardedDataParallel` decide
+when. A `Turn` is one forward of a block and the backward that follows it. At the end of a backward,
+any_loop.py reduces the root and waits for all reductions; then the pieces have this rank's part of the mean
+gradient. freed.py (`Notes`) has hooks that keep autograd from saving full parameters. State dicts, and the
+uses that raise an error, are in sharded_module.py.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
@@ -90,7 +94,7 @@ class Unit(ShardedUnit):
             raise
 
     def reduce_scatter(self) -> None:
-        """Start to make this rank's shard of the gradients the mean over ranks."""
+        """Start the reduce-scatter of the full gradients: this rank gets the mean of its shard."""
         gradients = self.gradients.full
         shard = gradients.new_empty(self.flat.shard_numel)
         with span(self.name, "launch", lane="launches", bytes=gradients.nbytes):
@@ -146,7 +150,7 @@ class FullyShardedDataParallel(AnyLoop):
             if self._order:
                 self._order[0].start_gather()
             self.root.gather()
-            # Autograd saves a note for each full parameter, and gathers it again when the backward needs it.
+            # Instead of a full parameter autograd saves a note, which gathers the parameter in the backward.
             with Notes(self._full_units, self._begin_backward):
                 inputs, options = map_tensors((inputs, options), self._as_computed)
                 output = map_tensors(self.module(*inputs, **options), self._as_given)
@@ -178,18 +182,18 @@ class FullyShardedDataParallel(AnyLoop):
         if self._reshards or not torch.is_grad_enabled():
             block.free()
             if torch.is_grad_enabled() and self._seen == self._order:
-                block.start_gather()  # the last block, whose backward comes first
+                block.start_gather()  # the last block, for its backward (to keep it would save this gather)
 
     def _before_backward(self, turn: Turn) -> None:
         """Finish the blocks whose backward has ended, wait for this block's parameters, and prefetch."""
         self._begin_backward()
         if turn.has_begun or turn not in self._turns:
-            return  # another output of the block, or a second backward of one graph, where notes gather
+            return  # another output has begun it, or the graph has a second backward, where notes gather
         turn.has_begun, at = True, self._turns.index(turn)
         still_needed = {other.block for other in self._turns if not other.has_begun} | {turn.block}
         for later in self._turns[at + 1 :]:
             if later.block not in still_needed:
-                later.block.finish(self._reductions)  # gradients that it still misses are zeros
+                later.block.finish(self._reductions)  # frees it, and sends zeros for gradients that it misses
         turn.block.gather()
         if at > 0:
             self._turns[at - 1].block.start_gather()
@@ -203,7 +207,7 @@ class FullyShardedDataParallel(AnyLoop):
             return  # autograd also calls the hook where a backward has returned None
         block, unit, position = self._place[parameter]
         self._used.add(parameter)
-        if block.is_reduced:  # another block has used the parameter, too: any_loop.py sends this at the end
+        if block.is_reduced:  # an earlier block's forward has used the parameter: any_loop.py sends this
             self._late.append((unit, position, gradient))
             return
         unit.gradients.put(position, gradient)

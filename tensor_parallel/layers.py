@@ -4,29 +4,31 @@
             W = [W0 | W1]       x W0    (rank 0)                V = [V0]         act(x W0) V0
                                 x W1    (rank 1)                    [V1]       + act(x W1) V1
 
-Here y = x W. PyTorch stores a weight transposed, (outputs, inputs): columns of W are dim 0 of `weight`,
-rows are dim 1.
+Here y = act(x W) V. PyTorch stores a weight transposed, (outputs, inputs): columns of W are dim 0 of
+`weight`, rows are dim 1.
 
 A column-parallel layer needs the full input, and computes some of the outputs. A row-parallel layer needs
-some of the inputs, and computes one term of each output. What stands between the two works on each feature
-alone (a GELU), or on features that one rank has together (a head of attention). The other order would need
-a sum before the GELU, because GELU(a + b) is not GELU(a) + GELU(b).
+some of the inputs, and computes one term of each output. What stands between the two works on each
+feature alone (a GELU), or on features that are all on one rank (a head of attention). The other order
+would need a sum before the GELU, because GELU(a + b) is not GELU(a) + GELU(b).
 
     forward     column: nothing to send                row: all-reduce of the outputs
     backward    column: all-reduce of x's gradient     row: nothing to send
 
-All of x goes into the outputs of each rank, so each rank computes one term of x's gradient, and the
-backward of the column layer adds the terms up. All ranks compute the same loss from the full y, so the
-gradient of y is complete everywhere: another sum would make it n times too large.
+A rank has only some of the outputs. The gradient of x that it computes comes from these alone, so it is
+one term, and the backward of the column layer adds the terms up. All ranks compute the same loss from the
+full y, so the gradient of y is complete everywhere: another sum would make it n times too large.
 
-With `sequence_parallel`, activations before and after such a pair are divided by tokens. The column layer
-all-gathers the tokens of its input, and the row layer reduce-scatters its outputs. Together they send as many
-bytes as an all-reduce, and what stands between the pairs needs an n-th of the memory.
+With `sequence_parallel` each rank holds an n-th of the tokens before and after such a pair of layers.
+Then the column layer all-gathers the tokens of its input, and reduce-scatters the gradient in its
+backward. The row layer reduce-scatters its outputs, and all-gathers in its backward. Each gather with a
+scatter sends as many bytes as one all-reduce, and activations outside of the pairs need an n-th of the
+memory.
 
-With `overlap`, the default, overlapped.py runs instead of the last lines of `column_parallel`. It sends the
-gradient of the input while it computes that of the weight. With `sequence_parallel` it also keeps only this
-rank's tokens, and gathers the others again in the backward: a quarter more bytes, and less memory. The
-gradients are the same.
+With `overlap`, the default, `column_parallel` calls overlapped.py, which sends the gradient of the input
+while it computes that of the weight. With `sequence_parallel` it also keeps only this rank's tokens, and
+gathers the others a second time in the backward: for a pair of layers five transfers instead of four.
+`--no-overlap` runs what this file shows. The gradients are equal but for rounding.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
@@ -58,9 +60,10 @@ TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes an n-th of the outputs: (..., inputs) to (..., outputs/n).
 
-    `gather_output` makes the output full on every rank. With `sequence_parallel` the input is this rank's
-    shard of the tokens, along dim 1. The full weight is drawn from `seed` as nn.Linear draws it, the same
-    for every number of ranks. Raises WorkbookError unless n divides the outputs.
+    With `gather_output` every rank gets all outputs. With `sequence_parallel` the input is this rank's
+    shard of the tokens, along dim 1, and the output has all tokens. The full weight is drawn from `seed` as
+    nn.Linear draws it, the same for every number of ranks. Raises WorkbookError unless n divides the
+    outputs.
     """
 
     def __init__(

@@ -1,30 +1,32 @@
 """The ring, as in textbooks: each rank sends to its right neighbour while it receives from its left one.
 
-An all-reduce is a reduce-scatter and then an all-gather. Each rank's tensor is divided into n chunks. Here n
-is 3, and the chunks are a, b and c; a1 is rank 1's own chunk a, and a12 is a1 + a2. A rank sends the chunk
-with the star. A dot is a partial result that no rank needs any more.
+An all-reduce is a reduce-scatter and then an all-gather. Each rank's tensor is divided into n chunks.
+Here n is 3, and the chunks are A, B and C; A1 is rank 1's own chunk A, and A12 is A1 + A2. A row shows
+what the ranks hold before the step. A rank sends the chunk with the star. A dot is a chunk that its rank
+no longer needs.
 
                     rank 0                rank 1                rank 2
-      step 0        a0     b0     c0*     a1*    b1     c1      a2     b2*    c2
-      step 1        a0     b02*   c0      a1     b1     c01*    a12*   b2     c2
-      reduced       a012   .      .       .      b012   .       .      .      c012      after n-1 steps
+      step 0        A0     B0     C0*     A1*    B1     C1      A2     B2*    C2
+      step 1        A0     B02*   .       .      B1     C01*    A12*   .      C2
+      reduced       A012   .      .       .      B012   .       .      .      C012      after n-1 steps
 
-      step 0        a012*  .      .       .      b012*  .       .      .      c012*
-      step 1        a012   .      c012*   a012*  b012   .       .      b012*  c012
-      gathered      a012   b012   c012    a012   b012   c012    a012   b012   c012      after n-1 more
+      step 0        A012*  .      .       .      B012*  .       .      .      C012*
+      step 1        A012   .      C012*   A012*  B012   .       .      B012*  C012
+      gathered      A012   B012   C012    A012   B012   C012    A012   B012   C012      after n-1 more
 
-Every link is busy in every step. A rank sends 2(n-1) messages of one chunk, so 2(n-1)/n of the tensor. For B
-bytes that takes 2(n-1) (alpha + (B/n) beta) seconds (cost.py). No all-reduce sends fewer bytes: Patarasu and
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+Every rank sends and receives in every step: 2(n-1) messages of one chunk, so 2(n-1)/n of the tensor. With
+a latency of alpha seconds and beta seconds per byte, S bytes take 2(n-1) (alpha + (S/n) beta) seconds
+(cost.py). In no all-reduce among equal ranks does a rank send fewer bytes: Patarasu and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", 2009. All ranks end with the same bits.
 
 What this file imports:
 
-    shards_of(full, n)           n views of a flat tensor, of equal size or one element longer
-    combine(op, a, b, out=c)     c = a + b, or the maximum, minimum or product
+    shards_of(full, n)           n views of a flat tensor, whose sizes differ by at most one element
+    combine(op, x, y, out=z)     z = x + y for "sum" and "mean", or the maximum, minimum or product
     divide_if_mean(op, x, n)     x /= n if op is "mean"; else nothing
     wire.isend, wire.irecv       start a message to or from a rank; `wait()` returns when it is done
 
-pipelined_ring.py is the same ring with chunks in segments: a rank adds one while others arrive.
+pipelined_ring.py is the same ring with chunks in segments: a rank adds one segment while others arrive.
 """
 
 import torch
@@ -35,7 +37,7 @@ from comm.transport.wire import Wire
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
+    """Reduce `full` over all ranks, and write this rank's chunk of the result to `shard`; `full` stays."""
     chunks = [chunk.clone() for chunk in shards_of(full, wire.size)]  # partial sums must not go into `full`
     reduce_chunks(wire, chunks, op)
     shard.copy_(chunks[wire.rank])
@@ -56,7 +58,7 @@ def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
 
 
 def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
-    """Reduce chunk r to rank r. The other chunks of a rank end as partial results."""
+    """Make chunk r on rank r the reduction of all ranks'; the other chunks become partial results."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         # The chunk that arrives is the one that the left neighbour, rank r - 1, sends in this step.
@@ -68,7 +70,7 @@ def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
 
 
 def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
-    """Copy chunk r of rank r to every rank."""
+    """Copy chunk r of rank r to all other ranks, for each r."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         shift(wire, chunks[(r - step) % n], chunks[(r - 1 - step) % n])

@@ -61,6 +61,21 @@ def test_the_loop_of_a_gan_ends_as_on_one_process():
     run_ranks(work, 2)
 
 
+def test_a_second_finish_gradient_sync_changes_nothing():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        expected = reference_gradients(layers(), lambda model: square(model, X))
+        for cls in BOTH:
+            model = layers(cluster.rank)
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
+            square(model, x).backward()
+            optimizer.finish_gradient_sync()
+            optimizer.finish_gradient_sync()
+            assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
+
+    run_ranks(work, 2)
+
+
 def test_a_dropped_backward_through_some_layers_does_not_reach_the_microbatches_after_it():
     """With a feature-matching loss a GAN's generator reaches only some layers of the discriminator."""
 
