@@ -85,7 +85,7 @@ def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
                     pass
                 except WorkbookError as error:
                     assert mode == "point_to_point" and cluster.world_size == 1, f"{mode}: {error}"
-                    assert str(error) == "Point to point takes two: start at least 2 ranks (WORLD_SIZE=2)."
+                    assert str(error).endswith("(WORLD_SIZE=2).")  # says how to start two
                     continue
             begun.append(mode)
         return begun
