@@ -1,8 +1,9 @@
-"""Wrong implementations that people have really shipped, each in a file of its own.
+"""This package holds wrong implementations that people have really shipped, each in its own file.
 
-A file says the symptom (its docstring), what it replaces (TARGET), the test that notices it (KILLER, a test
-without arguments) and the implementation itself (`mutant`). Where the killer does not end with a failed
-assertion, FAILS_WITH is part of the error's text. tests/test_mutants.py runs them all.
+The docstring of a file says the symptom that a user would see. TARGET is the function or class that the
+mutant replaces, KILLER is the test (without arguments) that must fail with it, and `mutant` is the wrong
+implementation. If the killer fails with another error than an AssertionError, FAILS_WITH is a part of that
+error's text. tests/test_mutants.py runs all mutants.
 
-A mutant may call what its target calls, but not the target: that name leads back to the mutant.
+A mutant must not call its own TARGET: while the mutant is in place, that name is the mutant.
 """

@@ -1,4 +1,4 @@
-"""Gathered shards stand in the order of arrival: each rank puts the same weights together differently."""
+"""Ranks compute with different weights: each puts gathered shards together in the order of arrival."""
 
 import torch
 

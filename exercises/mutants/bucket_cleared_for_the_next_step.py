@@ -1,4 +1,4 @@
-"""The loss stays where it was: buckets are cleared for the next step, and the gradients live in them."""
+"""The loss does not fall: buckets are set to zero after the reduction, and with them the gradients."""
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
 

@@ -1,4 +1,4 @@
-"""Compressed buckets train as if the learning rate were divided by the ranks: divided, and then averaged."""
+"""With compressed buckets training is slow: gradients are divided by the number of ranks twice."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Complex weights turn until they are real: what is rounded for the wire loses its imaginary part."""
+"""With compressed buckets complex gradients lose their imaginary part, so complex weights become real."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Parameters that a rank does not use in this step move on in the direction of an earlier one."""
+"""A parameter that is not used in a step moves all the same, by its gradient of an earlier step."""
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
 
@@ -10,5 +10,5 @@ class mutant(BucketDataParallel):
     def finish_gradient_sync(self) -> None:
         for parameter, bucket in self._bucket_of.items():
             if parameter.grad is None:
-                parameter.grad = bucket.views[parameter]  # whatever is in it
+                parameter.grad = bucket.views[parameter]  # with what an earlier step left in it
         super().finish_gradient_sync()

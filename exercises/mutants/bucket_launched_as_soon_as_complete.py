@@ -1,4 +1,4 @@
-"""One rank's backward takes another way, and buckets are averaged with others' buckets, or all ranks hang."""
+"""When one rank computes gradients in another order, different buckets are averaged, or all ranks hang."""
 
 from torch import Tensor
 

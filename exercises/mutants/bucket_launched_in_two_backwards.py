@@ -1,4 +1,4 @@
-"""Buckets that a dropped backward has left are launched by the next one, on each rank its own number."""
+"""After a backward that was dropped, ranks launch different numbers of buckets and mix them up."""
 
 from torch import Tensor
 

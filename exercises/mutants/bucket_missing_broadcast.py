@@ -1,4 +1,4 @@
-"""Gradients are averaged, but of models that were never equal: every replica learns something of its own."""
+"""Replicas never agree: their gradients are averaged, but their initial weights are different."""
 
 import copy
 
@@ -14,4 +14,4 @@ class mutant(BucketDataParallel):
     def __init__(self, module: nn.Module, *args, **options) -> None:
         own = copy.deepcopy(module.state_dict())
         super().__init__(module, *args, **options)
-        module.load_state_dict(own)  # as if nobody had sent anything
+        module.load_state_dict(own)  # undoes the broadcast

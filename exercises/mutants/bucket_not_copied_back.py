@@ -1,4 +1,4 @@
-"""Compressed gradients are reduced, and each rank steps with its own: the replicas drift apart."""
+"""Replicas drift apart: compressed gradients are averaged, but each rank steps with its own gradients."""
 
 TARGET = "data_parallel.wire_format.RoundedAllReduce.wait"
 KILLER = "tests.data_parallel.test_bucket_overlap.test_a_compressed_gradient_is_close_for_half_the_bytes"

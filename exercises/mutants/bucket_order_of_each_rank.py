@@ -1,4 +1,4 @@
-"""One rank's backward takes another way, and from the second step on its gradients are others' by name."""
+"""When one rank computes gradients in another order, parameters get the gradients of other parameters."""
 
 from comm.collectives import Group
 

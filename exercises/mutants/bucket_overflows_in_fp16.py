@@ -1,4 +1,4 @@
-"""With fp16 on the wire the loss becomes nan: a gradient is rounded to fp16 before it is divided."""
+"""With fp16 buckets the loss becomes nan: gradients are rounded to fp16 before they are divided."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""In a GAN, the next backward writes into buckets that are still being sent: gradients are wrong at times."""
+"""In a GAN gradients are sometimes wrong: the next backward writes into buckets that are still being sent."""
 
 from collections import deque
 

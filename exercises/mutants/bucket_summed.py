@@ -1,4 +1,4 @@
-"""Every bucket holds the sum over ranks: with SGD, twice the ranks is twice the learning rate."""
+"""Buckets hold the sum over ranks: with SGD, twice as many ranks double the learning rate."""
 
 from comm.collectives import all_reduce
 from data_parallel.train_bucket_overlap import Bucket

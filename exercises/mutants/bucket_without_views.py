@@ -1,4 +1,4 @@
-"""The optimizer never sees the mean: gradients are copied into a bucket, and param.grad is no view of it."""
+"""Replicas drift apart: the optimizer uses each rank's own gradients, which are not views of the buckets."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""A disk has flipped a bit of the checkpoint: training goes on from a wrong weight, and nothing says so."""
+"""A bit of a checkpoint has flipped on disk, and training resumes from a wrong weight without an error."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pipelines with BACKEND=gloo train on GPUs with activations and gradients that never arrived."""
+"""With BACKEND=gloo, pipelines on GPUs train with tensors that were received but never copied to the GPU."""
 
 from comm.transport.wire import Transfer
 

@@ -1,4 +1,4 @@
-"""On a GPU a step of a second computes for milliseconds, and nearly all communication counts as hidden."""
+"""On a GPU a step of a second shows milliseconds of compute, and most communication counts as hidden."""
 
 from lab import timeline
 

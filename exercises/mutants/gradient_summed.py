@@ -1,4 +1,4 @@
-"""Gradients are added, not averaged: with SGD the loss explodes on many ranks, with Adam nobody notices."""
+"""Gradients are summed, not averaged: with SGD training diverges on many ranks, and Adam hides the error."""
 
 from comm.collectives import all_reduce
 

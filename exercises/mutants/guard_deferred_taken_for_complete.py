@@ -1,4 +1,4 @@
-"""With zero bubble schedules the weights of all but the first microbatch are missing in the mean."""
+"""With zero bubble schedules the mean lacks the weight gradients of all microbatches but the first."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ KILLER = (
     "tests.data_parallel.test_late_gradients."
     "test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean"
 )
-# The reduction races with what is added to the gradient: it takes a part of it, or comes a step too early.
+# The reduction starts while gradients are still added up: it takes a part of them, or is a step too early.
 FAILS_WITH = ("AssertionError", "Another backward began before finish_gradient_sync()")
 
 

@@ -1,4 +1,4 @@
-"""The replicas drift apart from the first step on: finish_gradient_sync() was forgotten, and all goes on."""
+"""A loop that forgets finish_gradient_sync() trains without an error, and the replicas drift apart."""
 
 from torch.optim import Optimizer
 

@@ -1,4 +1,4 @@
-"""One rank's backward takes another way, and a gradient is averaged with another parameter's, or all hang."""
+"""When one rank computes gradients in another order, different gradients are averaged, or all ranks hang."""
 
 TARGET = "data_parallel.ordered_launcher.OrderedLauncher.ready"
 KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"

@@ -1,4 +1,4 @@
-"""The traffic report shows a fraction of what was sent, the smaller the more messages a collective takes."""
+"""The traffic report is too small: of each collective only the last message is counted."""
 
 from lab.ledger import Entry, Ledger, Traffic
 

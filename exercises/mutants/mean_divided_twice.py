@@ -1,4 +1,4 @@
-"""Gradients are too small by the number of ranks: training is slow with SGD, and Adam hides it."""
+"""Gradients are too small by the number of ranks: with SGD training is slow, and Adam hides the error."""
 
 import torch
 

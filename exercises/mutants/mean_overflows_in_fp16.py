@@ -1,4 +1,4 @@
-"""A model in fp16 gets gradients that are inf where DDP's are not: the ranks add first and divide later."""
+"""Gradients of an fp16 model are inf where DDP's are finite: ranks add first and divide later."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The ranks start from their own random weights: the loss falls on each, but the replicas never agree."""
+"""Ranks start from different random weights: the loss falls on each rank, but replicas never agree."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""A rank dies, and each survivor blames its own neighbour: the one whose connection it has lost."""
+"""When a rank dies, each survivor names its own neighbour instead of the rank that died."""
 
 from comm.membership.liveness import Gone
 
@@ -7,4 +7,4 @@ KILLER = "tests.comm.test_liveness.test_all_survivors_name_the_rank_that_died_an
 
 
 def mutant(patience: float = 0.0) -> Gone | None:
-    return None  # what a rank's own connections show is all it knows
+    return None  # no other rank is asked who died

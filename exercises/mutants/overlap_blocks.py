@@ -1,4 +1,4 @@
-"""Called overlap, as slow as naive: each hook waits for its all-reduce, and the backward with it."""
+"""Overlap is as slow as naive: each hook waits for its all-reduce, so the backward waits too."""
 
 from comm.collectives import all_reduce
 

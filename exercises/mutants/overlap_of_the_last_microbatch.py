@@ -1,4 +1,4 @@
-"""A tensor's hook sees the last microbatch alone: earlier ones are never averaged, and the replicas drift."""
+"""With accumulation replicas drift apart: only the last microbatch's gradients are averaged over ranks."""
 
 from torch import Tensor, nn
 

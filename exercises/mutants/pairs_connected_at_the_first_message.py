@@ -1,4 +1,4 @@
-"""On nccl a pipeline's first step may hang: two ranks are connected only when both have come to a message."""
+"""With nccl a pipeline may hang in its first step: ranks connect only when both reach their first message."""
 
 TARGET = "comm.transport.channels.Channels._connect"
 KILLER = (

@@ -1,4 +1,4 @@
-"""1F1B needs GPipe's memory: a backward reads what its microbatch has kept, and does not free it."""
+"""1F1B needs as much memory as GPipe: activations are kept after the backward that has used them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""With a split backward, biases are never updated: only the gradients of weights were put off."""
+"""With split backwards biases do not learn: only the gradients of the weights are computed."""
 
 from pipeline_parallel.deferred import _add_to
 

@@ -1,4 +1,4 @@
-"""The ranks do their backwards in different orders: the last rank begins with the last microbatch."""
+"""Gradients are wrong: ranks run the backwards in different orders and mix up the microbatches."""
 
 from torch import Tensor
 

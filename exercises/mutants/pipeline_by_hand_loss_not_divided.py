@@ -1,4 +1,4 @@
-"""GPipe's gradients are too large by a factor, the number of microbatches: the losses are summed."""
+"""GPipe's gradients are too large by the number of microbatches: losses are summed, not averaged."""
 
 from typing import Any
 

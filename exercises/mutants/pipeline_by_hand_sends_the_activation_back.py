@@ -1,4 +1,4 @@
-"""A rank sends its input back in place of the gradient: the shapes fit, and earlier ranks learn nonsense."""
+"""All stages but the last learn nonsense: an activation is sent back instead of its gradient."""
 
 from types import SimpleNamespace
 from typing import Any

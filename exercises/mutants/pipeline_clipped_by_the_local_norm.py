@@ -1,4 +1,4 @@
-"""Each rank clips the gradients of its stages by their own norm, so layers learn at different rates."""
+"""Layers learn at different rates: each rank clips its stages by the norm of their gradients only."""
 
 import torch
 from torch import Tensor

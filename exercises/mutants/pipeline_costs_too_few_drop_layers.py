@@ -1,4 +1,4 @@
-"""A list of costs that is too short cuts the last layers off, so a smaller model is trained."""
+"""With a list of costs that is too short, the last layers are missing in the pipeline."""
 
 TARGET = "pipeline_parallel.split.costs_of"
 KILLER = "tests.pipeline_parallel.test_split.test_costs_of_another_number_than_parts_lose_no_layer"

@@ -1,5 +1,4 @@
-"""Trains on 3 ranks and hangs on 2 or 4: whose peer is an odd number of hops to the right, around the ring,
-sends first. From the last rank to the first it is one hop, and back n - 1: for even n both are odd."""
+"""With tied weights training hangs on 2 or 4 ranks but not on 3: two ranks wait for each other to receive."""
 
 import torch
 

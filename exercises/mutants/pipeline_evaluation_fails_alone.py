@@ -1,4 +1,4 @@
-"""An error in the last stage of an evaluation stays there: others go on and hang in the next step."""
+"""An error in the last stage of an evaluation is raised there only, and the others hang in the next step."""
 
 TARGET = "pipeline_parallel.failure.SharedFailure.end_step_on_all"
 KILLER = (

@@ -1,4 +1,4 @@
-"""After the first evaluation training goes on without dropout: the model overfits, and no error says why."""
+"""After the first evaluation training continues without dropout, and the model overfits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

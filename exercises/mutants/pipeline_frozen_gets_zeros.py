@@ -1,4 +1,4 @@
-"""Weight decay shrinks a frozen embedding: both ranks exchange zeros where there is no gradient."""
+"""Weight decay shrinks a frozen tied embedding: its gradient is zeros instead of none."""
 
 TARGET = "pipeline_parallel.pipeline.Pipeline._shared"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_a_frozen_embedding_gets_no_gradient"

@@ -1,6 +1,4 @@
-"""All microbatches share one input buffer whose gradient is never cleared, so earlier gradients are sent
-again.
-"""
+"""A stage sends gradients that are too large: those of earlier microbatches are added to each of them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The rows of the input gradient are in another order if backwards are not in the order of the forwards."""
+"""Rows of the input gradient are in the order of the backwards, not in the order of the batch."""
 
 from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.messages import sent_by

@@ -1,4 +1,4 @@
-"""Correct if a stage holds one microbatch: a backward uses the activations of the last forward."""
+"""With several microbatches gradients are wrong: each backward uses the last forward's activations."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Gradients are too large by a factor, the number of microbatches, so training diverges with many of them."""
+"""With many microbatches training diverges: gradients are too large by the number of microbatches."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The printed loss is that of the last microbatch alone: noisy, and smaller by the number of them."""
+"""The printed loss is noisy and too small: it has only the last microbatch's part of the mean."""
 
 from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.messages import sent_by

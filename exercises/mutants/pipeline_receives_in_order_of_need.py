@@ -1,4 +1,4 @@
-"""Stages with tensors of one shape receive each other's: a late receive takes the message that came first."""
+"""Stages receive the wrong tensors of the right shape: receives are not in the order of the sends."""
 
 from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.messages import Receive, Send, Step, WaitForSend, received_by, sent_by

@@ -1,4 +1,4 @@
-"""With recomputation and dropout, training is noisier: the second forward draws other masks."""
+"""With recomputation and dropout gradients are wrong: the second forward draws other dropout masks."""
 
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint

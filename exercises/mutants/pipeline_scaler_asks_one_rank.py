@@ -1,4 +1,4 @@
-"""A GradScaler skips a step on the rank that has found an infinity; the other stages take the step."""
+"""A GradScaler skips a step only on the rank that has found an infinity: the other stages take the step."""
 
 TARGET = "pipeline_parallel.stage_gradient.refuse_norms_of_a_stage"
 KILLER = (

@@ -1,4 +1,4 @@
-"""The tied embedding learns at half the rate: its two gradients are averaged, as for replicas."""
+"""A tied embedding learns at half the rate: its two gradients are averaged instead of added."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""With accumulated steps the tied embedding learns too fast: the other rank's earlier part counts twice."""
+"""With accumulation a tied embedding learns too fast: the other rank's earlier gradient is added twice."""
 
 TARGET = "pipeline_parallel.tied.NewGradients.take"
 KILLER = "tests.pipeline_parallel.test_tied.test_a_tied_gradient_counts_once_after_two_accumulated_steps"

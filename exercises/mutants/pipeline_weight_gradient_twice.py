@@ -1,4 +1,4 @@
-"""Zero bubble trains with twice the gradients: the input backward computes those of weights too."""
+"""With zero bubble schedules weight gradients are twice too large: the input backward computes them too."""
 
 from pipeline_parallel.deferred import _add_to
 

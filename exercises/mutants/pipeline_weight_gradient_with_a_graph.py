@@ -1,4 +1,4 @@
-"""Memory grows from step to step: weight gradients are computed with a graph, which keeps their inputs."""
+"""Memory grows in every step: weight gradients are computed with a graph, which keeps their inputs."""
 
 TARGET = "pipeline_parallel.deferred.DeferredGradients.run"
 KILLER = (

@@ -1,4 +1,4 @@
-"""Stages with full backwards do not learn if other stages' backwards are split: all weights are deferred."""
+"""With some backwards split and others not, the stages with full backwards do not learn."""
 
 TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_whole_backwards_may_stand_beside_split_ones"

@@ -1,4 +1,4 @@
-"""Only the last microbatch teaches: a stage clears its gradients before each backward."""
+"""Only the last microbatch trains the model: each backward clears the gradients of the earlier ones."""
 
 import torch
 

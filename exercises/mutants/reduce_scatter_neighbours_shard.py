@@ -1,4 +1,4 @@
-"""Every rank updates its neighbour's parameters with its own gradients: a sharded optimizer diverges."""
+"""A sharded optimizer diverges: each rank gets the gradients of its neighbour's shard."""
 
 import torch
 

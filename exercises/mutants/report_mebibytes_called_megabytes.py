@@ -1,4 +1,4 @@
-"""Reports show powers of 1024 as kB and MB: less traffic, it seems, than the rate of a link allows for."""
+"""Reports show powers of 1024 as kB and MB, so traffic looks smaller than it is."""
 
 TARGET = "lab.units.show_bytes"
 KILLER = "tests.lab.test_units.test_a_size_and_a_rate_are_shown_in_the_unit_that_suits_them"

@@ -1,4 +1,4 @@
-"""All-reduced gradients are wrong, in another way on every rank: the loss is noise, replicas drift apart."""
+"""All-reduced gradients are wrong and differ by rank: the loss is noise, and replicas drift apart."""
 
 TARGET = "comm.algorithms.pipelined_ring.chunk_sent"
 KILLER = "tests.comm.test_collectives_by_hand.test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk"

@@ -1,4 +1,4 @@
-"""The last batch of an epoch never ends, when the ranks do not divide the data: one rank has none to give."""
+"""Training hangs at the end of an epoch if the data does not divide: one rank has no last batch."""
 
 from data_parallel.sampler import DistributedSampler
 

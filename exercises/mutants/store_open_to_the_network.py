@@ -1,4 +1,4 @@
-"""Any machine of the network can write into the store of a rendezvous: it listens on all interfaces."""
+"""Any machine in the network can write to the rendezvous store: it listens on all interfaces."""
 
 from datetime import timedelta
 

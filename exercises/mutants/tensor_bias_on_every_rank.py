@@ -1,4 +1,4 @@
-"""A row layer's bias counts n times: unseen while biases are zero, wrong once they are trained or loaded."""
+"""A row layer's bias is added n times, which shows only when biases are not zero."""
 
 import torch.nn.functional as F
 from torch import Tensor

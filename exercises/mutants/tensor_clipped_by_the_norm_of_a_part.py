@@ -1,4 +1,4 @@
-"""With torch's clip_grad_norm_ the tensor parallel ranks scale their shards by different factors."""
+"""torch's clip_grad_norm_ scales each rank's shards of a tensor parallel model by a different factor."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Right, but slow: the backward waits for the input's gradient before it computes the weight's."""
+"""Results are right but slow: the backward waits for the input gradient before it computes the weight's."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Norms and embeddings learn from a rank's own heads alone: replicas drift apart, the loss still falls."""
+"""Norms and embeddings drift apart: their gradients come from each rank's own attention heads only."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""With sequence parallel each rank counts its tokens from 0: all shards have the first positions."""
+"""With sequence parallel all ranks use the first positions: each counts its tokens from 0."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Each rank drops the same of its heads as the others of theirs: one mask n times, less regularisation."""
+"""Dropout regularises less: attention heads on different ranks drop the same numbers."""
 
 import contextlib
 from collections.abc import Iterator

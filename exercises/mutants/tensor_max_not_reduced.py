@@ -1,4 +1,4 @@
-"""Every rank subtracts rank 0's largest logit: the loss is infinite once another rank's is far above it."""
+"""The loss is infinite when a logit on another rank is far above rank 0's largest logit."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The norm counts every copy of what all ranks have whole: clipping takes too much, and more with n."""
+"""Clipping is too strong: the norm counts replicated parameters once for each rank."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Each rank clips by the norm of its own parts: what all have whole is scaled differently, and drifts."""
+"""Replicated parameters drift apart: each rank clips by the norm of its own shards."""
 
 import torch
 from torch import Tensor

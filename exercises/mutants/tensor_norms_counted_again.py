@@ -1,4 +1,4 @@
-"""With accumulated steps norms learn too fast: gradients that are complete are added up once more."""
+"""With accumulation norms learn too fast: gradients that were reduced already are reduced again."""
 
 from contextlib import contextmanager
 

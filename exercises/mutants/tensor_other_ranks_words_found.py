@@ -1,4 +1,4 @@
-"""Every rank adds its first word's row for words that others have: embeddings are off, training hides it."""
+"""Embeddings are wrong: each rank adds its first row for every token that another rank owns."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What pads the vocabulary has a share of the probability: the loss is a little too large, more with n."""
+"""The loss is slightly too large: the padding of the vocabulary gets a share of the probability."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The stream that all share was seeded with the rank added: the residual stream is another on each rank."""
+"""The residual stream differs by rank: each rank draws its dropout masks from another seed."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Gradients are n times too large behind a row layer, n * n behind two: Adam hides it, the loss falls."""
+"""Gradients below a row layer are n times too large, below two n * n times; Adam hides the error."""
 
 from torch import Tensor
 from torch.autograd import Function
@@ -15,7 +15,7 @@ def mutant(x: Tensor, group: Group = None) -> Tensor:
 
 
 class _SummedBothWays(Function):
-    """As torch.distributed.nn's all_reduce, which is for ranks that make different things of the sum."""
+    """All-reduce in the backward too, as torch.distributed.nn does: its ranks may use the sum differently."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:

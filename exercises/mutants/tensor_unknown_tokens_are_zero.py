@@ -1,4 +1,4 @@
-"""A token id that the vocabulary does not have is a vector of zeros on every rank, and training goes on."""
+"""A token id outside of the vocabulary becomes a vector of zeros instead of an error."""
 
 import torch.distributed as dist
 import torch.nn.functional as F

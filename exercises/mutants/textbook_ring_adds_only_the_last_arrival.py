@@ -1,4 +1,4 @@
-"""Chunks have two ranks' contributions instead of n: right on two ranks, too small on more."""
+"""Sums are right on two ranks and too small on more: a chunk has the contributions of two ranks only."""
 
 import torch
 

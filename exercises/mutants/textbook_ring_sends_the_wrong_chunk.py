@@ -1,4 +1,4 @@
-"""Ranks end with one complete chunk each; the others are partial sums, different ones on every rank."""
+"""Each rank ends with one complete chunk: all other chunks are partial sums that differ by rank."""
 
 import torch
 

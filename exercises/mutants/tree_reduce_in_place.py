@@ -1,4 +1,4 @@
-"""A reduce to rank 0 leaves partial sums in the tensors of ranks that only contributed to it."""
+"""A reduce to rank 0 overwrites the tensors of the other ranks with partial sums."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The replicas have drifted apart, and the program that was started by a script exits with 0."""
+"""A run whose replicas have drifted apart exits with 0, so the script that started it sees no failure."""
 
 TARGET = "lab.check.refuse_unequal"
 KILLER = "tests.lab.test_check.test_unequal_replicas_are_refused_and_the_ranks_named"

@@ -1,4 +1,4 @@
-"""Training hangs as soon as some ranks use a parameter and others do not: each reduces what it has."""
+"""Training hangs when only some ranks use a parameter: each rank reduces the gradients that it has."""
 
 from comm.collectives import all_reduce
 

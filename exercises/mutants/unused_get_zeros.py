@@ -1,4 +1,4 @@
-"""Weight decay shrinks parameters that no rank uses: they get gradients of zeros, and on one process none."""
+"""Weight decay shrinks parameters that no rank uses: their gradients are zeros instead of none."""
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
 

@@ -1,4 +1,4 @@
-"""The replicas drift apart: each rank sees the steps of its own shard, and no other rank's."""
+"""In stage 1 replicas drift apart: each rank sees the updates of its own shard only."""
 
 TARGET = "data_parallel.train_zero1.ZeroOptimizer.step"
 KILLER = (

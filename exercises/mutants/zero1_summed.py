@@ -1,4 +1,4 @@
-"""Stage 1's learning rate seems to grow with the number of ranks, but with AdamW: shards hold sums."""
+"""In stage 1 with SGD the learning rate seems to grow with the number of ranks: shards hold sums."""
 
 from comm.collectives import reduce_scatter
 from data_parallel.flat import ParameterBucket

@@ -1,4 +1,4 @@
-"""On a slow link stage 2's peak is that of stage 1: buckets fill faster than they are sent."""
+"""On a slow link stage 2 needs as much memory as stage 1: buckets fill faster than they are sent."""
 
 from comm.collectives import reduce_scatter
 from data_parallel.flat import ParameterBucket

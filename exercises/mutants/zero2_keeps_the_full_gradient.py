@@ -1,4 +1,4 @@
-"""Stage 2 takes as much memory as stage 1: a shard that is a view of the full bucket keeps all its bytes."""
+"""Stage 2 needs as much memory as stage 1: each shard is a view, which keeps its full bucket in memory."""
 
 from comm.collectives import reduce_scatter
 from data_parallel.flat import ParameterBucket

@@ -1,4 +1,4 @@
-"""In stage 2 accumulation makes gradients smaller, not steadier: what arrives replaces what had added up."""
+"""In stage 2 accumulation uses the last microbatch only: its gradients replace the earlier ones."""
 
 TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer._wait_for_oldest"
 KILLER = (

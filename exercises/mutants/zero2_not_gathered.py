@@ -1,4 +1,4 @@
-"""The replicas drift apart in stage 2: each rank sees the steps of its own shard, and no other rank's."""
+"""In stage 2 replicas drift apart: each rank sees the updates of its own shard only."""
 
 TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer.step"
 KILLER = (

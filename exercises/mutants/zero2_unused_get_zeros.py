@@ -1,4 +1,4 @@
-"""AdamW decays layers that no rank used, in stage 2 only: zeros in a bucket pass for a gradient."""
+"""In stage 2 AdamW's weight decay shrinks layers that no rank uses: zeros count as their gradients."""
 
 TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer.finish_gradient_sync"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_weight_decay_leaves_alone_what_no_rank_used"

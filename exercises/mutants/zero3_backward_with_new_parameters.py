@@ -1,4 +1,4 @@
-"""Gradients are wrong without a word where an optimizer step comes between a forward and its backward."""
+"""Gradients are wrong without an error when the optimizer steps between a forward and its backward."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The loss hardly falls: blocks, once gathered, compute with the weights of the first step in every step."""
+"""The loss hardly falls: gathered blocks are never freed, so each step computes with the first weights."""
 
 TARGET = "data_parallel.blocks.Block.free"
 KILLER = (
@@ -8,4 +8,4 @@ KILLER = (
 
 def mutant(self) -> None:
     for unit in self.units:
-        unit.gather()  # what has begun must end
+        unit.gather()  # ends a gather that has begun

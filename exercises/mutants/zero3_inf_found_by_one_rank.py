@@ -1,9 +1,9 @@
-"""With GradScaler one rank skips a step that another takes: their shards part, and so do their scales."""
+"""With a GradScaler one rank skips a step that another takes, so their shards and scales drift apart."""
 
 import torch
 
 TARGET = "training.gradient_part.GradientPart.unscale"
-KILLER = "tests.data_parallel.test_zero3_refusals.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none"
+KILLER = "tests.data_parallel.test_zero3_torch_tools.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none"
 
 
 def mutant(parts, found_inf, inverse_scale) -> None:

@@ -1,4 +1,4 @@
-"""In stage 3 accumulation makes gradients smaller, not steadier: what arrives replaces what had added up."""
+"""In stage 3 accumulation uses the last microbatch only: its gradients replace the earlier ones."""
 
 TARGET = "data_parallel.gradient_shard.GradientShard.keep"
 KILLER = (

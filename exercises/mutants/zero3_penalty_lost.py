@@ -1,4 +1,4 @@
-"""A penalty on the parameters has no effect: its gradient goes to the pieces, and is overwritten there."""
+"""A penalty on the parameters has no effect: its gradient goes to the shards and is overwritten there."""
 
 TARGET = "data_parallel.wrapped.refuse_penalties"
 KILLER = "tests.data_parallel.test_zero3_refusals.test_a_penalty_on_the_pieces_is_refused"

@@ -1,4 +1,4 @@
-"""All results are right, and each backward waits: what is gathered early is the block that is done."""
+"""Results are right but each backward waits: the block that is prefetched has been used already."""
 
 TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_next_block_is_on_its_way_while_one_computes"

@@ -1,4 +1,4 @@
-"""A layer that was replaced after wrapping is not trained, and its ranks' copies part."""
+"""A layer that was replaced after wrapping is not trained in sync, and its replicas drift apart."""
 
 TARGET = "data_parallel.wrapped.Wrapped.refuse_changes"
 KILLER = "tests.data_parallel.test_zero3_refusals.test_what_is_changed_after_wrapping_is_refused"

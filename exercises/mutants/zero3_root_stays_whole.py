@@ -1,4 +1,4 @@
-"""Blocks learn, while embeddings and the head stay what they were: their gathered copy outlives the step."""
+"""Embeddings and head do not learn: their gathered copy is never freed, so updates do not reach it."""
 
 TARGET = "data_parallel.blocks.Block.free"
 KILLER = (

@@ -1,4 +1,4 @@
-"""A crash in the forward of a model with tied layers: the second block's weight went with the first."""
+"""A model with tied layers crashes in its forward: the shared weight is freed with the first block."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Stage 3 clips almost every step, and trains with SGD as if at n times the learning rate."""
+"""In stage 3 gradients are n times too large: clipping acts in most steps, and SGD steps are too long."""
 
 from comm.collectives import reduce_scatter
 

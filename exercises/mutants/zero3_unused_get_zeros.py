@@ -1,4 +1,4 @@
-"""AdamW decays unused layers in stage 3 only: what fills the buffer up is handed to the optimizer."""
+"""In stage 3 AdamW's weight decay shrinks layers that no rank uses: zeros count as their gradients."""
 
 TARGET = "data_parallel.any_loop.AnyLoop._agree_on_gradients"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_weight_decay_leaves_alone_what_no_rank_used"

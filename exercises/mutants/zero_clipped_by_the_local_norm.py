@@ -1,4 +1,4 @@
-"""Each rank scales its shard by another factor: the clipped gradient points elsewhere, and is too long."""
+"""Clipped gradients are too long and change direction: each rank clips by the norm of its own shard."""
 
 import torch
 from torch import Tensor, nn

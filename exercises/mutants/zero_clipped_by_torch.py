@@ -1,4 +1,4 @@
-"""Clipping has no effect in stage 2, and another one on each rank in stage 1: it was torch's own."""
+"""torch's clip_grad_norm_ has no effect in stage 2, and a different effect on each rank in stage 1."""
 
 from torch import Tensor
 

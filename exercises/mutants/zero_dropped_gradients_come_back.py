@@ -1,4 +1,4 @@
-"""In a GAN, the first gradient of a microbatch is averaged together with dropped ones, and then once more."""
+"""In a GAN gradients that were dropped are averaged together with those of the next microbatch."""
 
 from torch import Tensor
 

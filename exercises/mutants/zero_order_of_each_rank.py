@@ -1,4 +1,4 @@
-"""Ranks reduce-scatter buckets as they fill: where two ranks differ, layers get each other's gradients."""
+"""Layers get each other's gradients when ranks compute their gradients in different orders."""
 
 from torch import Tensor
 

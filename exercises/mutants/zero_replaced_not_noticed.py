@@ -1,4 +1,4 @@
-"""A new head learns nothing: it was put into the model after the optimizer had got the old one."""
+"""A new head does not learn: it was put into the model after the optimizer was made."""
 
 TARGET = "data_parallel.replaced.Replacements.find"
 KILLER = (

@@ -1,4 +1,4 @@
-"""With fp16 and a GradScaler the ranks' scales drift apart: each looks for inf in its own shard only."""
+"""With fp16 and a GradScaler the ranks' scales drift apart: each rank looks for inf in its own shard only."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""One number at the end of each shard never changes: no rank owns it. Losses look as they should."""
+"""The last number of each shard never changes, because no rank owns it; the losses look normal."""
 
 from torch import Tensor
 

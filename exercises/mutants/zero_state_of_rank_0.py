@@ -1,4 +1,4 @@
-"""After a resume the loss is a little worse for a while: all ranks have loaded rank 0's momentum."""
+"""After a resume the loss is worse for a while: all ranks have loaded the momentum of rank 0."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The loss jumps after a resume, then recovers: all ranks have loaded the moments of a parameter's start."""
+"""After a resume the loss jumps: all ranks have loaded the optimizer state of a parameter's first shard."""
 
 import dataclasses
 
