@@ -1,6 +1,7 @@
 """Every rank learns what the others have, and an error of one rank is an error of all."""
 
 import pickle
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,10 +81,13 @@ class Opener:
         return open, (str(self.path), "w")
 
 
-def test_a_value_that_would_run_code_when_it_is_read_is_refused_and_does_not(tmp_path):
-    def work(cluster: Cluster) -> None:
-        with pytest.raises(pickle.UnpicklingError):
-            exchange(Opener(tmp_path / "opened"))
+def test_a_value_that_would_run_code_when_it_is_read_is_refused_and_does_not():
+    with tempfile.TemporaryDirectory() as folder:
+        opened = Path(folder) / "opened"
 
-    run_ranks(work, 2)
-    assert not (tmp_path / "opened").exists()
+        def work(cluster: Cluster) -> None:
+            with pytest.raises(pickle.UnpicklingError):
+                exchange(Opener(opened))
+
+        run_ranks(work, 2)
+        assert not opened.exists()

@@ -35,6 +35,7 @@ NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ddp", {"bucket_mb": -1.0}, ["--bucket-mb"]),
     ("bucket", {"bucket_mb": math.inf}, ["--bucket-mb inf"]),
     ("ddp", {"bucket_mb": math.nan}, ["--bucket-mb nan"]),
+    ("naive", {"eval_every": -1}, ["--eval-every -1"]),
     ("naive", {"lr": 0.0}, ["--lr 0"]),
     ("naive", {"lr": -0.1}, ["--lr -0.1"]),
     ("naive", {"lr": math.nan}, ["--lr nan"]),
