@@ -195,13 +195,15 @@ def _machine() -> str:
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
-def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None) -> list[Event] | None:
+def gather_events(
+    cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None
+) -> list[Event] | None:
     """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
 
     `events` are by default all that the rank recorded. `offset_ns` (from `align`) is added to their times.
     They travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
     """
-    store, prefix = cluster.store, _fresh_prefix(cluster, "gather")
+    store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
     own = [
         event._replace(rank=cluster.rank, start_ns=event.start_ns + offset_ns)
         for event in (recorded() if events is None else events)
@@ -209,14 +211,14 @@ def gather(cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None 
     if not cluster.is_main:
         packed = zlib.compress(json.dumps(own, default=str).encode())
         pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
-        with _expecting(0, "gather", store):
+        with _expecting(0, "gather_events", store):
             for i, piece in enumerate(pieces):
                 store.set(f"{prefix}/{cluster.rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are fine
             store.set(f"{prefix}/{cluster.rank}/pieces", str(len(pieces)))
         return None
 
     for rank in range(1, cluster.world_size):
-        with _expecting(rank, "gather", store):
+        with _expecting(rank, "gather_events", store):
             num_pieces = int(store.get(f"{prefix}/{rank}/pieces"))
             keys = [f"{prefix}/{rank}/{i}" for i in range(num_pieces)]
             packed = b"".join(store.get(key) for key in keys)
@@ -265,10 +267,10 @@ def save(
 
     Every rank must call it, with its events or, by default, with all that it recorded. Other ranks return [].
     """
-    everyones = gather(cluster, align(cluster), events)
-    if everyones is None:
+    all_events = gather_events(cluster, align(cluster), events)
+    if all_events is None:
         return []
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    trace = write_chrome_trace(folder / "trace.json", everyones)
-    return [trace, draw(everyones, folder / "timeline.png", title)]
+    trace = write_chrome_trace(folder / "trace.json", all_events)
+    return [trace, draw(all_events, folder / "timeline.png", title)]

@@ -1,8 +1,8 @@
 """Compute from the events of a run: seconds of each stage, and makespan and bubble of each step.
 
-The events are the actions of all ranks on one clock (lab.timeline.gather), and `args["step"]` is the number
-of the step. The makespan of a step is the time from the start of its first action, on any rank, to the end of
-its last one. The bubble is the share of that time in which ranks do not compute.
+The events are the actions of all ranks on one clock (lab.timeline.gather_events), and `args["step"]` is the
+number of the step. The makespan of a step is the time from the start of its first action, on any rank, to the
+end of its last one. The bubble is the share of that time in which ranks do not compute.
 """
 
 import statistics

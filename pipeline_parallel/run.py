@@ -175,7 +175,7 @@ class Run(training.run.Run):
             RankFigures(*one)
             for one in on_all("report", lambda: tuple(RankFigures.of(self._watch, boundaries)))
         ]
-        events = timeline.gather(self._cluster, timeline.align(self._cluster), mine)
+        events = timeline.gather_events(self._cluster, timeline.align(self._cluster), mine)
         if events is None:
             return None
         link = slow_link.current() or self._link
@@ -184,7 +184,7 @@ class Run(training.run.Run):
     def _draw(self, folder: str, events: list[Event]) -> None:
         """Write the trace of some steps, and draw one of them as measured above its simulation."""
         cluster = self._cluster
-        everyones = timeline.gather(cluster, timeline.align(cluster), events)
+        everyones = timeline.gather_events(cluster, timeline.align(cluster), events)
         if everyones is None or self._report_of_ranks is None:
             return
         write_chrome_trace(Path(folder) / "trace.json", everyones)

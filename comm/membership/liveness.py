@@ -32,7 +32,7 @@ _LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Gone:
+class Departure:
     """A rank that has left, and how. `str()` gives the end of a sentence."""
 
     rank: int
@@ -52,9 +52,9 @@ class Liveness:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.gone: list[Gone] = []  # in the order in which rank 0 noticed
+        self.gone: list[Departure] = []  # in the order in which rank 0 noticed
 
-    def cause(self, patience: float = _PATIENCE) -> Gone | None:
+    def cause(self, patience: float = _PATIENCE) -> Departure | None:
         """Return the first rank that died or failed, else the first that finished, else None.
 
         It waits `patience` seconds for news, because one connection may show a death before another.
@@ -100,10 +100,10 @@ class LivenessServer(Liveness):
         store.set(_KEY, json.dumps([*address, self._token]))
 
     def finish(self) -> None:
-        self._add(Gone(0, "finished"))
+        self._add(Departure(0, "finished"))
 
     def fail(self, why: str, patience: float = _PATIENCE) -> bool:
-        self._add(Gone(0, "failed", why))
+        self._add(Departure(0, "failed", why))
         return False
 
     def wait_until_alone(self, seconds: float) -> None:
@@ -116,7 +116,7 @@ class LivenessServer(Liveness):
             if not self.gone and seconds:
                 self._news.wait(seconds)
 
-    def _add(self, gone: Gone) -> None:
+    def _add(self, gone: Departure) -> None:
         with self._news:
             if gone.rank not in [earlier.rank for earlier in self.gone]:
                 self.gone.append(gone)
@@ -148,7 +148,7 @@ class LivenessServer(Liveness):
         messages, is_open = lines.read()
         for message in messages:
             if lines.rank is not None:
-                self._add(Gone(lines.rank, message["how"], message["why"]))
+                self._add(Departure(lines.rank, message["how"], message["why"]))
             elif message.get("token") != self._token:
                 return False
             else:
@@ -162,7 +162,7 @@ class LivenessServer(Liveness):
         if not is_open and lines.rank is not None:
             with self._news:
                 self._clients.pop(lines.rank, None)
-            self._add(Gone(lines.rank, "died"))
+            self._add(Departure(lines.rank, "died"))
         return is_open
 
 
@@ -179,14 +179,14 @@ class LivenessClient(Liveness):
         self._end.sendall(json.dumps({"rank": rank, "token": token}).encode() + b"\n")
 
     def finish(self) -> None:
-        self._tell(Gone(self.rank, "finished"))
+        self._tell(Departure(self.rank, "finished"))
         self._close()
 
     def fail(self, why: str, patience: float = _PATIENCE) -> bool:
-        self._tell(Gone(self.rank, "failed", why))
+        self._tell(Departure(self.rank, "failed", why))
         deadline = time.monotonic() + patience
         while True:
-            if self.gone and self.gone[0].how != "died" and Gone(0, "failed", why) in self.gone:
+            if self.gone and self.gone[0].how != "died" and Departure(0, "failed", why) in self.gone:
                 return True
             left = deadline - time.monotonic()
             if left <= 0 or any(gone.why != why for gone in self.gone):  # rank 0 fails for another reason
@@ -197,7 +197,7 @@ class LivenessClient(Liveness):
         self._selector.close()
         self._end.close()
 
-    def _tell(self, gone: Gone) -> None:
+    def _tell(self, gone: Departure) -> None:
         with suppress(OSError):
             self._end.sendall(_line(gone))
 
@@ -207,11 +207,11 @@ class LivenessClient(Liveness):
                 return
             if self._selector.select(seconds):
                 messages, is_open = self._lines.read()
-                self.gone += [Gone(**message) for message in messages]
+                self.gone += [Departure(**message) for message in messages]
                 if not is_open:
                     self._close()
                     if 0 not in [gone.rank for gone in self.gone]:
-                        self.gone.append(Gone(0, "died"))
+                        self.gone.append(Departure(0, "died"))
 
 
 class _Lines:
@@ -241,12 +241,12 @@ class _Lines:
         return [message for message in messages if isinstance(message, dict)], is_open
 
 
-def _follows(gone: Gone, others: list[Gone]) -> bool:
+def _follows(gone: Departure, others: list[Departure]) -> bool:
     """Return whether a rank has failed because of another one: its reason quotes the other one's."""
     return any(str(other) in gone.why for other in others if other is not gone)
 
 
-def _line(gone: Gone) -> bytes:
+def _line(gone: Departure) -> bytes:
     return json.dumps(asdict(gone)).encode() + b"\n"
 
 
@@ -270,7 +270,7 @@ def current() -> Liveness | None:
     return _of_this_process
 
 
-def cause(patience: float = _PATIENCE) -> Gone | None:
+def cause(patience: float = _PATIENCE) -> Departure | None:
     """Return the rank that has caused a failure of this rank, see Liveness.cause."""
     return None if _of_this_process is None else _of_this_process.cause(patience)
 

@@ -39,7 +39,7 @@ class Channels:
     ) -> None:
         self._up = self._down = group
         if dist.get_backend(group) == "nccl" if apart is None else apart:
-            for members in _everyones(global_ranks(group_of(group))):
+            for members in _groups_of_all_ranks(global_ranks(group_of(group))):
                 made = dist.new_group(members)  # every rank has to call it, member or not
                 self._down = made if dist.get_rank() in members else self._down
             self._connect(sorted(set(pairs)))
@@ -58,7 +58,7 @@ class Channels:
                 wire.irecv(torch.zeros(1, device=message_device(wire.group)), source).wait()
 
 
-def _everyones(members: list[int]) -> list[list[int]]:
+def _groups_of_all_ranks(members: list[int]) -> list[list[int]]:
     """Return the groups of all ranks, each once, in the same order on all ranks."""
     mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=message_device(None))
     mine[members] = 1

@@ -214,10 +214,10 @@ _forgotten: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, RingSockets]
 
 def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSockets:
     """Return the ring of a group and pattern. Connect it at its first use, which is this operation."""
-    whole = group_of(group)
-    rings = _sockets.setdefault(whole, {})
+    process_group = group_of(group)
+    rings = _sockets.setdefault(process_group, {})
     if pattern not in rings:
-        rings[pattern] = RingSockets(whole, pattern, op, sequence)
+        rings[pattern] = RingSockets(process_group, pattern, op, sequence)
     return rings[pattern]
 
 

@@ -213,16 +213,20 @@ def test_a_rank_that_dies_as_it_connects_does_not_stop_the_news_for_the_others()
 def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_before():
     known = liveness.Liveness(0)
     known._hear = lambda seconds: None
-    known.gone = [liveness.Gone(1, "finished"), liveness.Gone(2, "died"), liveness.Gone(3, "failed", "for 2")]
-    assert known.cause(patience=0) == liveness.Gone(2, "died")
+    known.gone = [
+        liveness.Departure(1, "finished"),
+        liveness.Departure(2, "died"),
+        liveness.Departure(3, "failed", "for 2"),
+    ]
+    assert known.cause(patience=0) == liveness.Departure(2, "died")
 
 
 def test_a_rank_that_failed_because_another_has_finished_is_not_the_cause():
     known = liveness.Liveness(1)
     known._hear = lambda seconds: None
-    finished = liveness.Gone(2, "finished")
+    finished = liveness.Departure(2, "finished")
     known.gone = [
-        liveness.Gone(0, "failed", f"all_reduce (ring): rank 0 could not go on: {finished}."),
+        liveness.Departure(0, "failed", f"all_reduce (ring): rank 0 could not go on: {finished}."),
         finished,
     ]
     assert known.cause(patience=0) == finished
@@ -232,8 +236,8 @@ def test_a_rank_that_has_finished_does_not_stop_one_that_still_checks_whether_al
     store = dist.HashStore()
     monkeypatch.setattr(liveness, "_of_this_process", peers := liveness.Liveness(1))
     peers._hear = lambda seconds: None
-    peers.gone = [liveness.Gone(0, "finished")]
+    peers.gone = [liveness.Departure(0, "finished")]
     meeting.raise_if_given_up(store, 1)
-    peers.gone = [liveness.Gone(0, "finished"), liveness.Gone(2, "died")]
+    peers.gone = [liveness.Departure(0, "finished"), liveness.Departure(2, "died")]
     with pytest.raises(CommError, match="The group cannot form: rank 2 has died"):
         meeting.raise_if_given_up(store, 1)

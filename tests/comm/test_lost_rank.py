@@ -50,21 +50,21 @@ def test_ranks_that_gather_their_traces_notice_at_once_that_one_has_died():
     def run(cluster: Cluster, environments: list[dict[str, object]], dies_in: str) -> tuple[str, float]:
         set_variables(environments[cluster.rank])
         cluster = join()
-        if dies_in == "gather":
+        if dies_in == "gather_events":
             timeline.align(cluster)
         on_all("begin", lambda: None)
         if cluster.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start, said = time.monotonic(), ""
         try:
-            timeline.gather(cluster, timeline.align(cluster) if dies_in == "align" else 0)
+            timeline.gather_events(cluster, timeline.align(cluster) if dies_in == "align" else 0)
         except WorkbookError as error:
             said = str(error)
         took = time.monotonic() - start
         leave(cluster)
         return said, took
 
-    for dies_in, survivors in (("align", (0, 2)), ("gather", (0,))):
+    for dies_in, survivors in (("align", (0, 2)), ("gather_events", (0,))):
         environments = places([0, 1, 2], 3)
         ends = run_ranks(run, 3, environments, dies_in, backend=None, collect_failures=True, timeout=30)
         for rank in survivors:

@@ -14,7 +14,7 @@ from lab import timeline
 from lab.cluster import Cluster
 from lab.gantt import Event, lanes, tracks
 from lab.store import open_store
-from lab.timeline import align, gather, record, recorded, span, start_recording, stop_recording
+from lab.timeline import align, gather_events, record, recorded, span, start_recording, stop_recording
 
 MS = 1_000_000
 SECONDS = 1_000_000_000
@@ -167,7 +167,7 @@ def test_machines_that_differ_keep_the_measured_offset(monkeypatch):
     assert any(offsets) and max(map(abs, offsets)) < 50 * MS  # one in 14 000 is 0 to the nanosecond
 
 
-@pytest.mark.parametrize("call, present, missing", [(align, 0, 1), (align, 1, 0), (gather, 0, 1)])
+@pytest.mark.parametrize("call, present, missing", [(align, 0, 1), (align, 1, 0), (gather_events, 0, 1)])
 def test_a_rank_that_does_not_take_part_is_named_within_the_stores_timeout(call, present, missing):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
@@ -182,7 +182,7 @@ def test_gather_brings_all_ranks_events_to_rank_0_on_one_clock():
         own = [
             Event(f"step of {cluster.rank}", "compute", 100 - 30 * cluster.rank, 10, "main", {"loss": 0.5})
         ]
-        return gather(cluster, offset_ns=cluster.rank, events=own)
+        return gather_events(cluster, offset_ns=cluster.rank, events=own)
 
     first, *others = on_ranks(hand_in, tcp_stores(3))
     assert first == [
@@ -198,7 +198,9 @@ def test_gather_and_align_can_be_called_again_and_see_nothing_old():
         seen = []
         for name in ("first", "second"):
             assert align(cluster, rounds=2) == 0, "an old answer would look like a clock that is behind"
-            events = gather(cluster, events=[Event(f"{name} of {cluster.rank}", "compute", cluster.rank, 1)])
+            events = gather_events(
+                cluster, events=[Event(f"{name} of {cluster.rank}", "compute", cluster.rank, 1)]
+            )
             seen.append([event.name for event in events or []])
         return seen
 
@@ -213,7 +215,7 @@ def test_more_events_than_a_tcp_store_takes_in_one_value_arrive(monkeypatch):
     monkeypatch.setattr(timeline.zlib, "decompress", lambda data: data)
 
     def hand_in(cluster: Cluster) -> list[Event] | None:
-        return gather(cluster, events=[Event("x" * 1_000_000, "compute", i, 1) for i in range(10)])
+        return gather_events(cluster, events=[Event("x" * 1_000_000, "compute", i, 1) for i in range(10)])
 
     assert len(on_ranks(hand_in, tcp_stores(2))[0]) == 20
 
