@@ -7,10 +7,11 @@
           if another rank needs it:   an activation for the stage after, a gradient for the stage before
               start sending it
 
-The executor knows nothing of GPipe or 1F1B, which are tables. A step of its loop is an action or a message.
-Rank 1 of 2 does this in 1F1B with two microbatches:
+The executor knows nothing of GPipe or 1F1B, which are tables. A step of its loop is an action or a message,
+which is named after what it carries: 0F1 is the output of stage 0 for microbatch 1, and 1I0 the gradient of
+the input of stage 1 for microbatch 0. Rank 1 of 2 does this in 1F1B with two microbatches:
 
-      Receive 0F0        post the receives of both activations: 0F1 is used two actions later
+      Receive 0F0        post the receives of both activations, which are used by 1F0 and 1F1
       Receive 0F1
       1F0                wait for 0F0, and compute the forward of microbatch 0 in stage 1
       1B0                its backward, which makes the gradient 1I0 of the stage's input

@@ -1,8 +1,8 @@
 """1F1B: one forward, one backward in turn, so that a microbatch's activations are freed early.
 
-      rank 0   F0 F1 F2 .  .  .  B0--- F3 B1--- .  B2--- .  B3---      F: forward of a microbatch
-      rank 1   .  F0 F1 .  B0--- F2 B1--- F3 B2--- .  B3--- .  .       B: its backward, twice as long
-      rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .       a dot: a forward's time of idleness
+      rank 0   F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---      F: forward of a microbatch
+      rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .       B: its backward, twice as long
+      rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .       .: idle for the time of a forward
 
 Rank r of p ranks begins with p-1-r forwards, one for each rank after it (warmup). Then it does one forward
 and one backward in turn (steady state), and at the end the backwards that are left (cooldown). On rank 0
@@ -11,11 +11,11 @@ above, the warmup is F0 F1, the steady state is F2 B0 F3 B1, and the cooldown is
 In GPipe all backwards come after all forwards. Here a backward comes as soon as its gradient can have come
 back, and it frees the activations of its microbatch before the next forward makes new ones:
 
-      bubble        (p-1) / (m + p-1)      GPipe's: of the time, with m microbatches
+      bubble        (p-1) / (m + p-1)      of the time, with m microbatches: as in GPipe
       activations   p - rank microbatches at most, where GPipe holds m
       traffic       that of naive model parallelism
 
-So m can grow until the bubble is small, and the memory stays the same.
+So m can grow until the bubble is small: with microbatches of equal size, the memory does not grow with m.
 
 What to read, in this order:
   1. `one_f_one_b` in schedules.py: the table above, made by three short loops, one for each phase.
@@ -44,7 +44,7 @@ def main(cluster: Cluster, args: Args) -> None:
             with run.step() as record:
                 optimizer.zero_grad()
                 outcome = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()
+                pipeline.finish_gradient_sync()  # of parameters that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.loss(outcome)

@@ -3,7 +3,7 @@
       B = I and W        I: the gradient of the stage's input, for which the stage before waits
                          W: the gradients of the stage's weights, for which only the optimizer waits
 
-      rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 I3 W3       ZB-H1: the order of 1F1B, W put off
+      rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3       ZB-H1: the order of 1F1B, W put off
       rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
       rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from lab.replace import replaced
-from pipeline_parallel import schedules
+from pipeline_parallel import (
+    schedules,
+    train_1f1b,
+    train_afab,
+    train_interleaved,
+    train_model_parallel,
+    train_zero_bubble,
+)
 from pipeline_parallel.actions import Action, Table, parse_row, placement
 from pipeline_parallel.schedules import (
     SCHEDULES,
@@ -23,6 +30,7 @@ from pipeline_parallel.schedules import (
     zb_h1,
     zb_v,
 )
+from pipeline_parallel.simulate import Costs, simulate
 from pipeline_parallel.validate import held, validate
 
 SIZES = [(p, m) for p in range(1, 5) for m in range(1, 10)]
@@ -129,16 +137,39 @@ def test_clock_cycles_are_gpipes_forwards_as_soon_as_they_can_be(stages: int, mi
         ]
 
 
-@pytest.mark.parametrize("function", [naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v])
-def test_the_pictures_show_the_tables(function):
-    rows = re.findall(r"^ +rank \d   (.*)", function.__doc__, re.MULTILINE)
-    letters = [re.findall(r"([FBIW])(\d)", row, re.IGNORECASE) for row in rows]
-    microbatches = 1 + max(int(microbatch) for row in letters for _, microbatch in row)
-    table = function(len(rows), microbatches)
-    shown = [
-        [(a.kind if a.stage < len(rows) else a.kind.lower(), str(a.microbatch)) for a in row] for row in table
-    ]
-    assert shown == letters and rows
+def drawn(table: Table) -> list[str]:
+    """Return a picture's row for each rank: three characters for the time of a forward, an I or a W."""
+    rows = []
+    timeline = simulate(table, Costs.equal(1 + max(action.stage for row in table for action in row), 1, 1, 1))
+    for row in timeline.rows:
+        cells = [".  "] * round(timeline.makespan)
+        for (kind, microbatch, stage), start, end in row:
+            letter = kind if stage < len(table) else kind.lower()
+            cells[round(start)] = f"{letter}{microbatch} " if end - start == 1 else f"{letter}{microbatch}-"
+            cells[round(start) + 1 : round(end)] = ["-- "] * round(end - start - 1)
+        rows.append("".join(cells).rstrip())
+    return rows
+
+
+PICTURES = {
+    **{
+        schedule.__name__: (schedule, schedule.__doc__)
+        for schedule in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v)
+    },
+    "train_model_parallel": (naive, train_model_parallel.__doc__),
+    "train_afab": (gpipe, train_afab.__doc__),
+    "train_1f1b": (one_f_one_b, train_1f1b.__doc__),
+    "train_interleaved": (interleaved_1f1b, train_interleaved.__doc__),
+    "train_zero_bubble": (zb_h1, train_zero_bubble.__doc__),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_show_when_each_action_starts_and_ends(name: str):
+    schedule, text = PICTURES[name]
+    rows = re.findall(r"^ +rank \d   (.*?)(?: {5,}.*)?$", text or "", re.MULTILINE)
+    microbatches = 1 + max(int(digit) for digit in re.findall(r"[FBIW](\d)", "".join(rows), re.IGNORECASE))
+    assert rows == drawn(schedule(len(rows), microbatches))
 
 
 @pytest.mark.parametrize("name, ours", [("GPipe", gpipe), ("1F1B", one_f_one_b)])
