@@ -59,6 +59,7 @@ def join() -> Cluster:
     hide_torch_warnings()
     local_rank = number("LOCAL_RANK") or 0
     timeout = op_timeout = 60.0
+    # An error in this rank's own settings is raised after the ranks have met, so that all of them raise it.
     device, backend, gpu, refusal = torch.device("cpu"), "gloo", "", ""
     try:
         timeout = seconds("JOIN_TIMEOUT", 60.0)
@@ -69,6 +70,7 @@ def join() -> Cluster:
     except CommError as error:
         refusal = str(error)
 
+    # 1. The store.
     deadline = time.monotonic() + timeout
     store = dist.HashStore() if world_size == 1 else meeting_store(rank, deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -77,13 +79,15 @@ def join() -> Cluster:
         _listen_on_one_interface(world_size)
     sharing = f"cores/{cores_id()}"
     try:
-        store.add(sharing, 1)
+        store.add(sharing, 1)  # counts the ranks that share these cores
+        # 2. and 3. Meet, and watch each other.
         if world_size > 1:
             meeting.meet(store, rank, world_size, deadline, timeout, gpu, refusal)
         elif refusal:
             raise CommError(refusal)
         share_cores(store.add(sharing, 0))
         choose_vector_math()
+        # 4. The group.
         _form_group(backend, device, store, rank, world_size, op_timeout)
     except dist.DistError as error:
         gone = liveness.cause() or "rank 0, which hosts the store, has died; look into its log"

@@ -8,7 +8,7 @@ bytes move before. Then the payload moves at this machine's own speed. The commu
 rest of the time that the alpha-beta model predicts (comm/cost.py). So the processors are as free as with a
 real network card, and communication hides behind computing as it would there.
 
-A plain message (comm/point_to_point.py) carries the time at which it would arrive: alpha + bytes * beta after
+A plain message (transport/messages.py) carries the time at which it would arrive: alpha + bytes * beta after
 it was posted and the sender's link was free. Its receiver sleeps until then.
 
 Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one

@@ -100,7 +100,8 @@ def test_torchs_own_operations_are_seen_without_a_link_too():
         while len(lanes) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)  # torch's thread may tell of the end a moment after wait()
             lanes = [event.lane for event in recorded() if event.kind == "communication"]
-        assert lanes == ["communication"] * 2
+        # A blocking operation takes the time of the thread that calls it, and can hide nothing.
+        assert lanes == ["main", "communication"]
 
     run_ranks(fast, 2)
 
