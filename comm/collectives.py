@@ -1,21 +1,21 @@
 """The collectives, each made of non-blocking sends and receives, with torch.distributed's own beside them.
 
-                    before                      after                    patterns
-  broadcast         root: x                     all: x                   tree  flat
-  scatter           root: [x0 x1 x2]            rank r: xr               flat
-  gather            rank r: xr                  root: [x0 x1 x2]         flat
-  reduce            rank r: x(r)                root: x(0)+x(1)+x(2)     tree  flat
-  all_gather        rank r: xr                  all: [x0 x1 x2]          pipelined_ring  ring  tcp  cma
-  reduce_scatter    rank r: [x0 x1 x2](r)       rank r: sum of all xr    pipelined_ring  ring  tcp  cma
-  all_reduce        rank r: x(r)                all: x(0)+x(1)+x(2)      pipelined_ring  ring  tcp  cma  tree
-                                                    flat  recursive_doubling  halving_doubling
-  all_to_all        rank r: [xr0 xr1 xr2]       rank r: [x0r x1r x2r]    pairwise
-  barrier                                       no rank leaves before all have arrived
+                  before          after                        patterns
+  broadcast       root: x         all: x                       tree  flat
+  scatter         root: x         rank r: x[r]                 flat
+  gather          rank r: x[r]    root: x[0] x[1] x[2]         flat
+  reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tcp  cma
+  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tcp  cma
+  all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tcp  cma  tree  flat
+                                                               recursive_doubling  halving_doubling
+  all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
+  barrier                         no rank leaves before all have arrived
 
-A pattern is an algorithm: it says which rank sends what to which (comm/algorithms/, one file for each).
-"tcp" and "cma" are the pipelined ring over connections of our own (transport/socket_ring.py). "cma" is
-cross-memory attach: a rank reads the memory of its neighbour on the same machine. `pattern=None` takes the
-first one listed if the group speaks gloo, and "torch", torch.distributed's own, if it speaks nccl.
+x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
+to which (comm/algorithms/). "tcp" and "cma" are the pipelined ring over connections of our own
+(transport/socket_ring.py). "cma" is cross-memory attach: a rank reads the memory of its neighbour on the same
+machine. `pattern=None` takes the first pattern listed on gloo, and "torch", torch.distributed's own, on nccl.
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` ends the
 operation: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max", "min"

@@ -1,11 +1,11 @@
 """Collectives that autograd can differentiate: one collective forward, its conjugate backward.
 
-      forward    root x ──broadcast──► a copy of x on each rank ──► each rank's term of the loss
-      backward   gradient of x ◄──sum── a gradient of each copy ◄──┘
+      forward    x on the root        ──broadcast──►  a copy on each rank      ──►  a term of the loss
+      backward   the gradient of x    ◄────sum──────  the copies' gradients    ◄──  on each rank
 
 A collective is a linear function of the tensors of all ranks together. If every rank computes a term of the
-loss, the backward of a collective is the transposed function. In the picture a broadcast makes n copies, so
-the gradient of x is the sum of n gradients.
+loss, the backward of a collective is the transposed function, its conjugate. In the picture a broadcast makes
+n copies, so the gradient of x is the sum of n gradients.
 
     function             forward         backward        in Megatron-LM
     broadcast_from_root  broadcast       reduce
