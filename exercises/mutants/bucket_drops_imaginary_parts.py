@@ -4,8 +4,8 @@ from torch import Tensor
 
 TARGET = "data_parallel.wire_format.real_numbers"
 KILLER = (
-    "tests.data_parallel.test_dtypes."
-    "test_complex_gradients_keep_their_imaginary_parts_rounded_or_not_and_are_clipped_as_in_one_process"
+    "tests.data_parallel.test_dtypes"
+    ".test_complex_gradients_keep_their_imaginary_parts_and_are_clipped_as_in_one_process"
 )
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._on_gradient"
-KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"
+KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
 FAILS_WITH = "The ranks do not fit together"
 
 

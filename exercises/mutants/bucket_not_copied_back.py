@@ -1,7 +1,7 @@
 """Replicas drift apart: compressed gradients are averaged, but each rank steps with its own gradients."""
 
 TARGET = "data_parallel.wire_format.RoundedAllReduce.wait"
-KILLER = "tests.data_parallel.test_bucket_overlap.test_a_compressed_gradient_is_close_for_half_the_bytes"
+KILLER = "tests.data_parallel.test_bucket_overlap.test_compressed_gradients_are_close_and_take_half_the_bytes"
 
 
 def mutant(self) -> None:

@@ -4,7 +4,10 @@ import torch
 from torch import Tensor
 
 TARGET = "data_parallel.wire_format.to_wire"
-KILLER = "tests.data_parallel.test_bucket_overlap.test_fp16_does_not_overflow_where_the_sum_over_ranks_would"
+KILLER = (
+    "tests.data_parallel.test_bucket_overlap"
+    ".test_a_mean_in_fp16_buckets_does_not_overflow_even_if_the_sum_would"
+)
 
 
 def mutant(numbers: Tensor, dtype: torch.dtype, ranks: int) -> tuple[Tensor, str]:

@@ -6,8 +6,7 @@ from torch import Tensor
 
 TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._drop_unfinished"
 KILLER = (
-    "tests.data_parallel.test_loops"
-    ".test_gradients_that_are_dropped_while_they_are_sent_do_not_reach_the_next_backward"
+    "tests.data_parallel.test_loops.test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward"
 )
 
 

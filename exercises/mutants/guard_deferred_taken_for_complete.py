@@ -4,8 +4,8 @@ from torch import Tensor
 
 TARGET = "data_parallel.guard.ReplicaGuard.has_gradient"
 KILLER = (
-    "tests.data_parallel.test_late_gradients."
-    "test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean"
+    "tests.data_parallel.test_late_gradients"
+    ".test_weight_gradients_computed_after_the_backward_are_in_the_mean"
 )
 # The reduction starts while gradients are still added up: it takes a part of them, or is a step too early.
 FAILS_WITH = ("AssertionError", "Another backward began before finish_gradient_sync()")

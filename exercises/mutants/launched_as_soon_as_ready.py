@@ -1,7 +1,7 @@
 """When one rank computes gradients in another order, different gradients are averaged, or all ranks hang."""
 
 TARGET = "data_parallel.ordered_launcher.OrderedLauncher.ready"
-KILLER = "tests.data_parallel.test_equivalence.test_one_ranks_hooks_may_fire_in_another_order"
+KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
 
 
 def mutant(self, i: int) -> None:

@@ -6,7 +6,9 @@ from comm.collectives import all_reduce
 from data_parallel.train_overlap import OverlapDataParallel
 
 TARGET = "data_parallel.train_overlap.OverlapDataParallel"
-KILLER = "tests.data_parallel.test_equivalence.test_microbatches_add_up_to_the_whole_batch"
+KILLER = (
+    "tests.data_parallel.test_equivalence.test_gradients_of_microbatches_add_up_to_those_of_the_full_batch"
+)
 
 
 class mutant(OverlapDataParallel):

@@ -4,8 +4,8 @@ from data_parallel.sampler import DistributedSampler
 
 TARGET = "data_parallel.sampler.DistributedSampler"
 KILLER = (
-    "tests.data_parallel.test_sampler."
-    "test_padded_and_dropped_shares_have_one_length_and_are_those_of_torchs_sampler"
+    "tests.data_parallel.test_sampler"
+    ".test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sampler"
 )
 
 

@@ -3,7 +3,7 @@
 import torch
 
 TARGET = "training.gradient_part.GradientPart.norms"
-KILLER = "tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_takes_the_norm_of_the_full_model"
+KILLER = "tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_uses_the_norm_of_the_full_model"
 
 
 def mutant(parts, ord=2, dtype=None, **_):

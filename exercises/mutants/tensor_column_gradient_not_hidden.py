@@ -6,7 +6,8 @@ from comm.functions import InFlightAllGather, InFlightReduceScatter, summed
 
 TARGET = "tensor_parallel.overlapped._ColumnParallel.backward"
 KILLER = (
-    "tests.tensor_parallel.test_layers.test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed"
+    "tests.tensor_parallel.test_layers"
+    ".test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed"
 )
 
 

@@ -5,7 +5,10 @@ from torch import Tensor, nn
 from comm.functions import own_shard
 
 TARGET = "tensor_parallel.parallelize.PositionsOfOwnTokens.forward"
-KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process_by_tokens"
+KILLER = (
+    "tests.tensor_parallel.test_parallelize"
+    ".test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process"
+)
 
 
 def mutant(self, positions_t: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 TARGET = "tensor_parallel.randomness.RankRandomness.used"
 KILLER = (
     "tests.tensor_parallel.test_dropout"
-    ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_one"
+    ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one"
 )
 
 

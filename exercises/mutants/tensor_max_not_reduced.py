@@ -7,7 +7,7 @@ from comm.collectives import all_reduce, broadcast
 from tensor_parallel.layers import own_rows
 
 TARGET = "tensor_parallel.cross_entropy._CrossEntropy.forward"
-KILLER = "tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all_ranks_counts_not_this_ranks"
+KILLER = "tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all_ranks_is_subtracted"
 
 
 def mutant(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 TARGET = "tensor_parallel.parallel_model.TensorParallel.clip_grad_norm_"
-KILLER = "tests.tensor_parallel.test_parallelize.test_what_all_ranks_have_counts_once_in_the_norm"
+KILLER = "tests.tensor_parallel.test_parallelize.test_replicated_parameters_count_once_in_the_norm"
 
 
 def mutant(self, max_norm: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 TARGET = "tensor_parallel.randomness.RankRandomness.__init__"
 KILLER = (
     "tests.tensor_parallel.test_dropout"
-    ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_one"
+    ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one"
 )
 
 

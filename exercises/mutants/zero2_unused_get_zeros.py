@@ -1,7 +1,10 @@
 """In stage 2 AdamW's weight decay shrinks layers that no rank uses: zeros count as their gradients."""
 
 TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer.finish_gradient_sync"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_weight_decay_leaves_alone_what_no_rank_used"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers"
+    ".test_weight_decay_does_not_change_parameters_that_no_rank_used"
+)
 
 
 def mutant(self) -> None:

@@ -3,7 +3,7 @@
 import torch
 
 TARGET = "training.gradient_part.GradientPart.norm_of_one"
-KILLER = "tests.data_parallel.test_zero3_torch_tools.test_torchs_own_clipping_takes_the_norm_over_all_ranks"
+KILLER = "tests.data_parallel.test_zero3_torch_tools.test_torchs_own_clipping_uses_the_norm_over_all_ranks"
 
 
 def mutant(part, ord=2, **_):

@@ -1,7 +1,10 @@
 """Results are right but each backward waits: a block is gathered unit by unit, when a unit is needed."""
 
 TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_block_is_full_in_its_forward_and_its_backward"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers"
+    ".test_a_block_is_gathered_during_its_forward_and_its_backward"
+)
 
 
 def mutant(self, turn) -> None:

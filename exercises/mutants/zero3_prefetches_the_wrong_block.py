@@ -1,7 +1,7 @@
 """Results are right but each backward waits: the block that is prefetched has been used already."""
 
 TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_next_block_is_on_its_way_while_one_computes"
+KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_next_block_is_gathered_while_one_computes"
 
 
 def mutant(self, turn) -> None:

@@ -8,7 +8,9 @@ from data_parallel.blocks import blocks_of
 from data_parallel.train_zero3 import FullyShardedDataParallel
 
 TARGET = "data_parallel.train_zero3.FullyShardedDataParallel"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_layer_that_blocks_share_is_full_in_each_of_them"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers.test_a_layer_shared_by_blocks_is_gathered_in_each_of_them"
+)
 
 
 class Rest:

@@ -4,8 +4,8 @@ from typing import Any
 
 TARGET = "data_parallel.sharded_optimizer.ShardedOptimizer.load_state_dict"
 KILLER = (
-    "tests.data_parallel.test_sharded_optimizer."
-    "test_the_state_of_another_rank_is_refused_on_all_and_ones_own_goes_on"
+    "tests.data_parallel.test_sharded_optimizer"
+    ".test_the_optimizer_state_of_another_rank_is_refused_and_a_ranks_own_is_loaded"
 )
 FAILS_WITH = "DID NOT RAISE"
 

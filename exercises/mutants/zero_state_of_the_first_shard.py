@@ -8,7 +8,9 @@ from lab.ranges import Items, LoadPlanner, Range, Reader
 from training.range_checkpoint import Found
 
 TARGET = "training.range_checkpoint.read"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_what_is_loaded_is_the_state_of_a_ranks_pieces"
+KILLER = (
+    "tests.data_parallel.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards"
+)
 
 
 def mutant(found: Found, items: Items) -> None:

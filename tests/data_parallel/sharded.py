@@ -76,7 +76,9 @@ class Sharded:
         self.syncing.finish_gradient_sync()
 
 
-def whole(pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]) -> dict[str, Tensor | None]:
+def full_tensors(
+    pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]
+) -> dict[str, Tensor | None]:
     """Return what the ranks' pieces of each parameter make together; None where a rank has none."""
     names = sorted(pieces)
     sizes = [pieces[name].parameter.shape.numel() for name in names]
@@ -134,7 +136,7 @@ def compare_with_one_process(
             assert_same({"norm": norm}, {"norm": expected_norm}, rtol, what)
         expected = {name: g for name, g in gradients(reference).items() if name in ours.pieces}
         assert_same(
-            whole(ours.pieces, lambda piece: piece.tensor.grad),
+            full_tensors(ours.pieces, lambda piece: piece.tensor.grad),
             expected,
             rtol,
             f"gradient, {what}, step {step},",
@@ -143,7 +145,10 @@ def compare_with_one_process(
         ours.optimizer.step()
         kept = {name: p for name, p in parameters(reference).items() if name in ours.pieces}
         assert_same(
-            whole(ours.pieces, lambda piece: piece.tensor), kept, rtol, f"parameter, {what}, step {step},"
+            full_tensors(ours.pieces, lambda piece: piece.tensor),
+            kept,
+            rtol,
+            f"parameter, {what}, step {step},",
         )
     if stage != "zero3":
         assert_same(parameters(ours.module), parameters(reference), rtol, f"parameter, {what},")
@@ -152,6 +157,6 @@ def compare_with_one_process(
 def averaged(model: nn.Module, optimizer: Any) -> dict[str, Tensor | None]:
     """Return the mean gradients in full."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return whole(
+    return full_tensors(
         {names[piece.parameter]: piece for piece in optimizer.pieces}, lambda piece: piece.tensor.grad
     )

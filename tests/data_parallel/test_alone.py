@@ -19,7 +19,7 @@ def test_replicas_that_train_alone_drift_apart(capfd):
     assert summary["steps"] == 10
 
 
-def test_one_rank_alone_does_not_drift(capfd):
+def test_a_single_rank_does_not_drift(capfd):
     def work(cluster: Cluster) -> None:
         train_alone.main(cluster, train_alone.Args(epochs=1, steps=3, json=True))
 
@@ -30,12 +30,12 @@ def test_one_rank_alone_does_not_drift(capfd):
 
 
 @pytest.mark.parametrize("name", ["steps", "epochs", "batch_size", "lr", "seed"])
-def test_numbers_that_make_no_sense_are_refused_in_a_sentence(name):
+def test_numbers_out_of_range_are_refused_in_one_sentence(name):
     option = f"--{name.replace('_', '-')} -1"
     with pytest.raises(RankError, match=rf"WorkbookError: {option}: .*\."):
         run_ranks(lambda cluster: train_alone.main(cluster, train_alone.Args(**{name: -1})), 1)
 
 
-def test_a_batch_that_ranks_cannot_share_equally_is_refused_with_the_next_that_they_can():
+def test_a_batch_size_that_ranks_do_not_divide_is_refused_and_one_that_fits_is_named():
     with pytest.raises(RankError, match=r"--batch-size 25: 2 ranks .* equally; .* such as --batch-size 26"):
         run_ranks(lambda cluster: train_alone.main(cluster, train_alone.Args(batch_size=25)), 2)

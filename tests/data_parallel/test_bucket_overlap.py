@@ -32,7 +32,7 @@ def parameter(num_bytes: int, dtype: torch.dtype = torch.float32) -> nn.Paramete
     return nn.Parameter(torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta"))
 
 
-def test_the_first_bucket_has_a_cap_of_its_own_and_each_is_closed_when_it_has_reached_its_cap():
+def test_a_bucket_is_closed_when_it_reaches_its_cap_and_the_first_cap_is_separate():
     parameters = [parameter(40) for _ in range(9)]
     assert fill(parameters, 80, 130) == [[0, 1], [2, 3, 4, 5], [6, 7, 8]]
 
@@ -47,7 +47,7 @@ def test_a_parameter_larger_than_the_cap_closes_its_bucket():
     st.integers(1, 60),
     st.integers(1, 60),
 )
-def test_buckets_keep_the_order_and_one_dtype_and_are_closed_at_their_caps_and_not_before(
+def test_buckets_keep_the_order_have_one_dtype_each_and_are_filled_up_to_their_caps(
     sizes: list[tuple[int, torch.dtype]], first_bytes: int, bucket_bytes: int
 ):
     parameters = [parameter(8 * size, dtype) for size, dtype in sizes]
@@ -105,7 +105,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_new_gradients_are_copied_in_once_and_kept_views_never():
+def test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied():
     def work(cluster: Cluster) -> None:
         model = BucketDataParallel(nn.Linear(3, 2))
         for _ in range(2):
@@ -121,7 +121,7 @@ def test_new_gradients_are_copied_in_once_and_kept_views_never():
     run_ranks(work, 1)
 
 
-def test_microbatches_add_up_in_the_buckets():
+def test_gradients_of_microbatches_add_up_in_the_buckets():
     def work(cluster: Cluster) -> None:
         model = BucketDataParallel(nn.Linear(3, 2))
         for step in range(3):
@@ -139,7 +139,7 @@ def test_microbatches_add_up_in_the_buckets():
     run_ranks(work, 2)
 
 
-def test_all_ranks_take_rank_0s_order_after_the_first_step():
+def test_all_ranks_use_rank_0s_order_after_the_first_step():
     def work(cluster: Cluster) -> list[dict]:
         model = BucketDataParallel(EitherWay(0, backwards=cluster.rank == 0), bucket_mb=1e-6)
         states = [model.get_extra_state()]
@@ -190,7 +190,7 @@ def test_parameters_of_two_dtypes_never_share_a_bucket():
     run_ranks(work, 3)
 
 
-def test_a_compressed_gradient_is_close_for_half_the_bytes():
+def test_compressed_gradients_are_close_and_take_half_the_bytes():
     def work(cluster: Cluster) -> None:
         entry, (x, y), sizes = Entry("all_reduce", "pipelined_ring"), examples(3), [7, 33, 3]
         batch = x.float(), y
@@ -208,7 +208,7 @@ def test_a_compressed_gradient_is_close_for_half_the_bytes():
     run_ranks(work, 3)
 
 
-def test_fp16_does_not_overflow_where_the_sum_over_ranks_would():
+def test_a_mean_in_fp16_buckets_does_not_overflow_even_if_the_sum_would():
     def work(cluster: Cluster) -> None:
         for own in ((40000.0, 40000.0, 40000.0), (100000.0, 10000.0, 10000.0)):  # both have a mean of 40000
             model = BucketDataParallel(nn.Linear(1, 1, bias=False), wire_dtype="fp16")
@@ -219,7 +219,7 @@ def test_fp16_does_not_overflow_where_the_sum_over_ranks_would():
     run_ranks(work, 3)
 
 
-def test_a_run_that_goes_on_equals_one_that_never_stopped():
+def test_a_resumed_run_equals_an_uninterrupted_run():
     x = torch.randn(6, 50, generator=torch.Generator().manual_seed(3)).double()
 
     def work(cluster: Cluster) -> None:

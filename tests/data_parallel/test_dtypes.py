@@ -12,7 +12,7 @@ from tests.data_parallel.equivalence import square as mean_square
 from tests.data_parallel.small_models import Complex, X, layers
 
 
-def test_under_autocast_gradients_are_the_mean_of_what_each_rank_computes():
+def test_under_autocast_gradients_are_the_mean_over_ranks():
     def work(cluster: Cluster) -> None:
         module, parts = layers().float(), X.float().chunk(cluster.world_size)
 
@@ -35,7 +35,7 @@ def test_under_autocast_gradients_are_the_mean_of_what_each_rank_computes():
     run_ranks(work, 2)
 
 
-def test_complex_gradients_keep_their_imaginary_parts_rounded_or_not_and_are_clipped_as_in_one_process():
+def test_complex_gradients_keep_their_imaginary_parts_and_are_clipped_as_in_one_process():
     wrappers = {
         name: (wrap, 1e-9)
         for name, wrap in WRAPPERS.items()

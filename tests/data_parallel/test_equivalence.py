@@ -62,7 +62,7 @@ def test_gradients_and_parameters_equal_one_process_on_4_ranks():
     run_ranks(compare_all, 4)
 
 
-def test_untied_weights_have_gradients_of_their_own():
+def test_untied_weights_have_separate_gradients():
     def work(cluster: Cluster) -> None:
         for name, wrap in WRAPPERS.items():
             compare_with_one_process(
@@ -72,7 +72,7 @@ def test_untied_weights_have_gradients_of_their_own():
     run_ranks(work, 2)
 
 
-def test_microbatches_add_up_to_the_whole_batch():
+def test_gradients_of_microbatches_add_up_to_those_of_the_full_batch():
     def work(cluster: Cluster) -> None:
         for name, wrap in WRAPPERS.items():
             compare_with_one_process(cluster, wrap, gpt, text_loss, text(), (3, 2), name)
@@ -103,7 +103,7 @@ def test_a_gradient_is_the_mean_over_ranks_and_not_their_sum():
     run_ranks(work, 3)
 
 
-def test_a_mean_in_fp16_does_not_overflow_where_the_sum_over_ranks_would():
+def test_a_mean_in_fp16_does_not_overflow_even_if_the_sum_would():
     def work(cluster: Cluster) -> None:
         for name, wrap in WRAPPERS.items():
             model = wrap(nn.Linear(1, 1, bias=False).half())
@@ -115,7 +115,7 @@ def test_a_mean_in_fp16_does_not_overflow_where_the_sum_over_ranks_would():
     run_ranks(work, 3)
 
 
-def test_a_parameter_has_a_gradient_everywhere_or_nowhere():
+def test_a_parameter_has_a_gradient_on_all_ranks_or_on_none():
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():
             model = wrap(Odd(cluster.rank))
@@ -143,7 +143,7 @@ class Switched(nn.Module):
         return self.always(x) + self.sometimes(x) if switched_on else self.always(x)
 
 
-def test_who_uses_a_parameter_may_change_from_step_to_step():
+def test_the_ranks_that_use_a_parameter_may_change_from_step_to_step():
     def work(cluster: Cluster) -> None:
         for name, wrap in WRAPPERS.items():
             model = wrap(Switched())
@@ -162,7 +162,7 @@ def test_who_uses_a_parameter_may_change_from_step_to_step():
     run_ranks(work, 3)
 
 
-def test_one_ranks_hooks_may_fire_in_another_order():
+def test_hooks_on_one_rank_may_fire_in_another_order():
     def work(cluster: Cluster) -> None:
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3)).double()
         expected = reference_gradients(EitherWay(0, False), lambda m: square(m, x))
@@ -177,7 +177,7 @@ def test_one_ranks_hooks_may_fire_in_another_order():
     run_ranks(work, 3, timeout=20)
 
 
-def test_a_rank_without_a_backward_counts_as_zeros():
+def test_a_rank_without_a_backward_contributes_zeros():
     def work(cluster: Cluster) -> None:
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3)).double()
         for name, wrap in OURS.items():
@@ -233,7 +233,7 @@ def test_a_step_sends_exactly_what_the_formula_says():
         run_ranks(work, world_size)
 
 
-def test_a_second_backward_before_the_end_of_the_first_synchronisation_is_an_error():
+def test_a_second_backward_before_finish_gradient_sync_is_refused():
     def work(cluster: Cluster) -> None:
         for name in ("overlap", "overlap by torch", "a bucket for each", "one bucket"):
             model = OURS[name](nn.Linear(2, 2))
@@ -245,7 +245,7 @@ def test_a_second_backward_before_the_end_of_the_first_synchronisation_is_an_err
     run_ranks(work, 2)
 
 
-def test_a_module_without_trained_parameters_is_no_error():
+def test_a_module_without_trained_parameters_is_allowed():
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():
             for module in (nn.Identity(), nn.Linear(2, 2).requires_grad_(False)):
@@ -258,7 +258,7 @@ def test_a_module_without_trained_parameters_is_no_error():
     run_ranks(work, 2)
 
 
-def test_a_group_of_some_ranks_has_gradients_of_its_own():
+def test_gradients_are_averaged_within_the_given_group_only():
     def work(cluster: Cluster) -> None:
         group = dist.new_group([1, 3])
         if cluster.rank in (0, 2):
@@ -279,7 +279,7 @@ def test_a_group_of_some_ranks_has_gradients_of_its_own():
 
 
 @pytest.mark.parametrize("name", ["overlap", "overlap by torch", "a bucket for each", "buckets", "ddp"])
-def test_a_peer_that_dies_in_the_backward_is_named_by_those_who_meet_it(name: str):
+def test_a_rank_that_dies_in_the_backward_is_named_by_the_ranks_that_wait_for_it(name: str):
     def work(cluster: Cluster) -> None:
         model = WRAPPERS[name](nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4))))
         if cluster.rank == 2:

@@ -26,7 +26,7 @@ from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_l
 from training.run import Run
 
 
-def whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def full_tensors(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
@@ -63,7 +63,7 @@ MODELS: dict[str, tuple[Any, Loss, tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize(
     ("world_size", "models"), [(1, ["tied"]), (2, [*MODELS]), (3, [*MODELS]), (4, ["tied", "images"])]
 )
-def test_gradients_and_parameters_are_those_of_one_process(world_size: int, models: list[str]):
+def test_gradients_and_parameters_equal_one_process(world_size: int, models: list[str]):
     def work(cluster: Cluster) -> None:
         for what in models:
             make, loss, batch = MODELS[what]
@@ -73,18 +73,20 @@ def test_gradients_and_parameters_are_those_of_one_process(world_size: int, mode
                 expected = reference_gradients(reference, lambda m: loss(m, *batch))
                 optimizers[1].zero_grad()
                 accumulate(model, loss, mine(cluster, batch), microbatches)
-                assert_same(whole(gradients(model)), expected, what=f"gradient of {what}")
+                assert_same(full_tensors(gradients(model)), expected, what=f"gradient of {what}")
                 for optimizer in optimizers:
                     optimizer.step()
-            assert_same(whole(parameters(model)), parameters(reference), what=f"parameter of {what}")
+            assert_same(full_tensors(parameters(model)), parameters(reference), what=f"parameter of {what}")
             restored = make(7)
             restored.load_state_dict(dict(full_state_dict(model)))
-            assert_same(parameters(restored), whole(parameters(model)), rtol=0, what=f"saved, of {what},")
+            assert_same(
+                parameters(restored), full_tensors(parameters(model)), rtol=0, what=f"saved, of {what},"
+            )
 
     run_ranks(work, world_size)
 
 
-def test_every_way_to_run_it_gives_the_same_gradients():
+def test_all_options_give_the_same_gradients():
     ways: list[dict[str, Any]] = [
         {},
         {"recompute": True},
@@ -98,12 +100,12 @@ def test_every_way_to_run_it_gives_the_same_gradients():
         for way in ways:
             model = shard(gpt(cluster.rank), cluster.device, **way)
             accumulate(model, text_loss, mine(cluster, text()), 2)
-            assert_same(whole(gradients(model)), expected, what=f"gradient with {way}")
+            assert_same(full_tensors(gradients(model)), expected, what=f"gradient with {way}")
 
     run_ranks(work, 3)
 
 
-def test_bf16_computes_and_reduces_in_half_the_bytes_and_keeps_float32():
+def test_bf16_halves_the_bytes_and_keeps_float32_parameters():
     def work(cluster: Cluster) -> None:
         def without_noise(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             return {name: g for name, g in gradients.items() if not name.endswith("k_proj.bias")}
@@ -116,7 +118,7 @@ def test_bf16_computes_and_reduces_in_half_the_bytes_and_keeps_float32():
             accumulate(model, text_loss, mine(cluster, text()))
             sent.append((LEDGER.total() - before).bytes_sent)
             rtol = 2**-4 if bf16 else 1e-5
-            assert_same(without_noise(whole(gradients(model))), without_noise(expected), rtol)
+            assert_same(without_noise(full_tensors(gradients(model))), without_noise(expected), rtol)
             assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()}
             assert model(text()[0]).dtype == torch.float32
         assert sent[1] * 2 == sent[0]
@@ -124,7 +126,7 @@ def test_bf16_computes_and_reduces_in_half_the_bytes_and_keeps_float32():
     run_ranks(work, 2)
 
 
-def test_recomputing_saves_activations():
+def test_recomputation_needs_less_memory_for_activations():
     def work(cluster: Cluster) -> list[int]:
         sizes = []
         for recompute in (False, True):
@@ -168,7 +170,7 @@ def test_a_step_sends_exactly_what_the_formula_says_and_all_of_it_through_comm()
         run_ranks(work, world_size)
 
 
-def test_what_a_rank_holds_is_the_formula_of_stage_3_and_padding():
+def test_a_rank_holds_the_bytes_of_stage_3s_formula_and_padding():
     def work(cluster: Cluster) -> int:
         model = shard(frozen_gpt(cluster.rank).float(), cluster.device)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -223,7 +225,7 @@ def test_a_run_reports_its_memory_beside_the_formula_and_its_replicas_are_equal(
         assert summary["activations_bytes"] > 0
 
 
-def test_a_checkpoint_is_the_full_tensors_for_any_pieces_and_comes_back_into_dtensors():
+def test_a_checkpoint_of_dtensors_can_be_loaded_by_any_sharding_and_back():
     def work(cluster: Cluster, folder: str) -> None:
         model = shard(frozen_gpt(cluster.rank), cluster.device)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -247,11 +249,11 @@ def test_a_checkpoint_is_the_full_tensors_for_any_pieces_and_comes_back_into_dte
         assert resumed.param_groups[0]["lr"] == 0.1
 
         def sums(of: torch.optim.Optimizer) -> list[Tensor]:
-            states = whole({str(i): state["sum"] for i, state in enumerate(of.state.values())})
+            states = full_tensors({str(i): state["sum"] for i, state in enumerate(of.state.values())})
             return [one.reshape(-1) for one in states.values() if one is not None]
 
-        expected = whole(parameters(model))
-        assert_same(whole(parameters(again)), expected, rtol=0, what="parameter in DTensors")
+        expected = full_tensors(parameters(model))
+        assert_same(full_tensors(parameters(again)), expected, rtol=0, what="parameter in DTensors")
         loaded = {name: part.tensor.detach().view_as(part.parameter) for name, part in parts.items()}
         assert_same(loaded, expected, rtol=0, what="parameter in pieces")
         for first, *others in zip(sums(optimizer), sums(other), sums(resumed), strict=True):

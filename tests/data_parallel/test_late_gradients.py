@@ -31,7 +31,7 @@ def test_a_backward_may_return_no_gradient_for_a_parameter():
     run_ranks(work, 2)
 
 
-def test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_mean():
+def test_weight_gradients_computed_after_the_backward_are_in_the_mean():
     """Zero bubble schedules compute them so in pipelines, and no hook tells of them."""
 
     def work(cluster: Cluster) -> None:
@@ -58,7 +58,7 @@ def test_weight_gradients_that_are_computed_after_the_backward_are_all_in_the_me
     run_ranks(work, 2)
 
 
-def test_the_stages_of_zero_bubble_pipelines_are_averaged_over_their_replicas():
+def test_gradients_of_zero_bubble_stages_are_averaged_over_their_replicas():
     x, y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(16) % 3
 
     def work(cluster: Cluster) -> None:

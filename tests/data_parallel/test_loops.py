@@ -35,7 +35,7 @@ class Flexible(nn.Module):
         return {"y": (y if bias is None else y + bias, None), "of": "any kind"}
 
 
-def test_inputs_and_outputs_may_be_of_any_kind_and_have_names():
+def test_inputs_and_outputs_may_be_of_any_type_and_passed_by_keyword():
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         (first, _), (second, _) = (
             model(*args, **named)["y"]
@@ -69,7 +69,7 @@ def gan(wrap: Callable[[nn.Module], nn.Module], x: Tensor, seed: int = 0) -> dic
     return parameters(nn.ModuleList([generator, discriminator]))
 
 
-def test_the_loop_of_a_gan_leaves_gradients_in_the_discriminator_that_are_dropped():
+def test_a_gans_discriminator_drops_the_gradients_of_the_generators_loss():
     def work(cluster: Cluster) -> None:
         expected = gan(lambda module: module, X)
         for name, wrap in WRAPPERS.items():
@@ -80,7 +80,7 @@ def test_the_loop_of_a_gan_leaves_gradients_in_the_discriminator_that_are_droppe
     run_ranks(work, 2)
 
 
-def test_gradients_that_are_dropped_while_they_are_sent_do_not_reach_the_next_backward():
+def test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
         expected = reference_gradients(layers(), lambda model: mean_square(model, X))
@@ -113,7 +113,7 @@ def test_a_dropped_backward_that_did_not_reach_all_layers_is_refused_on_all_rank
     run_ranks(work, 2)
 
 
-def test_gradients_that_are_zeroed_in_place_while_they_are_sent_are_refused_and_no_sync_helps():
+def test_zeroing_gradients_in_place_while_they_are_sent_is_refused_except_in_no_sync():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
         expected = reference_gradients(layers(), lambda model: mean_square(model, X))
@@ -160,7 +160,7 @@ def test_two_forwards_before_one_backward_and_several_backwards_in_one_no_sync_a
     run_ranks(work, 2)
 
 
-def test_after_an_error_in_the_backward_finish_and_zero_grad_bring_the_ranks_together_again():
+def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_training_continue():
     def fail(_: Tensor) -> None:
         raise ZeroDivisionError
 

@@ -3,7 +3,7 @@ from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import trace_of_a_step
 
 
-def test_there_is_a_message_for_each_gradient_and_one_to_agree_and_all_after_the_backward():
+def test_naive_sends_each_gradient_and_the_flags_after_the_backward():
     def work(cluster: Cluster) -> None:
         events = trace_of_a_step("naive")
         (backward,) = (event for event in events if event.kind == "backward")

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from data_parallel.ordered_launcher import OrderedLauncher
 
 
-def test_what_is_ready_early_waits_for_those_before_it():
+def test_an_item_that_is_ready_early_waits_for_the_items_before_it():
     started: list[int] = []
     launcher = OrderedLauncher(5, started.append)
     starts = []
@@ -15,7 +15,7 @@ def test_what_is_ready_early_waits_for_those_before_it():
 
 
 @given(st.integers(1, 9).flatmap(lambda count: st.permutations(range(count))))
-def test_whatever_becomes_ready_first_all_start_in_order_and_none_later_than_it_can(order: list[int]):
+def test_items_start_in_order_and_as_early_as_possible(order: list[int]):
     started: list[int] = []
     launcher = OrderedLauncher(len(order), started.append)
     for _ in range(2):
@@ -31,7 +31,7 @@ def test_whatever_becomes_ready_first_all_start_in_order_and_none_later_than_it_
         launcher.reset()
 
 
-def test_a_reset_forgets_what_was_ready_and_has_not_started():
+def test_a_reset_forgets_items_that_are_ready_but_not_started():
     started: list[int] = []
     launcher = OrderedLauncher(2, started.append)
     launcher.ready(1)
@@ -41,5 +41,5 @@ def test_a_reset_forgets_what_was_ready_and_has_not_started():
     assert launcher.missing() == [1]
 
 
-def test_nothing_is_missing_of_nothing():
+def test_without_items_nothing_is_missing():
     assert OrderedLauncher(0, lambda i: None).missing() == []

@@ -27,19 +27,19 @@ def sent(start: float, end: float, num_bytes: int, lane: str = "communication") 
     return event("communication", start, end, lane, num_bytes)
 
 
-def test_what_is_ready_only_at_the_end_is_added_to_the_computing():
+def test_a_message_that_is_ready_at_the_end_adds_its_full_time():
     assert step_seconds(6.0, 1.0, [(6.0, 10), (6.0, 20)], wire) == 6 + 2 + 3 + 1
 
 
-def test_what_ends_before_the_computing_does_costs_nothing():
+def test_a_message_that_ends_during_compute_costs_nothing():
     assert step_seconds(6.0, 1.0, [(1.0, 10), (3.0, 10)], wire) == 6 + 1
 
 
-def test_the_tail_that_outlasts_the_computing_is_waited_for():
+def test_a_step_waits_for_messages_that_outlast_compute():
     assert step_seconds(6.0, 1.0, [(1.0, 10), (5.0, 20)], wire) == (5 + 3) + 1
 
 
-def test_a_message_waits_until_the_one_before_it_is_through():
+def test_a_message_starts_when_the_previous_one_has_ended():
     assert step_seconds(6.0, 1.0, [(1.0, 40), (2.0, 10), (6.0, 0)], wire) == (1 + 5 + 2 + 1) + 1
 
 
@@ -47,7 +47,7 @@ def test_the_link_idles_until_a_message_is_ready():
     assert step_seconds(8.0, 0.5, [(1.0, 0), (7.0, 10)], wire) == (7 + 2) + 0.5
 
 
-def test_without_messages_a_step_is_its_computing():
+def test_without_messages_a_step_takes_its_compute_time():
     assert step_seconds(6.0, 1.0, [], wire) == 7.0
 
 
@@ -55,7 +55,9 @@ times = st.floats(0, 100)
 
 
 @given(times, times, st.lists(st.tuples(times, st.integers(0, 1000))))
-def test_a_step_lies_between_its_longest_part_and_all_parts_one_after_the_other(compute, optimizer, messages):
+def test_a_step_is_no_shorter_than_its_longest_part_and_no_longer_than_their_sum(
+    compute, optimizer, messages
+):
     seconds = step_seconds(compute, optimizer, messages, wire)
     on_the_wire = sum(wire(num_bytes) for _, num_bytes in messages)
     assert seconds >= compute + optimizer
@@ -78,7 +80,7 @@ OVERLAPPED = [
 ]
 
 
-def test_a_launched_message_is_ready_at_its_launch_and_the_loss_is_left_out():
+def test_a_message_is_ready_at_its_launch_and_the_loss_does_not_count():
     assert observed_step(OVERLAPPED) == (4.0, 1.0, [(2.0, 40), (3.5, 80)])
 
 
@@ -86,18 +88,18 @@ def test_the_order_of_the_events_does_not_matter():
     assert observed_step(OVERLAPPED[::-1]) == observed_step(OVERLAPPED)
 
 
-def test_what_is_sent_without_a_launch_is_ready_when_all_is_computed():
+def test_a_message_without_a_launch_is_ready_at_the_end_of_compute():
     flags = sent(15.4, 15.5, 3)
     assert observed_step([*OVERLAPPED, flags])[2] == [(2.0, 40), (3.5, 80), (4.0, 3)]
 
 
-def test_naive_sends_on_the_main_lane_after_all_computing():
+def test_naive_sends_on_the_main_lane_after_all_compute():
     events = [event("forward", 0, 1), event("backward", 1, 4), sent(4, 5, 10, "main")]
     events += [sent(5, 6, 20, "main"), event("optimizer", 6, 7)]
     assert observed_step(events) == (4.0, 1.0, [(4.0, 10), (4.0, 20)])
 
 
-def test_sending_and_waiting_inside_the_backward_is_no_computing():
+def test_communication_inside_the_backward_does_not_count_as_compute():
     events = [event("forward", 0, 1), event("backward", 1, 6), event("optimizer", 6, 7)]
     assert observed_step([*events, sent(2, 3, 10, "main")]) == (5.0, 1.0, [(5.0, 10)])
     assert observed_step([*events, launch(3), sent(3, 6, 10), event("wait", 4, 6)]) == (4.0, 1.0, [(3.0, 10)])
@@ -109,7 +111,7 @@ def test_gaps_between_microbatches_do_not_make_a_message_later():
     assert observed_step([*events, launch(7), sent(7, 8, 10)])[2] == [(4.0, 10)]
 
 
-def test_a_step_without_an_optimizer_or_without_anything_is_observed_too():
+def test_a_step_without_an_optimizer_or_without_events_can_be_observed():
     assert observed_step([event("backward", 0, 2), sent(1, 2, 10)]) == (2.0, 0.0, [(2.0, 10)])
     nothing: list[Message] = []
     assert observed_step([]) == (0.0, 0.0, nothing)

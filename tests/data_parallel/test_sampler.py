@@ -25,7 +25,7 @@ def shares(
     return [list(sampler) for sampler in samplers]
 
 
-def test_kept_shares_are_disjoint_and_cover_the_data_and_differ_in_length_by_at_most_one():
+def test_with_keep_shares_contain_each_example_once_and_lengths_differ_by_at_most_one():
     for num_examples, world_size in SIZES:
         kept = shares(num_examples, world_size, uneven="keep")
         assert sorted(index for share in kept for index in share) == list(range(num_examples))
@@ -33,7 +33,7 @@ def test_kept_shares_are_disjoint_and_cover_the_data_and_differ_in_length_by_at_
         assert max(lengths) - min(lengths) == (num_examples % world_size > 0)
 
 
-def test_padded_and_dropped_shares_have_one_length_and_are_those_of_torchs_sampler():
+def test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sampler():
     for num_examples, world_size in SIZES:
         for uneven in ("pad", "drop"):
             ours = shares(num_examples, world_size, epoch=2, seed=7, uneven=uneven)
@@ -46,12 +46,12 @@ def test_padded_and_dropped_shares_have_one_length_and_are_those_of_torchs_sampl
                 assert list(theirs) == share, (num_examples, world_size, uneven)
 
 
-def test_an_unknown_way_with_uneven_shares_is_refused():
+def test_an_unknown_value_of_uneven_is_refused():
     with pytest.raises(WorkbookError, match="uneven='stretch': choose one of pad, drop, keep"):
         DistributedSampler(5, 0, 2, uneven="stretch")
 
 
-def test_every_rank_has_as_many_batches_and_where_not_all_are_told_before_the_first():
+def test_unequal_numbers_of_batches_are_refused_on_all_ranks_before_the_first_batch():
     def work(cluster: Cluster) -> None:
         model, data = NaiveDataParallel(nn.Linear(1, 1)), torch.arange(10.0)[:, None]
 

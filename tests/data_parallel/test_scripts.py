@@ -123,7 +123,7 @@ def test_the_loss_falls_and_does_not_depend_on_the_number_of_ranks(name):
         assert other["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-4)
 
 
-def test_all_scripts_for_text_train_alike():
+def test_all_text_scripts_have_equal_losses():
     losses = [everyones_summaries(2)[name][0]["last_loss"] for name in GPTS]
     assert losses == pytest.approx([losses[0]] * len(GPTS), rel=1e-4)
 
@@ -142,7 +142,7 @@ def test_the_losses_do_not_depend_on_the_number_of_microbatches():
             assert summary["bytes_sent"] == summary["bytes_formula"] == whole["bytes_sent"]
 
 
-def test_two_ranks_end_with_the_same_bits_whichever_way_their_gradients_travel():
+def test_on_two_ranks_all_wrappers_end_with_the_same_bits():
     # a + b is b + a, and both are halved exactly.
     def work(cluster: Cluster) -> list[set[str]]:
         whole = [train(cluster, name, steps=3, grad_acc_steps=1) for name in ("accumulation", *ASYNCHRONOUS)]
@@ -157,7 +157,7 @@ def test_two_ranks_end_with_the_same_bits_whichever_way_their_gradients_travel()
     assert whole != in_parts
 
 
-def test_any_pattern_reduces_and_is_counted():
+def test_every_pattern_trains_and_its_traffic_is_counted():
     def work(cluster: Cluster) -> None:
         for pattern in (
             "ring",
@@ -176,7 +176,7 @@ def test_any_pattern_reduces_and_is_counted():
     run_ranks(work, 3)
 
 
-def test_compressed_buckets_send_half_the_bytes_and_train_nearly_alike():
+def test_compressed_buckets_send_half_the_bytes_and_reach_nearly_the_same_loss():
     def work(cluster: Cluster) -> list[dict[str, Any]]:
         return [train(cluster, "bucket", steps=3, wire_dtype=dtype) for dtype in (None, "bf16", "fp16")]
 
@@ -189,7 +189,7 @@ def test_compressed_buckets_send_half_the_bytes_and_train_nearly_alike():
             assert half["last_loss"] != whole["last_loss"]
 
 
-def test_under_the_metronome_a_link_is_hidden_by_all_but_naive():
+def test_under_the_metronome_all_scripts_but_naive_hide_communication():
     def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
         slow = {"metronome": "5ms", "link": "200mbit,0.1ms", "steps": 3, "bucket_mb": 0.02}
         naive = {key: value for key, value in slow.items() if key != "bucket_mb"}
@@ -226,7 +226,7 @@ def test_a_trace_shows_what_every_rank_did(tmp_path, name):
         assert kinds == expected | ({"launch", "wait"} if name != "naive" else set())
 
 
-def test_a_trace_shows_three_steps_after_the_warm_up_if_there_are_so_many(tmp_path):
+def test_a_trace_shows_up_to_three_steps_after_the_warm_up(tmp_path):
     def work(cluster: Cluster) -> None:
         for steps in (1, 3, 6):
             train(cluster, "naive", steps=steps, trace=str(tmp_path / str(steps)))

@@ -16,7 +16,7 @@ from tests.data_parallel.sharded import BOTH
 from tests.data_parallel.small_models import X, layers, train
 
 
-def test_a_parameter_that_was_changed_on_one_rank_since_is_refused_on_all():
+def test_a_parameter_that_was_changed_on_one_rank_is_refused_on_all_ranks():
     def unfreeze(model: nn.Module) -> None:
         model[0].weight.requires_grad_(True)
 
@@ -71,7 +71,7 @@ def replace(model: nn.Sequential) -> None:
     nn.init.constant_(model[2].weight, 0.5)
 
 
-def test_parameters_that_were_replaced_in_part_are_refused_and_trained_once_the_optimizer_has_them():
+def test_replaced_parameters_are_refused_until_the_optimizer_has_them():
     sentences = {
         assign: "weight of a Linear was replaced after the optimizer was made, and would not be trained",
         replace: "2 of a Sequential was replaced after the optimizer was made, and would not be trained",
@@ -112,7 +112,7 @@ def test_parameters_that_were_replaced_in_part_are_refused_and_trained_once_the_
     run_ranks(work, 2)
 
 
-def test_parameters_that_are_exchanged_for_a_while_or_have_an_optimizer_of_their_own_are_not_refused():
+def test_parameters_that_are_exchanged_temporarily_or_have_another_optimizer_are_allowed():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
         for cls in BOTH:

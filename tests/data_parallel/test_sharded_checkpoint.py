@@ -27,7 +27,7 @@ from tests.data_parallel.sharded_training import (
 @pytest.mark.parametrize(
     ("world_size", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)]
 )
-def test_training_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path, world_size, dtype):
+def test_resumed_training_ends_with_the_bits_of_uninterrupted_training(tmp_path, world_size, dtype):
     def work(cluster: Cluster) -> None:
         for name in OPTIMIZERS:
             at_once = Training(cluster, name, dtype=dtype)
@@ -46,7 +46,7 @@ def test_training_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path, wor
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 1), (1, 4)])
-def test_another_number_of_ranks_with_other_buckets_trains_on_alike(tmp_path, before, after):
+def test_another_number_of_ranks_with_other_buckets_resumes_with_equal_results(tmp_path, before, after):
     def first(cluster: Cluster) -> None:
         for name in ("adamw", "momentum", "counting"):
             training = Training(cluster, name, FLAT)
@@ -76,7 +76,7 @@ def test_another_number_of_ranks_with_other_buckets_trains_on_alike(tmp_path, be
                 torch.testing.assert_close(results[optimizer][name], value, rtol=1e-9, atol=0)
 
 
-def test_a_parameter_that_was_never_used_has_no_state_afterwards_either(tmp_path):
+def test_a_parameter_that_was_never_used_has_no_optimizer_state_after_a_load(tmp_path):
     def work(cluster: Cluster) -> set[str]:
         training = Training(cluster, "adamw")
         training.train(1)
@@ -95,7 +95,7 @@ def test_a_parameter_that_was_never_used_has_no_state_afterwards_either(tmp_path
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])  # Adagrad has a state of frozen ones, too
 @pytest.mark.parametrize(("before", "after"), [("pieces", "rest"), ("rest", "pieces")])
-def test_a_frozen_parameter_may_be_in_pieces_in_one_stage_and_whole_in_another(
+def test_a_frozen_parameter_may_be_sharded_in_one_stage_and_full_in_another(
     tmp_path, before, after, optimizer
 ):
     def work(cluster: Cluster) -> None:
@@ -116,7 +116,7 @@ def test_a_frozen_parameter_may_be_in_pieces_in_one_stage_and_whole_in_another(
     run_ranks(work, 3)
 
 
-def test_hyperparameters_are_those_of_the_checkpoint_for_each_group(tmp_path):
+def test_a_load_restores_the_hyperparameters_of_each_group(tmp_path):
     def work(cluster: Cluster) -> list[dict[str, Any]]:
         training = Training(cluster, "adamw", weight_decay=0.3, betas=(0.8, 0.9))
         scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.5)
@@ -136,7 +136,7 @@ def test_hyperparameters_are_those_of_the_checkpoint_for_each_group(tmp_path):
             assert group == pytest.approx({"lr": lr * 0.45, "weight_decay": 0.3, "initial_lr": lr})
 
 
-def test_what_the_caller_adds_comes_back_on_every_rank(tmp_path):
+def test_extra_values_are_restored_on_every_rank(tmp_path):
     extra = {"step": 12, "made_with": {"lr": 0.1, "link": None, "model": "gpt"}, "shape": (1, 2), 3: [True]}
 
     def work(cluster: Cluster) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_what_the_caller_adds_comes_back_on_every_rank(tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
-def test_an_edited_header_is_refused_in_a_sentence_by_all_ranks(tmp_path):
+def test_an_edited_header_is_refused_in_one_sentence_by_all_ranks(tmp_path):
     keys = ("shapes", "optimizer", "options", "numbers")
     values: list[Any] = [None, -1, "some", [], {"some": 1}, [{}, 2]]
 
@@ -187,7 +187,7 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused_in_a_sentence_by_all_ranks(tmp_path):
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_in_one_sentence_by_all_ranks(tmp_path):
     def work(cluster: Cluster) -> list[str]:
         Training(cluster, "adamw").save(cluster, tmp_path)
         said = []

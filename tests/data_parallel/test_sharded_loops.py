@@ -37,7 +37,7 @@ def test_several_backwards_in_one_no_sync_and_two_forwards_before_a_backward_add
     run_ranks(work, 2)
 
 
-def test_the_loop_of_a_gan_ends_as_on_one_process():
+def test_a_gan_trains_as_in_one_process():
     def gan(make: Callable[..., torch.optim.Optimizer], x: Tensor, seed: int = 0) -> dict[str, Tensor | None]:
         generator, discriminator = layers(seed), layers(seed + 1)
         of_discriminator, of_generator = (make(m.parameters()) for m in (discriminator, generator))
@@ -76,7 +76,7 @@ def test_a_second_finish_gradient_sync_changes_nothing():
     run_ranks(work, 2)
 
 
-def test_a_dropped_backward_through_some_layers_does_not_reach_the_microbatches_after_it():
+def test_a_dropped_backward_through_some_layers_does_not_change_later_microbatches():
     """With a feature-matching loss a GAN's generator reaches only some layers of the discriminator."""
 
     def work(cluster: Cluster) -> None:
@@ -100,7 +100,7 @@ def test_a_dropped_backward_through_some_layers_does_not_reach_the_microbatches_
     run_ranks(work, 3)
 
 
-def test_gradients_that_autograd_leaves_out_and_that_come_after_the_backward_are_right():
+def test_missing_gradients_and_gradients_after_the_backward_are_right():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
         without = reference_gradients(HasNone(0), lambda m: square(m, X))
@@ -130,7 +130,7 @@ def test_gradients_that_autograd_leaves_out_and_that_come_after_the_backward_are
     run_ranks(work, 2)
 
 
-def test_after_an_error_in_the_backward_finish_and_zero_grad_bring_the_ranks_together_again():
+def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_training_continue():
     def fail(_: Tensor) -> None:
         raise ZeroDivisionError
 

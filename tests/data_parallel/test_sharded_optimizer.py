@@ -72,7 +72,7 @@ def test_a_group_that_cannot_be_added_is_refused():
     run_ranks(work, 2)
 
 
-def test_the_state_of_another_rank_is_refused_on_all_and_ones_own_goes_on():
+def test_the_optimizer_state_of_another_rank_is_refused_and_a_ranks_own_is_loaded():
     def work(cluster: Cluster) -> None:
         for cls in BOTH:
             model = layers(cluster.rank)
@@ -97,7 +97,7 @@ def test_the_state_of_another_rank_is_refused_on_all_and_ones_own_goes_on():
     run_ranks(work, 2)
 
 
-def test_an_optimizer_that_is_made_again_over_the_same_parameters_takes_them_over():
+def test_a_second_optimizer_over_the_same_parameters_replaces_the_first():
     def work(cluster: Cluster) -> None:
         for cls in BOTH:
             model, reference = layers(cluster.rank), layers()

@@ -53,7 +53,7 @@ def add(module: nn.Sequential) -> None:
     module.append(nn.Linear(3, 3).double())
 
 
-def test_a_parameter_that_is_new_since_the_wrapping_is_refused_and_wrapping_again_helps():
+def test_a_parameter_added_after_wrapping_is_refused_until_the_module_is_wrapped_again():
     changes = ((unfreeze, "0.weight"), (assign, "0.bias"), (cast, "2.weight"), (add, "3.weight"))
 
     def work(cluster: Cluster) -> None:
@@ -91,7 +91,7 @@ def test_a_parameter_that_is_new_since_the_wrapping_is_refused_and_wrapping_agai
     run_ranks(work, 2)
 
 
-def test_a_parameter_that_is_frozen_after_the_wrapping_has_no_gradient():
+def test_a_parameter_that_is_frozen_after_wrapping_has_no_gradient():
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():
             model = wrap(layers(cluster.rank))
@@ -104,7 +104,7 @@ def test_a_parameter_that_is_frozen_after_the_wrapping_has_no_gradient():
     run_ranks(work, 2)
 
 
-def test_an_optimizer_made_before_the_wrapping_trains_what_is_wrapped():
+def test_an_optimizer_made_before_wrapping_trains_the_wrapped_module():
     def work(cluster: Cluster) -> None:
         reference = layers()
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)

@@ -14,7 +14,14 @@ from lab.check import assert_same, parameters
 from lab.ledger import LEDGER
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import BATCH, Odd, examples, gpt, mine, odd_loss, text, text_loss
-from tests.data_parallel.sharded import OPTIMIZERS, STAGES, Sharded, compare_with_one_process, deep_gpt, whole
+from tests.data_parallel.sharded import (
+    OPTIMIZERS,
+    STAGES,
+    Sharded,
+    compare_with_one_process,
+    deep_gpt,
+    full_tensors,
+)
 
 
 class Joint(nn.Module):
@@ -59,7 +66,7 @@ def numbers() -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (BATCH,), generator=random)
 
 
-def test_gradients_and_parameters_are_those_of_one_process_with_any_optimizer_and_clipping():
+def test_gradients_and_parameters_equal_one_process_with_any_optimizer_and_clipping():
     def compare(cluster) -> None:
         for stage in STAGES:
             for optimizer, clip in (("sgd", None), ("momentum", 0.01), ("adamw", 0.01), ("adamw", 1e9)):
@@ -80,7 +87,7 @@ def test_frozen_unused_tied_and_shared_parameters_are_right_on_any_number_of_ran
         run_ranks(compare, n, timeout=120)
 
 
-def test_it_does_not_matter_how_the_flat_tensors_are_cut():
+def test_results_do_not_depend_on_bucket_sizes_or_patterns():
     def compare(cluster) -> None:
         for stage in ("zero1", "zero2"):
             for bucket_mb in (1e-6, 0.002):
@@ -92,7 +99,7 @@ def test_it_does_not_matter_how_the_flat_tensors_are_cut():
     run_ranks(compare, 3)
 
 
-def test_more_ranks_than_a_parameter_has_numbers_are_no_problem():
+def test_a_parameter_may_have_fewer_numbers_than_there_are_ranks():
     def few(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(1, 1, bias=False)).double()
@@ -121,7 +128,7 @@ def test_recomputed_blocks_have_the_same_gradients():
     run_ranks(compare, 2)
 
 
-def test_stage_1_in_float32_is_plain_data_parallel_bit_by_bit():
+def test_stage_1_in_float32_equals_plain_data_parallel_bit_by_bit():
     def compare(cluster) -> None:
         for name in OPTIMIZERS:
             optimizer_class, defaults = OPTIMIZERS[name]
@@ -149,7 +156,7 @@ def test_stage_1_in_float32_is_plain_data_parallel_bit_by_bit():
         run_ranks(compare, n)
 
 
-def test_every_stage_ends_in_float32_where_bucket_overlap_does_but_for_rounding():
+def test_every_stage_in_float32_equals_bucket_overlap_except_for_rounding():
     def compare(cluster) -> None:
         plain = BucketDataParallel(deep_gpt(cluster.rank).float())
         theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-3)
@@ -173,13 +180,16 @@ def test_every_stage_ends_in_float32_where_bucket_overlap_does_but_for_rounding(
                 ours.optimizer.step()
         for ours in all_ours:
             assert_same(
-                whole(ours.pieces, lambda piece: piece.tensor), parameters(plain.module), 1e-4, "parameter"
+                full_tensors(ours.pieces, lambda piece: piece.tensor),
+                parameters(plain.module),
+                1e-4,
+                "parameter",
             )
 
     run_ranks(compare, 2)
 
 
-def test_bf16_computes_and_sends_in_half_and_keeps_the_shards_in_full_precision():
+def test_bf16_halves_the_bytes_and_keeps_shards_in_full_precision():
     def compare(cluster) -> None:
         reference = deep_gpt(0).float()
         ours = Sharded("zero3", deep_gpt(cluster.rank).float(), "sgd", compute_dtype=torch.bfloat16)
@@ -196,13 +206,15 @@ def test_bf16_computes_and_sends_in_half_and_keeps_the_shards_in_full_precision(
         expected = {
             name: p.grad for name, p in reference.named_parameters() if not name.endswith("k_proj.bias")
         }
-        actual = {k: v for k, v in whole(ours.pieces, lambda p: p.tensor.grad).items() if k in expected}
+        actual = {
+            k: v for k, v in full_tensors(ours.pieces, lambda p: p.tensor.grad).items() if k in expected
+        }
         assert_same(actual, expected, rtol=0.1, what="gradient")
 
     run_ranks(compare, 2)
 
 
-def test_two_processes_agree_after_no_sync_whatever_zero_grad_does():
+def test_two_ranks_agree_after_no_sync_with_each_kind_of_zero_grad():
     def compare(cluster) -> None:
         for stage in STAGES:
             ours = Sharded(stage, Odd(0), "sgd")
@@ -212,12 +224,12 @@ def test_two_processes_agree_after_no_sync_whatever_zero_grad_does():
                 reference = Odd(0)
                 odd_loss(reference, *examples(2)).backward()
                 expected = {n: p.grad for n, p in reference.named_parameters() if n in ours.pieces}
-                assert_same(whole(ours.pieces, lambda piece: piece.tensor.grad), expected, what=stage)
+                assert_same(full_tensors(ours.pieces, lambda piece: piece.tensor.grad), expected, what=stage)
 
     run_ranks(compare, 2)
 
 
-def test_nothing_depends_on_the_loss_function_being_a_mean():
+def test_gradients_are_right_for_a_loss_that_is_a_sum():
     """A sum over the batch is a mean times its size: gradients are the mean over ranks, whatever the loss."""
 
     def summed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from lab.text import rank_slice
-from tests.data_parallel.sharded import whole
+from tests.data_parallel.sharded import full_tensors
 from tests.data_parallel.zero3_models import linear, mean_square, numbers
 
 
@@ -58,7 +58,7 @@ def test_after_an_exception_in_any_pass_the_next_step_is_right():
                 model.finish_gradient_sync()
                 mean_square(reference, numbers()).backward()
                 expected = {name: p.grad for name, p in reference.named_parameters()}
-                assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected, what=when)
+                assert_same(full_tensors(model.pieces, lambda piece: piece.tensor.grad), expected, what=when)
 
     run_ranks(work, 2)
 

@@ -13,7 +13,7 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from lab.text import rank_slice
-from tests.data_parallel.sharded import whole
+from tests.data_parallel.sharded import full_tensors
 from tests.data_parallel.zero3_models import WIDTH, Nested, backward_of, compare, linear, mean_square, numbers
 
 
@@ -111,7 +111,7 @@ def test_a_gan_learns_as_in_one_process():
         expected = train(lambda module: module, numbers(1), numbers(2))
         mine = (rank_slice(numbers(i), cluster.rank, cluster.world_size) for i in (1, 2))
         for ours, theirs in zip(train(FullyShardedDataParallel, *mine), expected, strict=True):
-            parameters = whole(ours.pieces, lambda piece: piece.tensor)
+            parameters = full_tensors(ours.pieces, lambda piece: piece.tensor)
             assert_same(parameters, dict(theirs.named_parameters()), what="parameter")
 
     run_ranks(work, 2)
@@ -170,6 +170,6 @@ def test_autocast_computes_as_in_one_process():
             step(m, numbers())  # the same examples on all ranks: bfloat16 rounds sums over others differently
         model.finish_gradient_sync()
         expected = {name: p.grad for name, p in reference.named_parameters()}
-        assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected, rtol=1e-6)
+        assert_same(full_tensors(model.pieces, lambda piece: piece.tensor.grad), expected, rtol=1e-6)
 
     run_ranks(work, 2)

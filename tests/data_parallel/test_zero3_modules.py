@@ -107,7 +107,7 @@ def inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
-def test_what_goes_around_a_blocks_hooks_is_gathered_when_it_is_touched():
+def test_parameters_used_outside_of_their_blocks_forward_are_gathered_on_use():
     def both(model: nn.Module, x: Tensor) -> Tensor:
         return model(x) + inner(model).aside()
 
@@ -160,7 +160,7 @@ def test_gradients_may_be_absent_or_sparse_and_frozen_layers_pass_them_on():
     run_ranks(work, 2)
 
 
-def test_parameters_frozen_for_a_while_are_left_alone_and_trained_again_later():
+def test_parameters_can_be_frozen_and_unfrozen_between_steps():
     def work(cluster) -> None:
         torch.manual_seed(0)
         model = FullyShardedDataParallel(nn.Sequential(linear(), nn.Tanh(), linear()))

@@ -121,7 +121,7 @@ def check_refused(refused: dict[str, list[Callable[[Model], object]]]) -> None:
     run_ranks(work, 2)
 
 
-def test_what_would_end_the_process_or_save_half_a_model_is_refused_by_all_ranks():
+def test_uses_that_would_crash_or_save_half_a_model_are_refused_on_all_ranks():
     check_refused(REFUSED)
 
 
@@ -129,11 +129,11 @@ def test_a_backward_after_the_optimizers_step_is_refused():
     check_refused(BEFORE_THE_STEP)
 
 
-def test_a_penalty_on_the_pieces_is_refused():
+def test_a_penalty_on_the_shards_is_refused():
     check_refused(PENALTIES)
 
 
-def test_what_is_changed_after_wrapping_is_refused():
+def test_a_module_that_was_changed_after_wrapping_is_refused():
     check_refused(CHANGES)
 
 
@@ -151,7 +151,7 @@ def test_an_optimizer_made_before_wrapping_is_refused_at_its_first_step():
     run_ranks(work, 2)
 
 
-def test_a_saved_activation_that_was_changed_in_place_is_told_as_torch_tells_it():
+def test_an_activation_that_was_changed_in_place_raises_torchs_own_error():
     class InPlace(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x).sigmoid()

@@ -9,11 +9,11 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from lab.text import rank_slice
-from tests.data_parallel.sharded import whole
+from tests.data_parallel.sharded import full_tensors
 from tests.data_parallel.zero3_models import linear, mean_square, mlp, numbers
 
 
-def test_what_is_known_of_a_parameter_without_its_numbers_is_told():
+def test_a_freed_parameter_still_has_its_shape_dtype_and_device():
     def work(cluster) -> None:
         plain, model = linear(), FullyShardedDataParallel(linear())
         weight = model.module.weight
@@ -28,7 +28,7 @@ def test_what_is_known_of_a_parameter_without_its_numbers_is_told():
     run_ranks(work, 2)
 
 
-def test_memory_that_a_forward_has_left_behind_stays_readable():
+def test_a_view_of_a_weight_that_a_forward_keeps_stays_readable():
     class Keeps(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             self.kept = self[0].weight.detach()[0]
@@ -46,7 +46,7 @@ def test_memory_that_a_forward_has_left_behind_stays_readable():
     run_ranks(work, 2)
 
 
-def test_torchs_own_clipping_takes_the_norm_over_all_ranks():
+def test_torchs_own_clipping_uses_the_norm_over_all_ranks():
     def work(cluster) -> None:
         for norm_type in (2.0, 1.0, 3.0, float("inf")):
             torch.manual_seed(0)
@@ -61,7 +61,9 @@ def test_torchs_own_clipping_takes_the_norm_over_all_ranks():
             }
             assert_same({"norm": norms["ours"]}, {"norm": norms["theirs"]}, what=str(norm_type))
             expected = {name: p.grad for name, p in reference.named_parameters()}
-            assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected, what=str(norm_type))
+            assert_same(
+                full_tensors(model.pieces, lambda piece: piece.tensor.grad), expected, what=str(norm_type)
+            )
 
     run_ranks(work, 3)
 
@@ -103,7 +105,7 @@ class Mixed(nn.Module):
         return y, (self.phase * self.phase.conj() * 2).abs().square().sum(), self.table + 1
 
 
-def test_compute_dtype_leaves_integers_and_complex_numbers_and_the_output_gets_the_models_dtype():
+def test_compute_dtype_does_not_change_integers_complex_numbers_or_the_outputs_dtype():
     def work(cluster) -> None:
         torch.manual_seed(0)
         plain = Mixed()
@@ -121,17 +123,17 @@ def test_compute_dtype_leaves_integers_and_complex_numbers_and_the_output_gets_t
     run_ranks(work, 2)
 
 
-def test_a_float16_mean_that_fits_does_not_overflow():
+def test_a_float16_mean_does_not_overflow_even_if_the_sum_would():
     def work(cluster) -> None:
         model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), compute_dtype=torch.float16)
         (model(torch.ones(1, 1)) * 40000.0).sum().backward()
         model.finish_gradient_sync()
-        assert whole(model.pieces, lambda piece: piece.tensor.grad)["weight"].item() == 40000.0
+        assert full_tensors(model.pieces, lambda piece: piece.tensor.grad)["weight"].item() == 40000.0
 
     run_ranks(work, 3)
 
 
-def test_a_full_state_dict_has_the_buffers_that_are_saved():
+def test_a_full_state_dict_has_the_persistent_buffers():
     def work(cluster) -> None:
         module = nn.BatchNorm1d(2)
         module.register_buffer("scratch", torch.ones(1), persistent=False)

@@ -18,7 +18,7 @@ from tests.training.attempts import the_one_sentence
 from training.run import Run
 
 
-def test_a_run_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path):
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_run(tmp_path):
     def work(cluster: Cluster) -> list[str]:
         digests = []
         for name in ("zero2", "zero3", "fsdp"):
@@ -32,7 +32,7 @@ def test_a_run_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path):
         assert resumed == [everyones_summaries(2)[name][0]["replica_digest"] for name in names]
 
 
-def test_pytorchs_own_goes_on_from_our_checkpoint_and_ours_from_its_on_another_number_of_ranks(tmp_path):
+def test_fsdp2_resumes_from_our_checkpoint_and_we_from_its_on_another_number_of_ranks(tmp_path):
     folder = {"checkpoint": str(tmp_path)}
     settings: dict[str, Any] = {"optimizer": "momentum", "lr": 0.02}
 
@@ -73,7 +73,7 @@ def test_a_folder_in_which_one_rank_cannot_write_is_refused_before_a_step_is_tak
     assert sentence.startswith(f"--checkpoint {tmp_path}: rank 1 cannot write there (Disk quota exceeded)")
 
 
-def test_what_ctrl_c_stopped_in_stage_1_on_three_ranks_goes_on_in_stage_3_on_two(tmp_path):
+def test_a_run_stopped_by_ctrl_c_in_stage_1_on_three_ranks_resumes_in_stage_3_on_two(tmp_path):
     settings: dict[str, Any] = {"optimizer": "momentum", "lr": 0.05, "clip": 1.0}
 
     def stop(cluster: Cluster) -> str:

@@ -13,7 +13,7 @@ from tests.data_parallel.sharded import STAGES, Blocks, Sharded, total
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_traffic_is_two_two_and_three_times_the_parameters(n: int):
+def test_stages_1_2_and_3_send_2_2_and_3_times_the_parameters(n: int):
     def count(cluster) -> None:
         # Divisible by 4, so nothing is padded; all parameters are in blocks, so all are gathered twice.
         for stage, times in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
@@ -62,7 +62,7 @@ def test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else():
         run_ranks(measure, 2, stage)
 
 
-def test_stage_2_and_3_never_hold_the_whole_gradient_and_stage_3_at_most_two_blocks():
+def test_stages_2_and_3_never_hold_the_full_gradient_and_stage_3_holds_at_most_two_blocks():
     def watch(cluster, stage: str) -> tuple[int, int]:
         module = nn.Sequential()
         module.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))

@@ -55,7 +55,7 @@ def test_an_optimizers_numbers_per_parameter_are_found_without_its_step_counters
     st.integers(1, 9),
     st.integers(0, 3),
 )
-def test_what_the_ranks_own_adds_up_to_the_formula_and_padding_makes_shards_equal(
+def test_shards_add_up_to_the_formula_and_padding_makes_them_equal(
     sizes: list[list[int]], ranks: int, states: int
 ):
     parameters = [[nn.Parameter(torch.empty(size, device="meta")) for size in group] for group in sizes]
@@ -93,7 +93,7 @@ def pieces_of(cluster: Cluster, model: nn.Module, stage: int) -> tuple[list[nn.P
     return pieces, [flat_share(flat), *frozen]
 
 
-def test_what_is_measured_at_each_stage_equals_the_formula_and_its_padding_to_the_byte():
+def test_measured_bytes_of_each_stage_equal_the_formula_and_its_padding():
     def work(cluster: Cluster) -> None:
         for stage, optimizer_class, defaults, states in (
             (1, torch.optim.AdamW, {}, 2),
@@ -129,7 +129,7 @@ def plain(cluster: Cluster, stage: int = 0) -> tuple[nn.Module, torch.optim.Opti
     return model, optimizer, MemoryReport(cluster, stage, model, optimizer, shares, 2)
 
 
-def test_the_table_has_a_row_for_each_rank_and_the_formulas_beneath(capfd):
+def test_the_table_has_a_row_for_each_rank_and_the_formulas_below(capfd):
     def work(cluster: Cluster) -> dict[str, int]:
         model, optimizer, report = plain(cluster)
         with report.forward():
@@ -164,7 +164,7 @@ def test_only_the_first_forwards_activations_count():
     run_ranks(work, 1)
 
 
-def test_a_gradient_that_should_be_gone_is_told(capfd):
+def test_a_gradient_that_should_be_freed_is_reported(capfd):
     def work(cluster: Cluster) -> None:
         model, optimizer, _ = plain(cluster)
         shares = [Share(p.numel(), p.numel() // 2) for p in model.parameters()]
@@ -176,7 +176,7 @@ def test_a_gradient_that_should_be_gone_is_told(capfd):
     assert "3,400 bytes" in capfd.readouterr().out  # half of 850 numbers' gradients, on two ranks
 
 
-def test_a_buffer_beside_the_gradients_is_among_the_other_tensors():
+def test_a_buffer_beside_the_gradients_counts_among_the_other_tensors():
     def work(cluster: Cluster) -> None:
         model, optimizer, report = plain(cluster)
         data = torch.zeros(1000)

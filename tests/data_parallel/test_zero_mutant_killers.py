@@ -17,7 +17,7 @@ from lab.cluster import Cluster
 from lab.memory import live_bytes
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import EitherWay, Odd, examples, mine, odd_loss
-from tests.data_parallel.sharded import STAGES, Blocks, Sharded, compare_with_one_process, total, whole
+from tests.data_parallel.sharded import STAGES, Blocks, Sharded, compare_with_one_process, full_tensors, total
 
 
 class Layer(nn.Module):
@@ -89,19 +89,19 @@ def test_the_gradients_of_all_microbatches_add_up_in_the_shards():
     compare("zero2", "zero3", microbatches=(3, 2))
 
 
-def test_weight_decay_leaves_alone_what_no_rank_used():
+def test_weight_decay_does_not_change_parameters_that_no_rank_used():
     compare(*STAGES, make=Odd, optimizer="adamw")
 
 
-def test_a_block_is_full_in_its_forward_and_its_backward():
+def test_a_block_is_gathered_during_its_forward_and_its_backward():
     compare("zero3")
 
 
-def test_a_layer_that_blocks_share_is_full_in_each_of_them():
+def test_a_layer_shared_by_blocks_is_gathered_in_each_of_them():
     compare("zero3", make=lambda seed: Layers(seed, shares=True))
 
 
-def test_the_next_block_is_on_its_way_while_one_computes():
+def test_the_next_block_is_gathered_while_one_computes():
     def work(cluster: Cluster) -> None:
         model = FullyShardedDataParallel(Blocks())
         here: list[tuple[str, int, set[int]]] = []
@@ -125,7 +125,7 @@ def test_the_next_block_is_on_its_way_while_one_computes():
     run_ranks(work, 2, timeout=20)
 
 
-def test_stage_2_keeps_its_shard_of_the_gradient_only():
+def test_stage_2_keeps_only_its_shard_of_the_gradient():
     def work(cluster: Cluster) -> None:
         module = Blocks()
         gradients = sum(parameter.nbytes for parameter in module.parameters())
@@ -161,7 +161,7 @@ def test_at_most_three_buckets_of_gradients_are_alive():
     run_ranks(work, 2, timeout=20)
 
 
-def test_one_ranks_backward_may_take_another_order():
+def test_the_backward_of_one_rank_may_run_in_another_order():
     """Layers of one shape: a message of the one fits where one of the other is expected."""
 
     def work(cluster: Cluster) -> None:
@@ -172,12 +172,12 @@ def test_one_ranks_backward_may_take_another_order():
             reference = EitherWay(0, backwards=False)
             reference(x).square().mean().backward()
             expected = {name: p.grad for name, p in reference.named_parameters()}
-            assert_same(whole(ours.pieces, lambda piece: piece.tensor.grad), expected, what=stage)
+            assert_same(full_tensors(ours.pieces, lambda piece: piece.tensor.grad), expected, what=stage)
 
     run_ranks(work, 2, timeout=20)
 
 
-def test_what_is_loaded_is_the_state_of_a_ranks_pieces():
+def test_a_rank_loads_the_optimizer_state_of_its_own_shards():
     def train(ours: Sharded, cluster: Cluster) -> None:
         ours.optimizer.zero_grad()
         ours.accumulate(odd_loss, mine(cluster, examples(3)), 1)
@@ -194,7 +194,7 @@ def test_what_is_loaded_is_the_state_of_a_ranks_pieces():
             if isinstance(resumed.optimizer, ShardedOptimizer):
                 resumed.optimizer.gather_parameters()
             train(resumed, cluster)
-            ends = [whole(run.pieces, lambda piece: piece.tensor) for run in (resumed, at_once)]
+            ends = [full_tensors(run.pieces, lambda piece: piece.tensor) for run in (resumed, at_once)]
             assert_same(*ends, what=f"parameter, {stage},")
 
     with tempfile.TemporaryDirectory() as folder:

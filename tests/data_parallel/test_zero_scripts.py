@@ -96,7 +96,7 @@ def test_every_rank_sends_exactly_what_the_formula_says(name, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_a_rank_holds_is_the_formula_and_padding_to_the_byte(name, world_size):
+def test_a_rank_holds_the_bytes_of_the_formula_and_padding(name, world_size):
     summaries = everyones_summaries(world_size)[name]
     for summary in summaries:
         for what in HELD:
@@ -108,7 +108,7 @@ def test_what_a_rank_holds_is_the_formula_and_padding_to_the_byte(name, world_si
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_stage_divides_one_thing_more_among_the_ranks(world_size):
+def test_each_stage_shards_one_more_kind_of_tensor(world_size):
     by_name = {name: summaries[0] for name, summaries in everyones_summaries(world_size).items()}
     whole = by_name["zero1"]["formula_parameters_bytes"]
     for stage, name in enumerate(OURS, start=1):
@@ -119,7 +119,7 @@ def test_each_stage_divides_one_thing_more_among_the_ranks(world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_all_ranks_end_with_one_model_and_it_has_learned(name, world_size):
+def test_all_ranks_end_with_equal_parameters_and_a_lower_loss(name, world_size):
     summaries = everyones_summaries(world_size)[name]
     assert all(summary["replicas_equal"] is True for summary in summaries)
     assert len({summary["replica_digest"] for summary in summaries}) == 1
@@ -130,7 +130,7 @@ def test_all_ranks_end_with_one_model_and_it_has_learned(name, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_up_to_two_ranks_every_stage_ends_with_the_bits_of_plain_data_parallelism(world_size):
+def test_on_one_and_two_ranks_every_stage_ends_with_the_bits_of_plain_data_parallelism(world_size):
     # a + b is b + a, both are halved exactly, and AdamW does not care how parameters are cut.
     summaries = everyones_summaries(world_size)
     for name in SCRIPTS:
@@ -150,7 +150,7 @@ def test_three_ranks_end_close_to_one_with_momentum_clipping_and_microbatches():
             assert summary[f"{what}_sent"] == summary[f"{what}_formula"], name
 
 
-def test_microbatches_cost_stage_1_nothing_and_the_others_their_messages():
+def test_microbatches_add_traffic_in_stages_2_and_3_but_not_in_stage_1():
     def work(cluster: Cluster) -> dict[str, list[int]]:
         return {
             name: [train(cluster, name, steps=1, grad_acc_steps=n)["bytes_sent"] for n in (1, 3)]
@@ -164,7 +164,7 @@ def test_microbatches_cost_stage_1_nothing_and_the_others_their_messages():
             assert in_parts == pytest.approx(times * whole, rel=0.02), name
 
 
-def test_half_precision_recomputing_and_blocks_that_are_kept_save_what_they_promise():
+def test_bf16_and_recomputation_save_memory_and_gathered_blocks_save_traffic():
     ways: list[dict[str, Any]] = [{}, {"recompute": True}, {"bf16": True}, {"reshard_after_forward": False}]
 
     def work(cluster: Cluster) -> list[dict[str, Any]]:
@@ -195,7 +195,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
+def test_invalid_arguments_are_refused_in_one_sentence():
     def work(cluster: Cluster) -> list[str]:
         return [refusal(cluster, name, **changes) for name, changes, _ in REFUSED]
 
@@ -205,7 +205,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_metronome_which_runs_no_layer_is_not_offered(name, capsys):
+def test_zero_scripts_offer_no_metronome(name, capsys):
     _, args, _ = SCRIPTS[name]
     with pytest.raises(SystemExit):
         tyro.cli(args, args=["--metronome", "5ms"])
@@ -216,7 +216,7 @@ def test_the_metronome_which_runs_no_layer_is_not_offered(name, capsys):
     assert tyro.cli(args, args=["--clip", "1"]).clip == 1.0
 
 
-def test_ranks_with_different_arguments_are_told_who_has_what():
+def test_different_arguments_are_refused_and_listed_by_rank():
     def work(cluster: Cluster) -> list[str]:
         return [
             refusal(cluster, "zero1", clip=1.0 + cluster.rank),
@@ -233,7 +233,7 @@ def test_ranks_with_different_arguments_are_told_who_has_what():
         assert the_one_sentence(texts).startswith(start)
 
 
-def test_a_trace_shows_gathers_and_reductions_beside_the_computing(tmp_path: Path):
+def test_a_trace_shows_gathers_and_reductions_beside_compute(tmp_path: Path):
     run_ranks(lambda cluster: train(cluster, "zero3", steps=3, link="1gbit", trace=str(tmp_path)), 2)
     kinds = {row["cat"] for row in rows_of(tmp_path) if row["ph"] == "X"}
     assert {"forward", "backward", "communication", "optimizer", "launch"} <= kinds

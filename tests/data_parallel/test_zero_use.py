@@ -13,7 +13,14 @@ from lab.check import assert_same, parameters
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from tests.data_parallel.equivalence import BATCH, Odd, examples, mine, odd_loss, text, text_loss
-from tests.data_parallel.sharded import STAGES, Blocks, Sharded, compare_with_one_process, deep_gpt, whole
+from tests.data_parallel.sharded import (
+    STAGES,
+    Blocks,
+    Sharded,
+    compare_with_one_process,
+    deep_gpt,
+    full_tensors,
+)
 
 
 def test_a_full_state_dict_on_rank_0_is_loaded_by_a_plain_model():
@@ -28,7 +35,7 @@ def test_a_full_state_dict_on_rank_0_is_loaded_by_a_plain_model():
     assert_same(parameters(plain), parameters(deep_gpt(5)), rtol=0)
 
 
-def test_evaluation_leaves_no_block_whole_and_training_goes_on():
+def test_evaluation_leaves_no_block_gathered_and_training_continues():
     def evaluate(cluster) -> None:
         model = FullyShardedDataParallel(deep_gpt(0))
         x, _ = mine(cluster, text())
@@ -59,12 +66,12 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing():
                 model.finish_gradient_sync()
             text_loss(reference, *text()).backward()
             expected = {name: p.grad for name, p in reference.named_parameters()}
-            assert_same(whole(model.pieces, lambda piece: piece.tensor.grad), expected)
+            assert_same(full_tensors(model.pieces, lambda piece: piece.tensor.grad), expected)
 
     run_ranks(compare, 2)
 
 
-def test_a_learning_rate_scheduler_steers_the_sharded_optimizer():
+def test_a_learning_rate_scheduler_works_with_the_sharded_optimizer():
     def schedule(cluster) -> None:
         for stage in STAGES:
             ours, reference = Sharded(stage, Odd(0), "sgd"), Odd(0)
@@ -78,24 +85,26 @@ def test_a_learning_rate_scheduler_steers_the_sharded_optimizer():
                 for step in (ours.optimizer, theirs, *schedulers):
                     step.step()
             kept = {k: v for k, v in parameters(reference).items() if k in ours.pieces}
-            assert_same(whole(ours.pieces, lambda piece: piece.tensor), kept, what=f"{stage}, parameter")
+            assert_same(
+                full_tensors(ours.pieces, lambda piece: piece.tensor), kept, what=f"{stage}, parameter"
+            )
 
     run_ranks(schedule, 2)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
-def test_an_optimizer_that_looks_at_whole_parameters_is_refused(name: str):
+def test_an_optimizer_that_needs_full_parameters_is_refused(name: str):
     with pytest.raises(WorkbookError, match=f"{name} does not work element by element"):
         refuse_unless_elementwise(getattr(torch.optim, name), {})
 
 
-def test_elementwise_optimizers_are_taken():
+def test_elementwise_optimizers_are_allowed():
     names = "SGD Adam AdamW Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD"
     for name in names.split(" "):
         refuse_unless_elementwise(getattr(torch.optim, name), {"lr": 0.01})
 
 
-def test_a_backward_too_many_is_told_in_a_sentence():
+def test_one_backward_too_many_is_refused_in_one_sentence():
     def twice(cluster, cls) -> None:
         model = Odd(0)
         cls(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -107,7 +116,7 @@ def test_a_backward_too_many_is_told_in_a_sentence():
             run_ranks(twice, 2, cls)
 
 
-def test_ranks_that_ran_other_blocks_or_in_another_order_are_all_told():
+def test_ranks_that_ran_different_blocks_or_another_order_are_all_refused():
     class Chosen(Blocks):
         def forward(self, x: Tensor, names: str) -> Tensor:
             for name in names:

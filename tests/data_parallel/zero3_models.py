@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.text import rank_slice
-from tests.data_parallel.sharded import whole
+from tests.data_parallel.sharded import full_tensors
 
 WIDTH = 6
 
@@ -51,7 +51,7 @@ def compare(cluster, make: Callable[[], nn.Module], step: Step, **options: Any) 
         step(model, rank_slice(numbers(i), cluster.rank, cluster.world_size))
         model.finish_gradient_sync()
         expected = {name: p.grad for name, p in reference.named_parameters()}
-        gradients = whole(model.pieces, lambda piece: piece.tensor.grad)
+        gradients = full_tensors(model.pieces, lambda piece: piece.tensor.grad)
         assert_same(gradients, expected, what=f"gradient in step {i}, {make.__name__},")
         assert all(unit.full is None for unit in model.units), "a unit stays full"
         for optimizer in (theirs, ours):

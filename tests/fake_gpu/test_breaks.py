@@ -51,30 +51,30 @@ def fails(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
     return check
 
 
-def test_a_future_without_a_device_lets_ddp_read_what_is_not_reduced(fails):
+def test_with_a_future_without_a_device_ddp_reads_gradients_before_they_are_reduced(fails):
     fails(
         "data_parallel.train_ddp.through_comm",
         hook_that_does_not_know_the_stream,
-        lambda: techniques.test_data_parallel_is_one_process("ddp"),
+        lambda: techniques.test_data_parallel_equals_one_process("ddp"),
         "memory that all_reduce writes to, and its stream has not waited for that",
     )
 
 
 @pytest.mark.parametrize("name", ["naive", "overlap", "buckets"])
 def test_a_missing_wait_is_noticed_in_data_parallel(fails, name: str):
-    test = partial(techniques.test_data_parallel_is_one_process, name)
+    test = partial(techniques.test_data_parallel_equals_one_process, name)
     fails(WAIT, wait_for_nothing, test, "its stream has not waited for that")
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, stage: str):
-    test = partial(techniques.test_zero_is_one_process, stage)
+    test = partial(techniques.test_zero_equals_one_process, stage)
     fails(WAIT, wait_for_nothing, test, "its stream has not waited for that")
 
 
 def test_pairs_that_are_connected_at_the_first_message_hang_a_pipeline(fails, monkeypatch):
     monkeypatch.setenv("FAKE_TIMEOUT", "3")
-    test = partial(techniques.test_a_pipeline_is_one_process, "gpipe", 2, 2)
+    test = partial(techniques.test_a_pipeline_equals_one_process, "gpipe", 2, 2)
     fails(
         "comm.transport.channels.Channels._connect",
         lambda self, pairs: None,
@@ -98,7 +98,7 @@ def test_two_ranks_that_post_their_receives_first_hang(fails):
     )
 
 
-def test_nccl_refuses_what_is_on_the_host():
+def test_nccl_refuses_tensors_on_the_host():
     def on_host(cluster: Cluster) -> None:
         all_reduce(torch.zeros(3))
 

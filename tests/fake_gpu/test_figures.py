@@ -7,7 +7,7 @@ SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
 SLOW = {"FAKE_SLOW": str(SECONDS)}
 
 
-def test_nothing_of_naives_communication_is_hidden_and_all_of_it_is_in_the_step():
+def test_naive_hides_no_communication_and_its_step_includes_all_of_it():
     figures = run_script("data_parallel/train_naive.py", *SHORT, **SLOW)
     operations = figures["messages_sent"] / figures["steps"] / 2  # a ring of two sends two messages for each
     assert figures["communication_seconds"] >= operations * SECONDS
@@ -16,20 +16,20 @@ def test_nothing_of_naives_communication_is_hidden_and_all_of_it_is_in_the_step(
     assert figures["predicted_step_seconds"] >= 0.99 * operations * SECONDS
 
 
-def test_what_runs_beside_the_backward_is_hidden():
+def test_communication_beside_the_backward_is_hidden():
     figures = run_script("data_parallel/train_overlap.py", *SHORT, "--metronome", "200ms", **SLOW)
     assert figures["hidden_share"] > 0.3
     assert figures["compute_seconds"] >= 0.2 * 3 * 2  # two layers
 
 
-def test_a_clocks_pass_begins_when_the_message_has_come():
+def test_a_metronomes_pass_begins_when_its_message_has_arrived():
     figures = run_script("pipeline_parallel/train_1f1b.py", *SHORT, "--metronome", "20ms", **SLOW)
     assert figures["makespan_seconds"] > 0.98 * figures["makespan_simulated_seconds"]
     assert figures["makespan_simulated_seconds"] > figures["makespan_formula_seconds"] + 2 * SECONDS
     assert figures["step_seconds"] >= figures["makespan_seconds"]
 
 
-def test_what_spans_cannot_see_is_left_out_with_the_reason():
+def test_figures_that_spans_cannot_show_are_left_out_with_the_reason():
     figures = run_script("data_parallel/train_fsdp.py", *SHORT)
     assert figures["compute_seconds"] is figures["hidden_share"] is None
     assert "streams of its own" in figures["not_measured"]

@@ -11,7 +11,7 @@ from tests.fake_gpu.ranks import run_script
 SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
 
 
-def test_with_gloo_a_pipelines_messages_go_by_way_of_host_memory():
+def test_with_gloo_a_pipelines_messages_go_through_host_memory():
     figures = run_script("pipeline_parallel/train_1f1b.py", *SHORT, BACKEND="gloo")
     assert figures["replicas_equal"] is True and figures["makespan_seconds"] <= figures["step_seconds"]
 

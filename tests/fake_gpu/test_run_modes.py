@@ -30,7 +30,7 @@ def test_a_run_mode_trains_on_two_gpus(mode: str, script: str):
         "pipeline_parallel/train_1f1b.py",
     ],
 )
-def test_a_run_goes_on_from_its_checkpoint(script: str, tmp_path: Path):
+def test_a_run_resumes_from_its_checkpoint(script: str, tmp_path: Path):
     options = ("--size", "tiny", "--batch-size", "8", "--checkpoint", str(tmp_path / "checkpoint"))
     run_script(script, "--steps", "2", *options)
     resumed = run_script(script, "--steps", "4", "--resume", *options)

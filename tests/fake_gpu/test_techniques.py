@@ -43,7 +43,7 @@ def moved(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_data_parallel_is_one_process(name: str):
+def test_data_parallel_equals_one_process(name: str):
     def compare(cluster: Cluster, wrap: data_parallel.Wrap) -> None:
         gpu = cluster.device
         odd = moved(gpu, data_parallel.examples(cluster.world_size))
@@ -57,7 +57,7 @@ def test_data_parallel_is_one_process(name: str):
 
 
 @pytest.mark.parametrize("stage", sharded.STAGES)
-def test_zero_is_one_process(stage: str):
+def test_zero_equals_one_process(stage: str):
     options = {"unit_mb": 0.01} if stage == "zero3" else {"bucket_mb": 0.01, "first_mb": 0.001}
 
     def compare(cluster: Cluster) -> None:
@@ -68,7 +68,7 @@ def test_zero_is_one_process(stage: str):
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-def test_fully_shard_is_one_process():
+def test_fully_shard_equals_one_process():
     def compare(cluster: Cluster, group: Group = None) -> None:
         make, (x, y) = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
         reference, ours = make(0), shard(make(cluster.rank), cluster.device)
@@ -86,7 +86,7 @@ def test_fully_shard_is_one_process():
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_is_one_process(sequence_parallel: bool):
+def test_tensor_parallel_on_gpus_equals_one_process(sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
         tensor_parallel.compare_with_one_process(cluster, sequence_parallel, clip=0.5, steps=3)
         dtensors.compare_with_one_process(cluster, sequence_parallel)
@@ -96,7 +96,7 @@ def test_tensor_parallel_is_one_process(sequence_parallel: bool):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("schedule", "chunks"), pipelines.ALL_SCHEDULES)
-def test_a_pipeline_is_one_process(schedule: str, chunks: int, ranks: int):
+def test_a_pipeline_equals_one_process(schedule: str, chunks: int, ranks: int):
     def compare(cluster: Cluster) -> None:
         make = lambda: pipelines.gpt(num_layers=max(3, chunks * ranks - 2))  # noqa: E731
         microbatches = 2 * cluster.world_size
@@ -106,7 +106,7 @@ def test_a_pipeline_is_one_process(schedule: str, chunks: int, ranks: int):
 
 
 @pytest.mark.parametrize(("schedule", "lesson"), [("naive", ModelParallel), ("gpipe", AllForwardAllBackward)])
-def test_a_pipeline_by_hand_is_one_process(schedule: str, lesson: type):
+def test_a_pipeline_by_hand_equals_one_process(schedule: str, lesson: type):
     def compare(cluster: Cluster) -> None:
         make = lambda: pipelines.gpt(num_layers=3)  # noqa: E731
         pipelines.compare_schedule(cluster, schedule, 4, make, pipelines.text, by_hand=lesson)

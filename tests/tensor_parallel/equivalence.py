@@ -34,7 +34,7 @@ def gathered(part: Tensor, dim: int, size: int | None = None) -> Tensor:
     return InFlightAllGather(part.detach(), dim, None, size).wait()
 
 
-def whole(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def full_tensors(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Return the ranks' parts put together, by the names of the plain model; all at once, which is quick."""
     cut = {name: tensor for name, tensor in tensors.items() if tensor is not None and name in model.dims}
     if not cut:
@@ -70,7 +70,9 @@ def compare_with_one_process(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
     ours = parallelize(plain, None, sequence_parallel, overlap)
-    assert_same(whole(ours, parameters(ours.module)), parameters(reference), 0, f"initial parameter, {what},")
+    assert_same(
+        full_tensors(ours, parameters(ours.module)), parameters(reference), 0, f"initial parameter, {what},"
+    )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
     masks = FixedMasks() if changes.get("dropout") else NoMasks()
     x, y = (part.to(cluster.device) for part in text(time))
@@ -94,11 +96,16 @@ def compare_with_one_process(
                 what,
             )
         assert_same(
-            whole(ours, gradients(ours.module)), gradients(reference), RTOL, f"gradient, {what}, step {step},"
+            full_tensors(ours, gradients(ours.module)),
+            gradients(reference),
+            RTOL,
+            f"gradient, {what}, step {step},",
         )
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(whole(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},")
+    assert_same(
+        full_tensors(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},"
+    )
 
 
 def compare_mlp_with_one_process(
@@ -120,9 +127,11 @@ def compare_mlp_with_one_process(
         if clip is not None:
             expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
             assert_same({"norm": ours.clip_grad_norm_(clip)}, {"norm": expected_norm}, RTOL, what)
-        expected, actual = gradients(reference), whole(ours, gradients(ours.module))
+        expected, actual = gradients(reference), full_tensors(ours, gradients(ours.module))
         expected["input"], actual["input"] = inputs[0].grad, inputs[1].grad
         assert_same(actual, expected, RTOL, f"gradient, {what}, step {step},")
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(whole(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},")
+    assert_same(
+        full_tensors(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},"
+    )

@@ -10,7 +10,7 @@ from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tensor_parallel.parallelize import parallelize
-from tests.tensor_parallel.equivalence import gpt, text, whole
+from tests.tensor_parallel.equivalence import full_tensors, gpt, text
 
 Gradients = dict[str, Tensor | None]
 
@@ -24,7 +24,7 @@ def assert_as_close(ours: Gradients, theirs: Gradients, exact: Gradients, what: 
         assert error <= max(2 * known, least), f"{what}: {name} is off by {error}, and plain by {known}"
 
 
-def test_a_gpts_gradients_are_as_exact_as_plain_autocasts():
+def test_a_gpts_gradients_are_as_exact_as_those_of_one_process_under_autocast():
     def compare(cluster: Cluster, sequence_parallel: bool) -> None:
         for options in ({}, {"tied": False, "num_kv_heads": 6}):
             x, y = text()
@@ -37,7 +37,7 @@ def test_a_gpts_gradients_are_as_exact_as_plain_autocasts():
                 one.backward()
             ours.finish_gradient_sync()
             assert_same({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-3)
-            found = whole(ours, gradients(ours.module))
+            found = full_tensors(ours, gradients(ours.module))
             what = f"{options}, sequence_parallel {sequence_parallel}"
             assert_as_close(found, gradients(plain), gradients(exact), what)
 
@@ -45,7 +45,7 @@ def test_a_gpts_gradients_are_as_exact_as_plain_autocasts():
         run_ranks(compare, 3, sequence_parallel)
 
 
-def test_an_mlps_gradients_are_as_exact_as_plain_autocasts_with_the_backward_inside_of_it_too():
+def test_an_mlps_gradients_are_as_exact_even_if_the_backward_runs_under_autocast():
     def compare(cluster: Cluster) -> None:
         x = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
         y = torch.arange(5)
@@ -54,13 +54,13 @@ def test_an_mlps_gradients_are_as_exact_as_plain_autocasts_with_the_backward_ins
         for model in (plain, ours):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 F.cross_entropy(model(x), y).backward()
-        found = whole(ours, gradients(ours.module))
+        found = full_tensors(ours, gradients(ours.module))
         assert_as_close(found, gradients(plain), gradients(exact), "MLP")
 
     run_ranks(compare, 2)
 
 
-def test_on_one_rank_a_layers_gradients_are_plain_autocasts_to_the_bit():
+def test_on_one_rank_gradients_under_autocast_equal_plain_ones_bit_by_bit():
     def compare(cluster: Cluster) -> None:
         for by_tokens in (False, True):
             for make in (ColumnParallelLinear, RowParallelLinear):

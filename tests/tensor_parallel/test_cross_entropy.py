@@ -44,7 +44,7 @@ def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_loss_and_gradient_are_torchs_of_the_whole_logits(n: int):
+def test_loss_and_gradient_equal_torchs_for_the_full_logits(n: int):
     def work(cluster: Cluster) -> None:
         for words in (60, 61, 5, max(2, n)):
             logits, targets = batch(words)
@@ -58,7 +58,7 @@ def test_loss_and_gradient_are_torchs_of_the_whole_logits(n: int):
     run_ranks(work, n)
 
 
-def test_a_rank_whose_words_are_all_padding_has_no_share():
+def test_a_rank_whose_entries_are_all_padding_has_no_probability():
     def work(cluster: Cluster) -> None:
         for words in (1, 2, 5, 6):  # on 4 ranks, 5 are 2 2 1 0
             compare(cluster, *batch(words))
@@ -68,7 +68,7 @@ def test_a_rank_whose_words_are_all_padding_has_no_share():
     run_ranks(work, 4)
 
 
-def test_without_a_number_of_words_nothing_is_padding():
+def test_without_a_vocabulary_size_nothing_counts_as_padding():
     def work(cluster: Cluster) -> None:
         logits, targets = batch(12)
         ours = vocab_parallel_cross_entropy(logits.tensor_split(2, -1)[cluster.rank], targets)
@@ -77,7 +77,7 @@ def test_without_a_number_of_words_nothing_is_padding():
     run_ranks(work, 2)
 
 
-def test_huge_logits_do_not_overflow_whoever_has_the_largest():
+def test_huge_logits_do_not_overflow_wherever_the_largest_is():
     def work(cluster: Cluster) -> None:
         for rank in range(cluster.world_size):
             logits, targets = batch(6)
@@ -89,7 +89,7 @@ def test_huge_logits_do_not_overflow_whoever_has_the_largest():
     run_ranks(work, 3)
 
 
-def test_the_largest_logit_of_all_ranks_counts_not_this_ranks():
+def test_the_largest_logit_of_all_ranks_is_subtracted():
     """Subtracting some other number is the same in mathematics, and overflows."""
 
     def work(cluster: Cluster) -> None:
@@ -100,7 +100,7 @@ def test_the_largest_logit_of_all_ranks_counts_not_this_ranks():
     run_ranks(work, 2)
 
 
-def test_if_all_targets_are_ignored_it_is_not_a_number_and_its_gradient_zero_as_torchs():
+def test_if_all_targets_are_ignored_the_loss_is_nan_and_its_gradient_zero_as_in_torch():
     def work(cluster: Cluster) -> None:
         logits, targets = batch(6)
         plain = logits.clone().requires_grad_()
@@ -156,7 +156,7 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_at_its_peak_it_has_an_nth_of_the_memory_of_the_whole_one(dtype: torch.dtype):
+def test_its_peak_memory_is_one_nth_of_the_full_cross_entropys(dtype: torch.dtype):
     """It is in float32, which torch's would want of bf16 logits too."""
     tokens, words = 64, 4096
 

@@ -54,14 +54,14 @@ def masks_of_a_step(model: TensorParallel) -> dict[str, Tensor]:
     return {name: torch.stack(masks) for name, masks in kept.items()}
 
 
-def alike(a: Tensor, b: Tensor) -> float:
+def equal_share(a: Tensor, b: Tensor) -> float:
     """How much of two masks is the same: 0.5 for strangers, as half is kept. The future does not count."""
     if a.shape[-1] == a.shape[-2]:
         a, b = (mask[..., *torch.tril_indices(*mask.shape[-2:])] for mask in (a, b))
     return (a == b).double().mean().item()
 
 
-def test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_one():
+def test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one():
     def look(cluster: Cluster) -> list[dict[str, Tensor]]:
         model = model_of(cluster, False)
         return [masks_of_a_step(model) for _ in range(2)]
@@ -70,11 +70,13 @@ def test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_o
     for first, second in combinations(found, 2):
         for mine, others in zip(first, second, strict=True):
             assert torch.equal(mine["residual"], others["residual"])
-            assert 0.45 < alike(mine["attention"], others["attention"]) < 0.55
+            assert 0.45 < equal_share(mine["attention"], others["attention"]) < 0.55
     for before, after in found:  # another step, other masks
         for where in before:
-            assert 0.45 < alike(before[where], after[where]) < 0.55
-        assert 0.4 < alike(after["attention"][0, :, 0], after["attention"][0, :, 1]) < 0.6  # and another head
+            assert 0.45 < equal_share(before[where], after[where]) < 0.55
+        assert (
+            0.4 < equal_share(after["attention"][0, :, 0], after["attention"][0, :, 1]) < 0.6
+        )  # and another head
 
 
 def test_with_sequence_parallel_the_tokens_of_different_ranks_have_different_masks():
@@ -85,11 +87,11 @@ def test_with_sequence_parallel_the_tokens_of_different_ranks_have_different_mas
     assert found[0]["residual"].shape == (3, 4, 4, 24)
     for first, second in combinations(found, 2):
         for where in first:
-            assert 0.45 < alike(first[where], second[where]) < 0.55
+            assert 0.45 < equal_share(first[where], second[where]) < 0.55
 
 
 @BOTH_MODES
-def test_the_stream_that_all_share_stays_the_same_through_training(sequence_parallel: bool):
+def test_the_shared_random_stream_stays_equal_on_all_ranks_during_training(sequence_parallel: bool):
     def train(cluster: Cluster) -> tuple[Tensor, Tensor, float]:
         model = model_of(cluster, sequence_parallel)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,7 +109,7 @@ def test_the_stream_that_all_share_stays_the_same_through_training(sequence_para
         assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) and first[2] == other[2]
 
 
-def test_the_same_seed_drops_the_same_and_another_seed_something_else():
+def test_equal_seeds_draw_equal_masks_and_other_seeds_other_masks():
     def look(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             first, again, other = (
@@ -115,12 +117,12 @@ def test_the_same_seed_drops_the_same_and_another_seed_something_else():
             )
             for where in first:
                 assert torch.equal(first[where], again[where])
-                assert 0.45 < alike(first[where], other[where]) < 0.55
+                assert 0.45 < equal_share(first[where], other[where]) < 0.55
 
     run_ranks(look, 2)
 
 
-def test_in_evaluation_and_without_dropout_nothing_is_dropped_and_nothing_drawn():
+def test_evaluation_and_zero_dropout_draw_no_random_numbers():
     def look(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             x, _ = text(11)

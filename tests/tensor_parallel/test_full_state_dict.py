@@ -8,7 +8,7 @@ from lab.cluster import Cluster
 from lab.model import MLP
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import parallelize
-from tests.tensor_parallel.equivalence import gathered, gpt, text, whole
+from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
 
 
 def trained(cluster: Cluster, tied: bool, sequence_parallel: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -37,14 +37,16 @@ def loads(cluster: Cluster, state: dict[str, Tensor], logits: Tensor, tied: bool
         if each is model:
             model.finish_gradient_sync()
         torch.optim.SGD(each.parameters(), lr=0.3).step()
-    assert_same(whole(model, parameters(model.module)), parameters(plain), what="parameter after loading")
+    assert_same(
+        full_tensors(model, parameters(model.module)), parameters(plain), what="parameter after loading"
+    )
 
 
 def loss_of_plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def test_four_ranks_save_what_one_process_three_ranks_and_one_load():
+def test_a_state_saved_by_four_ranks_is_loaded_by_one_process_and_by_one_and_three_ranks():
     cases = [(tied, by_tokens) for tied in (True, False) for by_tokens in (False, True)]
 
     def save_all(cluster: Cluster) -> list[tuple[dict[str, Tensor], Tensor]]:
@@ -66,7 +68,7 @@ def test_four_ranks_save_what_one_process_three_ranks_and_one_load():
     run_ranks(load_all, 1, [first[i] for i in (1, 0, 3, 2)])  # in the other mode
 
 
-def test_what_is_saved_is_a_copy_and_a_plain_models_state_has_the_same_names_and_shapes():
+def test_a_full_state_dict_is_a_copy_with_the_names_and_shapes_of_the_plain_model():
     def look(cluster: Cluster) -> None:
         for plain, same in ((gpt(), gpt()), (MLP([7, 12, 5, 12]).double(), MLP([7, 12, 5, 12]).double())):
             model = parallelize(plain)

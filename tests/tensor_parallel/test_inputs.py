@@ -16,7 +16,7 @@ from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import RTOL, gathered, gpt, text
 
 
-def test_the_input_may_have_its_name_and_must_be_one_tensor():
+def test_the_input_must_be_one_tensor_and_may_be_passed_by_keyword():
     def work(cluster: Cluster) -> list[str]:
         x, _ = text()
         model, mlp = parallelize(gpt(num_layers=1)), parallelize(MLP([4, 8, 4]))
@@ -41,7 +41,7 @@ def test_the_input_may_have_its_name_and_must_be_one_tensor():
     assert first == second == ["a dict.", "None.", "a Tensor, None.", "a tuple.", "nothing."]
 
 
-def test_an_input_without_a_batch_is_taken_as_by_nn_linear():
+def test_an_input_without_a_batch_dimension_works_as_in_nn_linear():
     def work(cluster: Cluster) -> None:
         plain, ours = nn.Linear(4, 6), ColumnParallelLinear(4, 6, gather_output=True)
         plain.load_state_dict({name: gathered(tensor, 0) for name, tensor in ours.state_dict().items()})
@@ -73,7 +73,7 @@ def test_second_derivatives_are_refused():
     run_ranks(work, 2)
 
 
-def test_a_gradient_of_the_input_is_one_process():
+def test_the_gradient_of_the_input_equals_one_process():
     def work(cluster: Cluster) -> None:
         plain, ours = MLP([4, 8, 4]).double(), parallelize(MLP([4, 8, 4]).double())
         found = []

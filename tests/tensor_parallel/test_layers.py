@@ -32,7 +32,7 @@ def plain_linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_the_weights_are_the_same_whole_ones_on_any_number_of_ranks(n: int):
+def test_the_full_weights_are_equal_on_any_number_of_ranks(n: int):
     def compare(cluster: Cluster) -> None:
         torch.manual_seed(cluster.rank)  # is of no account
         linear = plain_linear(24, 12, seed=3).float()
@@ -54,7 +54,7 @@ def test_the_weights_are_the_same_whole_ones_on_any_number_of_ranks(n: int):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_a_column_and_a_row_layer_are_two_plain_ones(n: int):
+def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
     def compare(cluster: Cluster) -> None:
         for by_tokens, overlap in itertools.product((False, True), (False, True)):
             first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
@@ -94,7 +94,7 @@ def test_a_column_and_a_row_layer_are_two_plain_ones(n: int):
     run_ranks(compare, n)
 
 
-def test_the_whole_output_may_be_gathered_and_a_whole_input_split():
+def test_the_output_may_be_gathered_and_a_full_input_split():
     def compare(cluster: Cluster) -> None:
         for inputs, ours in (
             (6, ColumnParallelLinear(6, 12, gather_output=True, seed=5)),
@@ -124,7 +124,7 @@ def test_the_bias_of_a_row_layer_is_added_once():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_an_embedding_finds_each_word_on_the_rank_that_has_it(n: int):
+def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
     def compare(cluster: Cluster) -> None:
         with seeded(3):
             plain = nn.Embedding(61, 6).double()
@@ -172,7 +172,7 @@ class ElsewhereTensor(Tensor):
         return torch.device("cuda")
 
 
-def test_a_gpu_is_not_asked_for_such_a_token_but_its_lookup_refuses_it():
+def test_on_a_gpu_the_lookup_refuses_such_a_token():
     def refuse(cluster: Cluster) -> None:
         for token in (-1, 61, 62, 999):
             tokens = torch.tensor([3, 60, token]).as_subclass(ElsewhereTensor)
@@ -184,7 +184,7 @@ def test_a_gpu_is_not_asked_for_such_a_token_but_its_lookup_refuses_it():
     run_ranks(refuse, 2)
 
 
-def test_widths_that_do_not_divide_are_refused_in_a_sentence():
+def test_widths_that_do_not_divide_are_refused_in_one_sentence():
     def refuse(cluster: Cluster) -> None:
         with pytest.raises(WorkbookError, match=r"^7 outputs cannot be divided among 2 ranks equally\.$"):
             ColumnParallelLinear(4, 7)
@@ -207,7 +207,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_inputs_gradient_is_on_its_way_while_the_weights_is_computed():
+def test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed():
     def look(cluster: Cluster, name: str, by_tokens: bool) -> list[str]:
         events: list[str] = []
         original = getattr(overlapped, name)

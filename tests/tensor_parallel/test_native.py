@@ -23,7 +23,7 @@ from tensor_parallel.train_dtensor import (
 from tests.tensor_parallel.equivalence import RTOL, gpt, text
 
 
-def whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def full_tensors(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
@@ -39,7 +39,7 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
     what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
     native = shard(plain, cluster.device, sequence_parallel)
-    assert_same(whole(parameters(native)), parameters(reference), 0, f"initial parameter, {what},")
+    assert_same(full_tensors(parameters(native)), parameters(reference), 0, f"initial parameter, {what},")
     # One parameter at a time: a GPU's default is all at once, and then all must be DTensors or none.
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, foreach=False) for m in (reference, native)]
     x, y = (part.to(cluster.device) for part in text())
@@ -52,10 +52,12 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
         if step:  # what is Partial is full after full_tensor(), too
             finish_gradient_sync(native)
         assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
-        assert_same(whole(gradients(native)), gradients(reference), RTOL, f"gradient, {what}, step {step},")
+        assert_same(
+            full_tensors(gradients(native)), gradients(reference), RTOL, f"gradient, {what}, step {step},"
+        )
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(whole(parameters(native)), parameters(reference), RTOL, f"parameter, {what},")
+    assert_same(full_tensors(parameters(native)), parameters(reference), RTOL, f"parameter, {what},")
     plain = gpt(1, **changes)
     plain.load_state_dict(full_state_dict(native))
     assert_same(parameters(plain), parameters(reference), RTOL, f"saved parameter, {what},")
@@ -63,7 +65,7 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_parallel: bool):
+def test_every_gradient_and_parameter_equals_one_process(n: int, sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
         compare_with_one_process(cluster, sequence_parallel)
         compare_with_one_process(cluster, sequence_parallel, tied=False, num_kv_heads=6)
@@ -72,7 +74,7 @@ def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_pa
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_by_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(sequence_parallel: bool):
+def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
         x, y = text(16)
         native = shard(gpt(0), cluster.device, sequence_parallel).float()
@@ -85,7 +87,7 @@ def test_by_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(seque
             one_backward(native, x, y)
             finish_gradient_sync(native)
         counted = LEDGER.total() - before
-        assert_same(whole(gradients(native)), whole(untouched), 0)
+        assert_same(full_tensors(gradients(native)), full_tensors(untouched), 0)
         assert counted == traffic_per_step(cluster, native, len(x), sequence_parallel)
         before = LEDGER.total()
         one_backward(native, x, y)
@@ -102,7 +104,7 @@ def test_tied_weights_stay_one_parameter():
     assert all(run_ranks(check, 2))
 
 
-def test_what_cannot_be_divided_is_refused_in_one_sentence():
+def test_sizes_that_do_not_divide_are_refused_in_one_sentence():
     def heads(cluster: Cluster) -> None:
         shard(gpt(0, num_heads=12, num_kv_heads=3), cluster.device)
 

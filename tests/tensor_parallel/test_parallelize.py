@@ -24,7 +24,7 @@ BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @BOTH_MODES
-def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_parallel: bool):
+def test_every_gradient_and_parameter_equals_one_process(n: int, sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
         compare_with_one_process(cluster, sequence_parallel)
         compare_with_one_process(cluster, sequence_parallel, tied=False, clip=0.1, steps=2)
@@ -34,7 +34,7 @@ def test_every_gradient_and_parameter_is_that_of_one_process(n: int, sequence_pa
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @BOTH_MODES
-def test_without_overlap_every_gradient_is_that_of_one_process(n: int, sequence_parallel: bool):
+def test_without_overlap_every_gradient_equals_one_process(n: int, sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
         compare_with_one_process(cluster, sequence_parallel, steps=2, overlap=False)
 
@@ -45,16 +45,16 @@ def test_two_ranks_have_the_gradients_of_one_process():
     run_ranks(lambda cluster: compare_with_one_process(cluster, steps=2, num_layers=1), 2)
 
 
-def test_two_ranks_have_the_gradients_of_one_process_by_tokens():
+def test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process():
     run_ranks(lambda cluster: compare_with_one_process(cluster, True, steps=2, num_layers=1), 2)
 
 
-def test_what_all_ranks_have_counts_once_in_the_norm():
+def test_replicated_parameters_count_once_in_the_norm():
     run_ranks(lambda cluster: compare_with_one_process(cluster, clip=1e-3, steps=1, num_layers=1), 2)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_query_heads_that_share_keys_and_values_stay_with_them(n: int):
+def test_query_heads_stay_on_the_rank_of_the_keys_and_values_they_share(n: int):
     def compare(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             heads = {"num_kv_heads": 6 if n < 4 else 4}
@@ -65,7 +65,7 @@ def test_query_heads_that_share_keys_and_values_stay_with_them(n: int):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_with_the_same_masks_dropout_changes_nothing_about_that(n: int):
+def test_with_equal_dropout_masks_gradients_equal_one_process(n: int):
     def compare(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             compare_with_one_process(cluster, sequence_parallel, dropout=0.3, num_layers=1)
@@ -76,7 +76,7 @@ def test_with_the_same_masks_dropout_changes_nothing_about_that(n: int):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_the_tokens_may_be_any_number_from_one_to_the_block_size(n: int):
+def test_a_text_may_have_any_number_of_tokens_up_to_the_block_size(n: int):
     def compare(cluster: Cluster) -> None:
         for time in (1, 2, 11, 16):
             compare_with_one_process(cluster, True, time=time, steps=1, num_layers=1)
@@ -96,7 +96,7 @@ def test_more_tokens_than_the_block_size_are_refused():
     run_ranks(refuse, 3)
 
 
-def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs():
+def test_frozen_parameters_have_no_gradient_and_the_others_have_one():
     def compare(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             for frozen in (
@@ -121,7 +121,7 @@ def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs():
     run_ranks(compare, 2)
 
 
-def test_clipping_takes_the_norm_of_the_whole_model():
+def test_clipping_uses_the_norm_of_the_full_model():
     def compare(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             for clip in (1e-3, 0.1, 1e3):  # the last one changes nothing
@@ -130,7 +130,7 @@ def test_clipping_takes_the_norm_of_the_whole_model():
     run_ranks(compare, 3)
 
 
-def test_torchs_own_clipping_takes_the_norm_of_the_full_model():
+def test_torchs_own_clipping_uses_the_norm_of_the_full_model():
     def compare(cluster: Cluster) -> None:
         for foreach, sequence_parallel in ((None, True), (None, False), (True, True)):
 
@@ -175,7 +175,7 @@ def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers(n: int):
     run_ranks(compare, n)
 
 
-def test_what_every_rank_has_whole_stays_the_same_to_the_bit():
+def test_replicated_parameters_stay_equal_bit_by_bit():
     def train(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             model = parallelize(gpt(cluster.rank, dropout=0.1, num_layers=1).float(), None, sequence_parallel)
@@ -195,7 +195,7 @@ def test_what_every_rank_has_whole_stays_the_same_to_the_bit():
     run_ranks(train, 3)
 
 
-def test_a_rank_holds_an_nth_of_what_is_cut_and_nothing_of_the_plain_model():
+def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_model():
     def measure(cluster: Cluster) -> None:
         for sequence_parallel in (False, True):
             for tied in (False, True):
@@ -229,7 +229,7 @@ def test_gradients_of_several_backwards_add_up():
     run_ranks(accumulate, 2)
 
 
-def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence():
+def test_sizes_that_do_not_divide_are_refused_on_every_rank_in_the_same_sentence():
     cases = {
         "5 query heads": lambda: parallelize(gpt(num_heads=5, width=20)),
         "1 key and value heads": lambda: parallelize(gpt(num_kv_heads=1)),

@@ -16,7 +16,7 @@ from lab.ranks import run_ranks
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.gradient_changes import halved, set_to_none, zeroed_in_place
-from tests.tensor_parallel.equivalence import RTOL, gathered, gpt, text, whole
+from tests.tensor_parallel.equivalence import RTOL, full_tensors, gathered, gpt, text
 
 Change = Callable[[nn.Module], Any]
 
@@ -48,11 +48,11 @@ def compare_program(cluster: Cluster, program: list[str | Change], sequence_para
         else:
             what(plain)
             what(ours)
-    found = whole(ours, gradients(ours.module))
+    found = full_tensors(ours, gradients(ours.module))
     assert_same(found, gradients(plain), RTOL, f"gradient, {program}, sequence_parallel {sequence_parallel},")
 
 
-def test_gradients_are_complete_however_backwards_zeroing_and_synchronisation_alternate():
+def test_gradients_are_complete_for_any_order_of_backwards_zeroing_and_synchronisation():
     def work(cluster: Cluster) -> None:
         for program in PROGRAMS:
             compare_program(cluster, program, True)
@@ -65,7 +65,7 @@ def test_gradients_of_norms_count_once_after_two_accumulated_steps():
     run_ranks(lambda cluster: compare_program(cluster, PROGRAMS[0], True), 2, timeout=20)
 
 
-def test_a_second_call_sends_nothing():
+def test_a_second_finish_gradient_sync_sends_nothing():
     def work(cluster: Cluster) -> None:
         ours = parallelize(gpt(num_layers=1), None, True)
         x, y = text()
@@ -97,7 +97,7 @@ def train(
     return gradients(module)
 
 
-def test_an_optimizer_made_before_trains_the_parts():
+def test_an_optimizer_made_before_parallelize_trains_the_shards():
     def work(cluster: Cluster) -> None:
         for kind, options in ((torch.optim.SGD, {"lr": 0.3}), (torch.optim.AdamW, {"lr": 0.01})):
             for sequence_parallel in (False, True):
@@ -110,7 +110,7 @@ def test_an_optimizer_made_before_trains_the_parts():
                 train(ours, optimizers[1])
                 # AdamW divides small gradients by their size, and so makes rounding larger.
                 rtol = RTOL if kind is torch.optim.SGD else 1e-6
-                found = whole(ours, parameters(ours.module))
+                found = full_tensors(ours, parameters(ours.module))
                 assert_same(found, parameters(plain), rtol, f"parameter, {kind}, {sequence_parallel},")
 
     run_ranks(work, 2)
@@ -133,7 +133,7 @@ def cast(model: nn.Module) -> None:
     model.float().double()
 
 
-def test_what_is_frozen_unfrozen_assigned_or_cast_after_the_cut_is_as_on_one_process():
+def test_parameters_frozen_assigned_or_cast_after_parallelize_train_as_in_one_process():
     def work(cluster: Cluster) -> None:
         for change in (freeze, assign, cast):
             for sequence_parallel in (False, True):
@@ -156,13 +156,13 @@ def test_what_is_frozen_unfrozen_assigned_or_cast_after_the_cut_is_as_on_one_pro
                 assert is_trained == (change is freeze)
                 what = f"gradient, {change.__name__}, sequence_parallel {sequence_parallel},"
                 rtol = 1e-4 if change is cast else RTOL
-                assert_same(whole(ours, found[1]), found[0], rtol, what)
+                assert_same(full_tensors(ours, found[1]), found[0], rtol, what)
 
     run_ranks(work, 2)
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-def test_a_norm_counts_sparse_and_complex_gradients_as_they_are():
+def test_the_norm_includes_sparse_and_complex_gradients():
     def work(cluster: Cluster) -> None:
         plain, ours = gpt(num_layers=1), parallelize(gpt(num_layers=1))
         for model in (plain, ours.module):
@@ -192,7 +192,7 @@ def test_a_norm_counts_sparse_and_complex_gradients_as_they_are():
     run_ranks(work, 2)
 
 
-def test_a_model_that_is_refused_is_as_it_was_and_a_parallel_one_is_not_cut_again():
+def test_a_refused_model_is_unchanged_and_a_parallel_one_is_not_parallelized_again():
     def work(cluster: Cluster) -> list[str]:
         sentences = []
         model, tuned = MLP([4, 8, 4, 9]), MLP([4, 8])
@@ -211,7 +211,7 @@ def test_a_model_that_is_refused_is_as_it_was_and_a_parallel_one_is_not_cut_agai
     assert first == second == ["9 outputs cannot be divided among 2 ranks equally.", again, again, computed]
 
 
-def test_a_head_with_a_bias_is_cut_and_saved_with_it():
+def test_a_head_with_a_bias_is_sharded_and_saved():
     def work(cluster: Cluster) -> None:
         plain, cut = gpt(num_layers=1), gpt(num_layers=1)
         for model in (plain, cut):
@@ -220,7 +220,7 @@ def test_a_head_with_a_bias_is_cut_and_saved_with_it():
         x, y = text()
         loss_of(plain(x), y).backward()
         ours.loss(ours(x), y).backward()
-        assert_same(whole(ours, gradients(ours.module)), gradients(plain), RTOL)
+        assert_same(full_tensors(ours, gradients(ours.module)), gradients(plain), RTOL)
         state = ours.full_state_dict()
         assert_same(state, plain.state_dict(), 0)
         ours.load_full_state_dict({name: tensor + 1 for name, tensor in state.items()})

@@ -37,7 +37,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_what_is_sent_is_the_formulas_for_a_block_and_for_the_run(n: int):
+def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run(n: int):
     def report(cluster) -> list[dict[str, Any]]:
         return [
             summary(cluster, name, clip=clip, overlap=overlap)
@@ -61,7 +61,7 @@ def test_sequence_parallelism_keeps_fewer_activations():
     assert by_tokens < 0.7 * whole
 
 
-def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks_and_in_the_other_mode(tmp_path):
+def test_a_run_resumes_on_another_number_of_ranks_and_in_the_other_mode(tmp_path):
     folder = str(tmp_path / "checkpoint")
 
     def first(cluster) -> None:
@@ -76,7 +76,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks_and_in_the
     assert in_two_parts == pytest.approx(in_one_go, rel=1e-5)
 
 
-def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
+def test_invalid_arguments_are_refused_in_one_sentence():
     def refuse(cluster) -> None:
         for changes, sentence in (
             ({"clip": 0.0}, "--clip 0: the largest norm is a number above 0"),
@@ -93,7 +93,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     run_ranks(refuse, 3)
 
 
-def test_ranks_with_different_arguments_are_told_who_has_what():
+def test_different_arguments_are_refused_and_listed_by_rank():
     def refuse(cluster) -> None:
         for name, changes in (("tensor_parallel", {"lr": 0.1}), ("sequence_parallel", {"clip": -1.0})):
             [(option, value)] = changes.items()
@@ -105,7 +105,7 @@ def test_ranks_with_different_arguments_are_told_who_has_what():
     run_ranks(refuse, 2, timeout=30)
 
 
-def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
+def test_dtensor_sends_what_the_formula_says_and_ends_with_our_loss():
     def run(cluster) -> None:
         ours = summary(cluster, "tensor_parallel")
         for sequence_parallel in (False, True):
@@ -132,7 +132,7 @@ def test_pytorchs_own_sends_what_the_formula_says_and_ends_where_ours_does():
     [(Args, ["metronome"]), (train_dtensor.Args, ["metronome", "checkpoint", "resume"])],
     ids=["ours", "native"],
 )
-def test_what_a_script_cannot_do_is_not_offered(args, missing: list[str], capsys):
+def test_a_script_offers_only_the_options_that_it_supports(args, missing: list[str], capsys):
     with pytest.raises(SystemExit):
         tyro.cli(args, args=["--help"])
     offered = capsys.readouterr().out
