@@ -59,7 +59,7 @@ def agreed_stages(
             "The ranks make different pipelines: give the same model, schedule, costs and split on all ranks."
         )
     full, parts = agreed[0]
-    if is_timed and split is None:  # on one rank, so that all of them cut alike
+    if is_timed and split is None:  # on one rank, so that all ranks cut the model in the same way
         is_first = placement(table)[0] == dist.get_rank(group)
         costs = max(
             on_all("measure", lambda: measured_costs(full, example) if is_first else [], group), key=len

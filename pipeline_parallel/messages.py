@@ -91,7 +91,7 @@ def received_by(action: Action, last_stage: int) -> Message | None:
 def with_messages(table: Table, ahead: int = 2) -> list[list[Step]]:
     """Return each rank's actions, sends and receives in order. ValueError if `ahead` is negative."""
     if ahead < 0:
-        raise ValueError(f"a receive cannot be posted {-ahead} actions late; `ahead` is 0 or more.")
+        raise ValueError(f"A receive cannot be posted {-ahead} actions late: make `ahead` 0 or more.")
     rank_of = placement(table)
     last_stage = max(rank_of, default=0)
 

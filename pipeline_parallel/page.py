@@ -76,7 +76,9 @@ def write_page(
     args = args or PageArgs()
     sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
     if not sizes or not args.messages:
-        raise ValueError("a page of nothing: give at least one each of ranks, microbatches and messages.")
+        raise ValueError(
+            "The page would be empty: give --ranks, --microbatches-per-rank and --messages a number each."
+        )
     runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
     real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
     data = {"runs": runs + real, "open": _opening(args, real)}
@@ -116,7 +118,7 @@ def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     """Yield a real run, and the simulation of its table with its own median costs."""
     events = sorted((event for event in events if "action" in event.args), key=lambda event: event.start_ns)
     if not events:
-        raise ValueError(f"the measured run {label!r} has no events of actions.")
+        raise ValueError(f"The measured run {label!r} has no events of actions.")
     zero = events[0].start_ns
     rows: list[list[TimedAction]] = [[] for _ in range(1 + max(event.rank for event in events))]
     for event in events:
@@ -187,11 +189,11 @@ def _colors(chunks: int) -> str:
 def main(args: PageArgs) -> None:
     for option in ("forward", "input_gradient", "weight_gradient"):
         if not 0 < getattr(args, option) < math.inf:
-            raise SystemExit(f"--{option.replace('_', '-')}: a time is a number above 0.")
+            raise SystemExit(f"--{option.replace('_', '-')}: give a time above 0.")
     if args.chunks < 1:
         raise SystemExit(f"--chunks {args.chunks}: there must be at least one.")
     if any(not 0 <= message < math.inf for message in args.messages):
-        raise SystemExit("--messages: a time is a number, 0 or more.")
+        raise SystemExit("--messages: give times of 0 or more.")
     try:
         size = write_page(args.out, args).stat().st_size
     except ValueError as error:

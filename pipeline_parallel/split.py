@@ -59,7 +59,7 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
     n = len(costs)
     if stages > n:
         raise WorkbookError(
-            f"{n} parts cannot be cut into {stages} stages: take fewer ranks or chunks, or more layers."
+            f"{n} parts cannot be cut into {stages} stages: take fewer ranks or --chunks, or more --layers."
         )
     until = [0.0, *accumulate(costs)]
 

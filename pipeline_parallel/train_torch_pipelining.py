@@ -136,7 +136,10 @@ class TorchSchedule:
             make = (SINGLE | MULTI)[schedule]
             self.schedule = make(stages, microbatches, loss_fn=share_of_loss, scale_grads=False)
         except (ValueError, AssertionError) as error:
-            raise WorkbookError(f"PyTorch's {schedule} refuses: {error}") from error
+            reason = str(error).rstrip(".")
+            raise WorkbookError(
+                f"PyTorch's {schedule} refuses: {reason}. Make --microbatches a multiple of the ranks."
+            ) from error
         # Before the first step, so that it sends what every step sends: here the stages agree on shapes.
         start = self.schedule._initialize_stages if schedule in MULTI else self.schedule._initialize_stage
         start((example,), {})

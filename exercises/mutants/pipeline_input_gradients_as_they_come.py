@@ -4,7 +4,7 @@ from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.messages import sent_by
 
 TARGET = "pipeline_parallel.executor.Executor._hand_over"
-KILLER = "tests.pipeline_parallel.test_mutant_killers.test_whole_backwards_may_stand_beside_split_ones"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_full_backwards_may_stand_beside_split_ones"
 
 
 def mutant(self, action, made) -> None:

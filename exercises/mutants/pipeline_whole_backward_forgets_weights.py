@@ -1,7 +1,7 @@
 """With some backwards split and others not, the stages with full backwards do not learn."""
 
 TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward"
-KILLER = "tests.pipeline_parallel.test_mutant_killers.test_whole_backwards_may_stand_beside_split_ones"
+KILLER = "tests.pipeline_parallel.test_mutant_killers.test_full_backwards_may_stand_beside_split_ones"
 
 
 def mutant(self, microbatch: int, dy):

@@ -70,7 +70,7 @@ def own_gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return what own_gradients does, of a full model; a tied one under both of its names."""
+    """Return the gradients of a full model as own_gradients does; a tied one is under both of its names."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -107,7 +107,7 @@ def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
 
 
 class OneProcess(NamedTuple):
-    """Holds how it trains: each step's loss, gradient of the input if it wants one, and the parameters'."""
+    """Holds how one process trains: the loss, the input's gradient and all gradients of each step."""
 
     initial: dict[str, Tensor]
     steps: list[tuple[Tensor, Tensor | None, dict[str, Tensor | None]]]
@@ -118,7 +118,7 @@ _known: dict[Any, OneProcess] = {}
 
 
 def of_one_process(make: Callable[[], nn.Module], batch: Batch, steps: int) -> OneProcess:
-    """Remembered, for many schedules are compared with the same."""
+    """Train on one process, and remember the result: many schedules are compared with it."""
     maker = (make.func, make.args, *make.keywords.items()) if isinstance(make, partial) else make
     key = maker, steps, *(tensor.numpy().tobytes() for tensor in batch)
     if key not in _known:
@@ -137,7 +137,7 @@ def of_one_process(make: Callable[[], nn.Module], batch: Batch, steps: int) -> O
 
 
 def input_at(step: int, x: Tensor) -> Tensor:
-    """Return the input: every other step a float input wants a gradient, too."""
+    """Return the input. In every other step an input of floats requires a gradient, too."""
     return x.clone().requires_grad_(x.is_floating_point() and step % 2 == 0)
 
 
@@ -202,7 +202,7 @@ def compare_schedule(
     rows: int = 2,
     **options: Any,
 ) -> None:
-    """Call compare_with_one_process for the schedule of that name on all ranks; `rows` of each microbatch."""
+    """Call compare_with_one_process for the schedule of that name; a microbatch has `rows` rows."""
     table = table_of(name, cluster.world_size, microbatches, chunks)
     batch, what = batch_of(rows * microbatches), f" {name}{options.pop('what', '')}"
     compare_with_one_process(cluster, make, table, batch, what=what, **options)

@@ -1,4 +1,4 @@
-"""What ranks really hold: as many microbatches as the schedule says, as many bytes as the simulator does."""
+"""Ranks really hold as many microbatches as the schedule says, and as many bytes as the simulator says."""
 
 from functools import partial
 from typing import NamedTuple
@@ -96,7 +96,7 @@ def test_each_rank_holds_as_many_microbatches_and_bytes_as_predicted(n: int):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_gpts_stages_hold_what_is_predicted_whatever_the_table(n: int):
+def test_the_stages_of_a_gpt_hold_what_is_predicted_for_any_table(n: int):
     cases = [
         Case(f"{name}", table_of(name, n, 4, chunks), n * stages_per_rank(name, chunks) + 1)
         for name, chunks in ALL_SCHEDULES[1:6]

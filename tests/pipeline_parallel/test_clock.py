@@ -1,4 +1,4 @@
-"""The clock of the metronome: when a device would have done what the host asks of it."""
+"""The clock of the metronome says when a device would have done what its host asks of it."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -13,7 +13,7 @@ MS = 1_000_000
 
 
 class Host:
-    """A host whose time only passes when it is told to, or sleeps."""
+    """Is a host whose time passes only when the test says so, or when it sleeps."""
 
     def __init__(self) -> None:
         self.now = 5_000 * MS
@@ -45,7 +45,7 @@ def spans(*stages: ClockRunner) -> list[float]:
     return [start / MS - 5_000, end / MS - 5_000]
 
 
-def test_passes_take_a_tick_each_and_a_whole_backward_two(host: Host):
+def test_a_forward_takes_one_tick_and_a_backward_two(host: Host):
     stage = runner(Clock())
     stage.forward(0, torch.zeros(1))
     assert spans(stage) == [0, 10]

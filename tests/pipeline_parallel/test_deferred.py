@@ -1,4 +1,4 @@
-"""Weight gradients that come later are autograd's, and what they needed goes when they have come."""
+"""Weight gradients that are computed later equal autograd's, and free their tensors when they are done."""
 
 import gc
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A pipeline trains as one process does, whatever the schedule, the model and the numbers."""
+"""A pipeline trains as one process does, with every schedule, model and number of microbatches."""
 
 from functools import partial
 
@@ -63,7 +63,7 @@ def test_every_schedule_has_the_gradients_of_one_process_for_a_gpt_tied_and_unti
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_images_go_from_stage_to_stage_in_whatever_shape_they_have(n: int):
+def test_images_go_from_stage_to_stage_in_any_shape(n: int):
     def compare(cluster: Cluster) -> None:
         for name, chunks in ALL_SCHEDULES:
             if n * stages_per_rank(name, chunks) <= 4:
@@ -73,7 +73,7 @@ def test_images_go_from_stage_to_stage_in_whatever_shape_they_have(n: int):
 
 
 def test_any_table_that_is_valid_trains_as_one_process_does():
-    """Stages anywhere, actions in any order that works, whole backwards beside halves."""
+    """Stages are anywhere, actions in any valid order, and full backwards stand beside halves."""
     tables = [any_table(3, stages, 4, seed) for seed, stages in enumerate([3, 5, 6, 3, 7, 4, 9, 6])]
 
     def compare(cluster: Cluster, tables: list[Table]) -> None:
@@ -125,7 +125,7 @@ def test_several_pairs_of_stages_may_share_weights():
 
 
 def frozen(*names: str, **sizes) -> nn.Module:
-    """With parameters that begin like one of the names frozen, and one that is never used."""
+    """Make a GPT in which parameters whose names begin with `names` are frozen, and one is never used."""
     model = gpt(num_layers=5, **sizes)
     model.blocks[1].never_used = nn.Linear(3, 3).double()
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_two_pipelines_train_side_by_side_in_groups_of_their_own():
     run_ranks(compare, 4)
 
 
-def test_the_whole_models_state_goes_from_one_schedule_to_another_and_to_one_process():
+def test_the_state_of_the_full_model_goes_from_one_schedule_to_another_and_to_one_process():
     def compare(cluster: Cluster) -> None:
         x, y = text(4)
         trained = gpt(num_layers=4)

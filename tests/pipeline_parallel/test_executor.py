@@ -1,4 +1,4 @@
-"""The executor: what it sends, refuses, and leaves behind."""
+"""The executor sends, refuses and frees what it should."""
 
 import gc
 import time
@@ -40,7 +40,9 @@ from tests.pipeline_parallel.equivalence import (
 
 
 def test_traffic_is_microbatches_times_boundaries_and_once_a_tied_gradient():
-    """Reckoned by hand; that the ledger agrees for all schedules is part of the equivalence."""
+    """The numbers are computed by hand. That the ledger agrees for all schedules is tested in
+    test_equivalence.
+    """
 
     def count(cluster: Cluster) -> list[Traffic]:
         x, y = text(6)
@@ -62,7 +64,7 @@ def test_traffic_is_microbatches_times_boundaries_and_once_a_tied_gradient():
     assert run_ranks(count, 3) == [list(of_rank) for of_rank in zip(plain, tied, in_a_v, strict=True)]
 
 
-def test_stages_are_told_the_shape_and_dtype_of_what_comes():
+def test_stages_know_the_shape_and_dtype_of_what_they_receive():
     def look(cluster: Cluster) -> list[dict[int, tuple[list[int], torch.dtype]]]:
         found = []
         cases = [
@@ -91,7 +93,7 @@ def test_stages_are_told_the_shape_and_dtype_of_what_comes():
     assert run_ranks(look, 4) == [list(of_rank) for of_rank in zip(*expected, strict=True)]
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence_and_nobody_is_left_waiting():
+def test_what_does_not_fit_is_refused_in_a_sentence_and_no_rank_is_left_waiting():
     def refuse(cluster: Cluster) -> list[str]:
         x, y = vectors(6)
         sentences = []
@@ -113,7 +115,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_and_nobody_is_left_waiting()
     first, *others = run_ranks(refuse, 3, timeout=20)
     assert first == [
         "The schedule is for 2 ranks, and there are 3.",
-        "2 parts cannot be cut into 3 stages: take fewer ranks or chunks, or more layers.",
+        "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
         "A Linear cannot be cut into stages: give an nn.Sequential, or a list of modules of which each takes "
         "what the one before returns.",
         "A batch of 7 cannot be divided into 3 equal microbatches "
@@ -157,7 +159,7 @@ def test_ranks_between_the_first_and_the_last_need_no_batch():
 
 
 def test_after_a_step_only_parameters_and_their_gradients_are_left():
-    """The garbage collector does not help: a circle would keep memory until it happens to run."""
+    """The garbage collector is off: a cycle of references would keep memory until it runs."""
 
     def measure(cluster: Cluster) -> None:
         x, y = vectors(9)
@@ -193,7 +195,7 @@ def test_after_a_step_only_parameters_and_their_gradients_are_left():
 
 
 def test_memory_of_a_message_is_free_before_the_step_ends():
-    """Of 12 activations only a few wait for their arrival, or for their use, at once."""
+    """Of 12 activations, only a few wait to arrive or to be used at the same time."""
 
     def measure(cluster: Cluster) -> None:
         x, y = vectors(12)
@@ -214,7 +216,7 @@ def test_memory_of_a_message_is_free_before_the_step_ends():
 
 
 class Counting:
-    """AutogradRunner whose tensors say where they have been: microbatch and stage in every number."""
+    """Is a runner whose tensors say where they have been: microbatch and stage in every number."""
 
     def __init__(self, stage: int, last: bool) -> None:
         self.stage, self.last, self.log = stage, last, []
@@ -286,7 +288,7 @@ def test_it_does_each_row_in_its_order_with_the_tensors_of_the_right_microbatch_
 
 
 def test_a_message_over_a_slow_link_arrives_no_sooner_than_the_simulator_says():
-    """The clock ticks instead of computing; rank 0 begins and ends the step. Never an upper limit."""
+    """A clock replaces computing; rank 0 begins and ends the step. There is a lower limit only."""
     tick, link = 0.002, Link(0.01, 1e-6)
 
     def measure(cluster: Cluster) -> list[float]:

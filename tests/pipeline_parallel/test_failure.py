@@ -32,7 +32,7 @@ from tests.pipeline_parallel.equivalence import (
 
 
 def sentence_of(act: Callable[[], Any]) -> str:
-    """Return what `act` raises: its sentence, and the type where it is not the workbook's own."""
+    """Return the sentence that `act` raises, with its type if it is not a WorkbookError."""
     with pytest.raises(Exception) as error:
         act()
     own = isinstance(error.value, WorkbookError)
@@ -125,14 +125,14 @@ class Fails(nn.Module):
 
 
 def failing(layers: int, rank: int, at: int, in_backward: bool = False) -> tuple[nn.Module, Fails]:
-    """Return an MLP of which one layer has a `Fails` behind it, in every rank's copy of the model."""
+    """Return an MLP with a `Fails` behind one of its layers, in every rank's copy of the model."""
     model, fails = mlp(layers), Fails(at, in_backward)
     model.layers[rank] = nn.Sequential(model.layers[rank], fails)
     return model, fails
 
 
-def test_an_error_in_a_stage_is_raised_there_and_told_to_all_others_within_the_step():
-    """Every schedule; the first stage, the last one and one between them; the first microbatch and others."""
+def test_an_error_in_a_stage_is_raised_there_and_in_a_sentence_on_all_other_ranks():
+    """Test every schedule, three stages, and the first and later microbatches."""
     x, y = vectors(8)
 
     def fail(cluster: Cluster, stage: int, at: int) -> list[str]:
@@ -201,7 +201,7 @@ def test_gradients_that_are_forbidden_on_one_rank_or_on_all_are_a_sentence_on_al
 
 
 def test_a_model_that_was_changed_after_the_pipeline_was_made_is_refused():
-    """A stage would send what does not fit into the buffer that waits for it, or nothing."""
+    """A stage would send what does not fit into the buffer of the receiver, or nothing."""
 
     def refuse(cluster: Cluster) -> list[str]:
         x, y = text(4)
@@ -258,7 +258,7 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
         "The ranks make different pipelines: give the same model, schedule, costs and split on all ranks."
     )
     assert first[:5] == [
-        "1 parts cannot be cut into 2 stages: take fewer ranks or chunks, or more layers.",
+        "1 parts cannot be cut into 2 stages: take fewer ranks or --chunks, or more --layers.",
         different,
         different,
         "The schedule is for 3 ranks, and there are 2.",

@@ -1,4 +1,4 @@
-"""Test that all ranks learn of a failure that its rank has no message left to tell of."""
+"""All ranks learn of a failure after the last message of the rank that failed."""
 
 import re
 import time

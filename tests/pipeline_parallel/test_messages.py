@@ -1,4 +1,4 @@
-"""Test the pass that puts messages into a table: each once, in its order, and no rank waits without end."""
+"""Each message is put into the table once and in its order, and no rank waits without end."""
 
 import random
 from collections import Counter, defaultdict
@@ -55,8 +55,11 @@ def crossing(table: Table, of) -> dict[Message, tuple[int, int]]:
 
 
 def run_by_chance(programs: list[list[Step]], table: Table, seed: int) -> int:
-    """Ranks go on in any order. A message arrives once it is sent and its receive is posted, and the k-th
-    receive from a rank meets its k-th send. Returns how many messages arrived; AssertionError when all wait.
+    """Let the ranks go on in any order, and return how many messages arrived. AssertionError if all ranks
+    wait.
+
+    A message arrives once it is sent and its receive is posted, and the k-th receive from a rank meets its
+    k-th send.
     """
     rng = random.Random(seed)
     last = max(placement(table))
@@ -173,7 +176,9 @@ def test_a_message_is_sent_at_once_by_the_action_that_makes_it(table: Table, ahe
 @settings(max_examples=150)
 @given(tables(), some_ahead)
 def test_receives_of_a_neighbour_are_posted_in_its_order_and_exactly_as_early_as_asked(table: Table, ahead):
-    """Before an action: up to the last one, in the neighbour's order, that it or the next ones need."""
+    """Before an action stand all receives, in the sender's order, up to the last that it or the next ones
+    need.
+    """
     programs, last = with_messages(table, ahead), max(placement(table))
     for rank, program in enumerate(programs):
         for source in range(len(table)):
@@ -194,7 +199,7 @@ def test_receives_of_a_neighbour_are_posted_in_its_order_and_exactly_as_early_as
 @settings(max_examples=150)
 @given(tables(), some_ahead)
 def test_sent_stands_before_the_first_action_that_needs_a_proof_of_it_or_at_the_end(table: Table, ahead):
-    """The proof: what the receiver made with it, or later. Ranks are known by their rows, not by programs."""
+    """The proof is a message that the receiver made with it, or later."""
     rank_of, last = placement(table), max(placement(table))
     made, used = crossing(table, sent_by), crossing(table, received_by)
     for rank, program in enumerate(with_messages(table, ahead)):
@@ -216,7 +221,7 @@ def test_sent_stands_before_the_first_action_that_needs_a_proof_of_it_or_at_the_
 
 @settings(max_examples=150)
 @given(tables(), some_ahead, st.integers(0, 10**6))
-def test_ranks_in_whatever_order_they_get_on_come_to_the_end(table: Table, ahead, seed):
+def test_ranks_that_go_on_in_any_order_come_to_the_end(table: Table, ahead, seed):
     arrived = run_by_chance(with_messages(table, ahead), table, seed)
     assert arrived == len(crossing(table, sent_by))
 

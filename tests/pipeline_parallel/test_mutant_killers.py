@@ -1,4 +1,4 @@
-"""Small tests for what goes wrong in pipelines, short enough to be run against a wrong implementation."""
+"""Small tests of what goes wrong in pipelines, short enough to run against a wrong implementation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +39,7 @@ def compare(
     group_timeout: float | None = None,
     **options: Any,
 ) -> None:
-    """Loss, gradients and parameters with one process, of each of the schedules."""
+    """Compare loss, gradients and parameters of each schedule with those of one process."""
 
     def work(cluster: Cluster) -> None:
         for name in names:
@@ -65,7 +65,7 @@ def test_a_stage_between_others_hands_back_the_gradient_of_its_own_input():
 
 
 def test_messages_meet_the_receives_that_are_meant_for_them():
-    """Boundaries of one size: a message fits where another one is expected."""
+    """All boundaries have one size, so a message would also fit where another one is expected."""
     compare("interleaved", "zb_v", make=lambda: MLP([6] * 5).double(), batch_of=partial(vectors, width=6))
 
 
@@ -87,7 +87,7 @@ def test_a_frozen_embedding_gets_no_gradient():
     compare("1f1b", "zb_v", make=make, batch_of=text)
 
 
-def test_whole_backwards_may_stand_beside_split_ones():
+def test_full_backwards_may_stand_beside_split_ones():
     def work(cluster: Cluster) -> None:
         table = [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)]
         compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))

@@ -116,7 +116,7 @@ def test_the_data_cannot_end_the_script_it_stands_in(tmp_path):
 
 
 def test_a_page_of_nothing_and_a_run_of_nothing_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="The page would be empty"):
         write_page(tmp_path / "a.html", PageArgs(ranks=()))
     with pytest.raises(ValueError, match="'empty'"):
         write_page(tmp_path / "a.html", ARGS, {"empty": [Event("x", "wait", 0, 1)]})

@@ -1,4 +1,4 @@
-"""The page as a command: what it refuses, in a sentence."""
+"""The command that writes the page refuses wrong arguments in a sentence."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,11 @@ from pipeline_parallel.page import PageArgs, main
     ("changes", "sentence"),
     [
         ({"ranks": (0,)}, "at least 1, not 0"),
-        ({"ranks": ()}, "give at least one each of ranks"),
+        ({"ranks": ()}, "The page would be empty: give --ranks"),
         ({"chunks": 0}, "--chunks 0: there must be at least one"),
-        ({"forward": 0.0}, "--forward: a time is a number above 0"),
-        ({"weight_gradient": float("nan")}, "--weight-gradient: a time is a number above 0"),
-        ({"messages": (-1.0,)}, "--messages: a time is a number, 0 or more"),
+        ({"forward": 0.0}, "--forward: give a time above 0"),
+        ({"weight_gradient": float("nan")}, "--weight-gradient: give a time above 0"),
+        ({"messages": (-1.0,)}, "--messages: give times of 0 or more"),
         ({"out": Path("/no/such/folder/page.html")}, "cannot write there"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test that what a course would do with a pipeline is as on one process, or refused in a sentence."""
+"""What a user would do with a pipeline has the result of one process, or is refused in a sentence."""
 
 from collections.abc import Callable
 from functools import partial
@@ -83,7 +83,7 @@ def test_an_optimizer_made_before_and_what_is_frozen_unfrozen_or_assigned_later_
     run_ranks(work, 2)
 
 
-def test_clipping_takes_the_norm_of_the_whole_model_in_which_a_tied_parameter_counts_once():
+def test_clipping_takes_the_norm_of_the_full_model_in_which_a_tied_parameter_counts_once():
     def work(cluster: Cluster) -> None:
         x, y = text(4)
         for name, tied in (("1f1b", True), ("1f1b", False), ("zb_v", True), ("interleaved", True)):

@@ -1,4 +1,4 @@
-"""The tables: as written out by hand, as torch has them, and right for any numbers."""
+"""The tables equal those written by hand and those of torch, and are valid for any numbers."""
 
 import re
 from unittest import mock
@@ -38,12 +38,12 @@ some_ranks, some_microbatches, some_chunks = st.integers(1, 7), st.integers(1, 2
 
 
 def written(*rows: str) -> Table:
-    """Rows as F0 B0 on the stage of the rank's number, or as 2F0 B0 where that is said."""
+    """Return a table from rows such as F0 B0, of the stage with the rank's number, or 2F0 B0, of stage 2."""
     return [parse_row(row, stage) for stage, row in enumerate(rows)]
 
 
 def in_torchs_tables(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Table:
-    """Torch's own table where ranks have several stages; it asks the stages for their numbers only."""
+    """Return torch's own table where ranks have several stages; torch asks the stages for numbers only."""
     stages = [
         mock.Mock(group_size=ranks, group_rank=0, num_stages=chunks * ranks, stage_index=i * ranks)
         for i in range(chunks)
@@ -60,7 +60,7 @@ def in_torchs_tables(name: str, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def run_by_torch(name: str, stages: int, microbatches: int) -> Table:
-    """What torch does where a rank has one stage: the stages send nothing and write down their calls."""
+    """Return torch's order where a rank has one stage: the stages send nothing and note their calls."""
 
     def row_of(rank: int) -> list[Action]:
         row: list[Action] = []
@@ -211,7 +211,7 @@ def test_zb_v_is_torchs():
 
 
 @given(some_ranks, some_microbatches)
-def test_schedules_of_whole_stages_are_valid_and_hold_what_they_say(p: int, m: int):
+def test_schedules_with_one_stage_a_rank_are_valid_and_hold_what_they_say(p: int, m: int):
     validate(naive(p, m), max_held=1)
     validate(gpipe(p, m), max_held=m)
     validate(one_f_one_b(p, m), max_held=[p - rank for rank in range(p)])
@@ -240,7 +240,7 @@ def test_zb_v_is_valid_and_holds_as_much_everywhere_as_1f1b_on_rank_0(p: int, m:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_each_schedule_is_called_alike_by_its_name(name: str):
+def test_each_schedule_takes_the_same_arguments_by_its_name(name: str):
     table = table_of(name, 3, 4, chunks=5)
     assert len(table) == 3
     assert len(placement(table)) == 3 * stages_per_rank(name, chunks=5)

@@ -1,4 +1,4 @@
-"""The train scripts of this folder as users run them: what they report, checkpoints, traces, and mistakes."""
+"""The train scripts, as users run them: reports, checkpoints, traces and wrong arguments."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_schedule_trains_alike_holds_what_is_predicted_and_sends_what_the_formula_says(n: int):
+def test_every_schedule_trains_the_same_holds_what_is_predicted_and_sends_what_the_formula_says(n: int):
     def report(cluster: Cluster) -> list[dict[str, Any]]:
         runs = [summary(cluster, name) for name in SCRIPTS]
         return runs + [summary(cluster, name, model="baby_cnn") for name in ("1f1b", "zb_h1")]
@@ -83,7 +83,7 @@ def test_every_schedule_trains_alike_holds_what_is_predicted_and_sends_what_the_
     assert others == pytest.approx([text] * len(others), rel=1e-5)
 
 
-def test_recomputation_holds_fewer_activations_and_trains_alike():
+def test_recomputation_holds_fewer_activations_and_trains_the_same():
     def report(cluster: Cluster) -> list[dict[str, Any]]:
         return [summary(cluster, name, recompute=on) for name in ("gpipe", "zb_h1") for on in (False, True)]
 
@@ -174,7 +174,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     run_ranks(refuse, 2)
 
 
-def test_ranks_with_different_arguments_are_told_who_has_what():
+def test_different_arguments_are_refused_and_listed_by_rank():
     def refuse(cluster: Cluster) -> None:
         for name, changes in (
             ("1f1b", {"seed": 5}),

@@ -1,4 +1,4 @@
-"""The simulator against a clock that ticks: second after second, all ranks looked at in each."""
+"""The simulator agrees with a clock that ticks second after second, and looks at all ranks each time."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ from pipeline_parallel.validate import ScheduleError
 
 
 def tick_by_tick(table: Table, costs: Costs, alpha: int, sizes: list[int]) -> dict[Action, tuple[int, int]]:
-    """When each action starts and ends, found the slow way. A byte takes a second."""
+    """Return when each action starts and ends, found the slow way. A byte takes a second."""
     ranks = range(len(table))
     rank_of = {action.stage: rank for rank in ranks for action in table[rank]}
     last = max(rank_of)
@@ -77,7 +77,7 @@ def tick_by_tick(table: Table, costs: Costs, alpha: int, sizes: list[int]) -> di
 
 
 def any_table(ranks: int, stages: int, microbatches: int, seed: int) -> Table:
-    """A table nobody would write, but that works: stages anywhere, actions in any possible order."""
+    """Draw a table that is odd but valid: stages anywhere, actions in any possible order."""
     rng = random.Random(seed)
     rank_of = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
     rng.shuffle(rank_of)

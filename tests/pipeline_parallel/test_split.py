@@ -146,7 +146,7 @@ def test_a_wrong_split_or_costs_are_refused_in_a_sentence_on_all_ranks():
         "split=[3, 2] is for 2 stages, and the schedule has 3.",
         "split=[3, 2, 1] does not divide the model's 5 parts: give numbers of at least 1 whose sum is 5.",
         "split=[3, 2, 0] does not divide the model's 5 parts",
-        "2 parts cannot be cut into 3 stages: take fewer ranks or chunks, or more layers.",
+        "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
         "costs has 2 numbers, and the model has 5 parts.",
         "costs='weight' is unknown: give 'parameters', 'time' or a number for each part.",
         "The ranks make different pipelines: give the same model, schedule, costs and split on all ranks.",
@@ -215,7 +215,7 @@ def test_more_stages_than_parts_are_refused_in_a_sentence():
     with pytest.raises(WorkbookError) as error:
         cut([1.0] * 3, 4)
     assert str(error.value) == (
-        "3 parts cannot be cut into 4 stages: take fewer ranks or chunks, or more layers."
+        "3 parts cannot be cut into 4 stages: take fewer ranks or --chunks, or more --layers."
     )
 
 

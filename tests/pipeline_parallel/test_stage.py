@@ -1,4 +1,4 @@
-"""Stages: parts in a row are the model, under its names, and a cut is as even as can be."""
+"""Stages in a row are the model, under its names."""
 
 from itertools import combinations
 
@@ -22,7 +22,7 @@ EACH_MODEL = pytest.mark.parametrize("make, batch_of", MODELS.values(), ids=MODE
 
 
 def cuts(parts: int, stages: int):
-    """Yield all ways to cut."""
+    """Yield all ways to cut `parts` parts into stages."""
     for ends in combinations(range(1, parts), stages - 1):
         yield [range(start, end) for start, end in zip((0, *ends), (*ends, parts), strict=True)]
 
@@ -58,7 +58,7 @@ def test_every_parameter_is_in_a_stage_under_its_name_in_the_model_and_is_the_mo
     assert {name for stage in stages for name in stage.state_dict()} == set(model.state_dict())
 
 
-def test_a_whole_model_as_one_stage_has_its_state_dict():
+def test_a_full_model_as_one_stage_has_its_state_dict():
     model = gpt()
     (stage,) = stages_of(model, [range(len(parts_of(model)))])
     assert_same(stage.state_dict(), model.state_dict(), 0)

@@ -1,4 +1,4 @@
-"""Every formula equals the simulator to the last digit wherever it claims to hold, and not beyond."""
+"""Every formula equals the simulator to the last digit where it claims to hold, and not elsewhere."""
 
 from fractions import Fraction
 
@@ -37,7 +37,7 @@ seconds = st.integers(0, 9)
 @pytest.mark.parametrize("schedule", ALWAYS)
 @settings(max_examples=40)
 @given(ranks, microbatches, chunks, seconds, seconds, seconds)
-def test_a_formula_equals_the_simulator_whatever_the_numbers(schedule: str, p, m, v, f, i, w):
+def test_a_formula_equals_the_simulator_for_any_numbers(schedule: str, p, m, v, f, i, w):
     formula_beside_simulator(schedule, p, m, v, f, i, w)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of what two stages share is one process's, however often it is synchronised."""
+"""A parameter that two stages share has the gradient of one process after any number of exchanges."""
 
 from collections.abc import Callable
 from functools import partial

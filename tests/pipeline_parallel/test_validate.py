@@ -1,4 +1,4 @@
-"""A validator is worth what it rejects: each way to break a table, and what is said about it."""
+"""Every way to break a table is rejected, in a sentence that names it."""
 
 import pickle
 
@@ -17,7 +17,7 @@ def written(*rows: str) -> Table:
 
 
 def said_of(table: Table, max_held=None) -> list[str]:
-    """The lines of the error: its sentence, an empty one, one for each rank."""
+    """Return the lines of the error: its sentence, an empty line, and one for each rank."""
     with pytest.raises(ScheduleError) as error:
         validate(table, max_held)
     lines = str(error.value).split("\n")
