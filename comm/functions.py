@@ -198,7 +198,8 @@ class InFlightAllGather:
                 f"The shard of rank {dist.get_rank()} has size {shard.shape[dim]} along dim {dim}, "
                 f"but its part of {size} has size {own} (see comm.shards.shard_sizes)."
             )
-        # The shards must lie one behind the other: so the first dim is split. All are padded to the longest.
+        # An all-gather puts shards one behind the other, so `dim` becomes the first. All are padded to the
+        # longest.
         rows = shard.movedim(dim, 0)
         if shard.shape[dim] < self._sizes[0]:
             rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

@@ -2,7 +2,7 @@
 
       1. store    rank 0 opens a store at MASTER_ADDR:MASTER_PORT; the others retry until they reach it
       2. meet     each rank writes its name into the store, and waits until all names are there
-      3. watch    each rank connects to rank 0, which notices when a rank dies and tells the others
+      3. connect  each rank connects to rank 0, which notices when a rank dies and tells the others
       4. group    torch.distributed connects all ranks
 
 The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one. A worker
@@ -41,7 +41,7 @@ from lab.launcher import end_with_launcher
 from lab.threads import choose_vector_math, cores_id, share_cores
 from lab.torch_log import hide_torch_warnings
 
-_POLL = 0.05  # seconds between two looks at the others while the group forms
+_POLL = 0.05  # seconds between two checks of the other ranks while the group forms
 
 
 def join() -> Cluster:
@@ -80,7 +80,7 @@ def join() -> Cluster:
     sharing = f"cores/{cores_id()}"
     try:
         store.add(sharing, 1)  # counts the ranks that share these cores
-        # 2. and 3. Meet, and watch each other.
+        # 2. and 3. Meet, and connect to rank 0.
         if world_size > 1:
             meeting.meet(store, rank, world_size, deadline, timeout, gpu, refusal)
         elif refusal:

@@ -124,7 +124,7 @@ def unpack(data: bytes, name: str) -> dict[str, Any]:
         if data[-SEAL_BYTES:] != seal(hashlib.sha256(memoryview(data)[:-SEAL_BYTES])):
             raise ValueError("its SHA-256 is not the one at its end")
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes of any origin fail in any way
+    except Exception as error:  # unknown bytes may raise any error
         raise WorkbookError(f"{name} is damaged, or is no checkpoint: resume from another one") from error
     if not isinstance(state, dict):
         raise WorkbookError(f"{name} holds a {type(state).__name__} instead of a training state")

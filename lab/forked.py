@@ -17,11 +17,8 @@ from lab.rank_child import Job, rank_main
 
 _can_fork = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
-_preload = [
-    "lab.rank_child",
-    "lab.model",
-    "torch._dynamo",
-]  # the first optimizer imports the last, for seconds
+# The first optimizer would import torch._dynamo, which takes seconds.
+_preload = ["lab.rank_child", "lab.model", "torch._dynamo"]
 _num_spares = 0
 _spares: list["ForkedProcess"] = []
 

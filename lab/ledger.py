@@ -40,7 +40,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> str:
-        # A function that uses LEDGER and is sent to a rank uses the ledger of that rank.
+        # A function that is sent to a rank and uses LEDGER means the ledger of that rank.
         return "LEDGER"
 
     def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:

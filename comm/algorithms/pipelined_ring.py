@@ -30,7 +30,8 @@ def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str)
     """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
-    # `full` must not change, so partial sums need buffers. Those of a step have left two steps later.
+    # `full` must not change, so partial sums need buffers. Two are enough: a step's sums have left two steps
+    # later.
     longest = max(chunk.numel() for chunk in chunks)
     spare = [torch.empty(longest if n > 2 else 0, dtype=full.dtype) for _ in range(2)]
     partial = [spare[step % 2][: chunks[chunk_sent(r, step + 1, n)].numel()] for step in range(n - 2)]
@@ -87,11 +88,11 @@ def _reduce(
     sizes = [len(segment) for step in own for segment in step]
     arriving = SegmentReceiver(wire, left, sizes, chunks[0].dtype, then)
     first = segments_of(chunks[chunk_sent(r, 0, n)]) if n > 1 else []
-    sent: list[list[Transfer]] = [[] for _ in range(n)]  # in each step
+    sent: list[list[Transfer]] = [[] for _ in range(n)]  # by step
     sent[0] = [wire.isend(segment, right) for segment in first]
     flow = [(step, i) for step in range(n - 1) for i in range(len(own[step]))]
     for (step, i), arrived in zip(flow, arriving, strict=True):
-        if i == 0:  # of all earlier steps: a step whose chunk is empty has no turn of its own
+        if i == 0:  # of all earlier steps, because a step with an empty chunk does not come here
             for transfers in sent[:step]:
                 _wait_all(transfers)
         combine(op, arrived, own[step][i], out=into[step][i])

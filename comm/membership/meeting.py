@@ -16,7 +16,7 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import gpus, liveness
 
-_POLL = 0.05  # seconds between two looks at the store
+_POLL = 0.05  # seconds between two checks of the store
 _TELL = 2.0  # seconds between two lines about who is missing
 _STUCK = "has come and does not go on; look whether it is stuck or paused"
 _LINGER = 1.0  # seconds for which a failed rank 0 keeps its store open, so that others can read the reason
@@ -74,7 +74,7 @@ def meet(
         raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
     if refusal := gpus.refusal_of({peer: entry["gpu"] for peer, entry in present.items()}):
         raise give_up(store, rank, refusal)
-    # All stay until all have seen all: a rank that failed now could not tell a rank that has gone on.
+    # Wait until all ranks have seen all: if one fails before, no other may have gone on without the reason.
     wait_for_all(store, rank, world_size, "seen", deadline)
     if rank == 0:
         _say(rank, world_size, f"all {world_size} ranks have met")

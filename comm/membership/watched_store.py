@@ -13,7 +13,7 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import liveness
 
-_LONGEST_NAP = 0.02  # seconds between two looks at the store
+_LONGEST_NAP = 0.02  # seconds between two checks of the store
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ class Channels:
         self._up = self._down = group
         if dist.get_backend(group) == "nccl" if apart is None else apart:
             for members in _groups_of_all_ranks(global_ranks(group_of(group))):
-                made = dist.new_group(members)  # every rank has to call it, member or not
+                made = dist.new_group(members)  # every rank must call it, member or not
                 self._down = made if dist.get_rank() in members else self._down
             self._connect(sorted(set(pairs)))
 

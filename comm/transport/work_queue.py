@@ -82,12 +82,13 @@ class GroupQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.sequence = 0
-        self.link_free_at = 0  # comm.transport.slow_link's, nanoseconds
+        self.link_free_at = 0  # the time at which the simulated link (slow_link.py) is free, in nanoseconds
         # After a mismatch, eager messages may still be moving or wait for a receive. From then on the group
         # sends no eager messages, and keeps their memory: gloo's connection would stop if it were freed.
         self.has_stale_messages = False
         self.stale_messages: list[object] = []
-        self._mismatched: Callable[[], Handle | None] = _nothing  # a weak reference to the last one
+        # A weak reference to the last handle with a mismatch.
+        self._mismatched: Callable[[], Handle | None] = _nothing
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`. Without `async_op`, wait for its end, and raise its error."""
