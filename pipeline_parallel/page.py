@@ -53,16 +53,21 @@ class PageArgs:
     """Write a page that plays pipeline schedules."""
 
     out: Path = Path("schedules.html")
+    """File to write."""
     ranks: tuple[int, ...] = (2, 4, 8)
+    """Numbers of ranks to choose from."""
     microbatches_per_rank: tuple[int, ...] = (1, 2, 4)
+    """Numbers of microbatches to choose from, divided by the number of ranks."""
     chunks: int = 2
-    """Stages a rank has in interleaved 1F1B."""
+    """Number of stages that each rank has in interleaved 1F1B."""
     forward: float = 1.0
-    """Time one microbatch takes in all of a rank's layers."""
+    """Time of the forward of one microbatch in all layers of a rank; any unit, the same for all times."""
     input_gradient: float = 1.0
+    """Time of the input gradient of one microbatch in all layers of a rank."""
     weight_gradient: float = 1.0
+    """Time of the weight gradients of one microbatch in all layers of a rank."""
     messages: tuple[float, ...] = (0.0, 0.5)
-    """Time an activation or its gradient spends on the link between two ranks, one setting for each."""
+    """Times that a message can take between two ranks, to choose from."""
 
 
 def write_page(

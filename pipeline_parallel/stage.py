@@ -46,8 +46,12 @@ class Stage(nn.Module):
             if container and container not in self._modules:
                 self.add_module(container, nn.ModuleDict())
             (self.get_submodule(container) if container else self).add_module(name, model.get_submodule(path))
+        first = [module for path in parts[0].modules for module in model.get_submodule(path).modules()]
+        self._copies_input = any(getattr(module, "inplace", False) for module in first)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._copies_input:  # autograd allows no change in place of a received tensor
+            x = x.clone()
         for part in self._parts:
             x = part.forward(self, x)
         return x
