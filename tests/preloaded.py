@@ -29,7 +29,10 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
 # The fake GPUs only where there are some: they change torch.
 left_out = {"containers"} if "tests.fake_gpu.device" in sys.modules else {"containers", "fake_gpu"}
-for folder in (*ROOT.glob("*_parallel"), *(ROOT / name for name in ("comm", "lab", "exercises", "tests"))):
+for folder in (
+    *ROOT.glob("*_parallel"),
+    *(ROOT / name for name in ("comm", "training", "lab", "exercises", "tests")),
+):
     for path in sorted(folder.rglob("*.py")):
         if path.stem not in ("__init__", "__main__", "conftest", "preloaded") and not left_out & {
             *path.parts
