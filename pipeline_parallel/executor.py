@@ -153,7 +153,8 @@ class Executor:
         """Wait for what the action needs, compute, and keep the result for the message that comes next."""
         message = received_by(action, self.last_stage)
         received = None if message is None else self._take(message)
-        start = self._before(action)
+        self.runners[action.stage].add_wait(self._waited)
+        start = timeline.mark()
         sent = sent_by(action, self.last_stage)
         like = None if sent is None else self._boundary_of(sent)
         result = self._failure.compute_unless_failed(action, lambda: self._compute(action, received), like)
@@ -205,7 +206,9 @@ class Executor:
             return self._ready.pop(message)
         tensor, transfer = self._arriving.pop(message)
         self._wait(message, transfer)
-        self._failure.check_message(tensor, message.kind)
+        start = timeline.now()
+        self._failure.check_message(tensor, message.kind)  # which waits for the message, where it is on a GPU
+        self._waited += (timeline.now() - start) / 1e9
         return tensor
 
     def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
@@ -258,10 +261,6 @@ class Executor:
             self._xs = microbatches_of_input(x, self.microbatches, self._boundaries[0])
         if has_targets and self.last_stage in self.runners:
             self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
-
-    def _before(self, action: Action) -> timeline.Moment:
-        self.runners[action.stage].add_wait(self._waited)
-        return timeline.mark()
 
     def _after(self, action: Action, start: timeline.Moment) -> None:
         self._waited = 0.0

@@ -18,7 +18,7 @@ from lab.replace import replaced
 from tests.fake_gpu import test_techniques as techniques
 from tests.fake_gpu.ranks import on_gpus
 
-WAIT = "comm.transport.native_handle.NativeHandle.wait"
+WAIT = "comm.transport.native_handle.NativeHandle.end"  # which `wait` calls, and each blocking call
 
 
 def hook_that_does_not_know_the_stream(
