@@ -1,6 +1,11 @@
-"""What a program may do to the gradients of a model between two backwards."""
+"""Provide what programs do to the gradients of a model between two backwards."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
+
+Change = Callable[[nn.Module], Any]
 
 
 def set_to_none(model: nn.Module) -> None:

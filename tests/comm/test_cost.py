@@ -9,9 +9,9 @@ from comm.cost import Link
 from comm.shards import segments_of, shard_sizes
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from tests.comm.collective_cases import ROOTED
 from tests.comm.segments import short_segments
 
-ROOTED = ("broadcast", "scatter", "gather", "reduce")
 DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
 OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]
 

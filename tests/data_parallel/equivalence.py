@@ -1,6 +1,6 @@
-"""Data parallel against one process: the wrappers, models that have everything, and the comparison.
+"""Compare data parallel wrappers with one process, on models with unused, frozen and tied parameters.
 
-A wrapper is made by a function of a module; all have `no_sync()` and `finish_gradient_sync()`, DDP too.
+A wrapper is a function of a module. All wrappers, DDP too, have `no_sync()` and `finish_gradient_sync()`.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from lab.model import GPT, GPTConfig, loss_of
 from lab.text import rank_slice
 from training.replicas import replicas_equal
 
-BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches what a rank gets
+BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches divide a rank's slice
 
-Wrap = Callable[..., nn.Module]  # (module, group=None) to a wrapper
+Wrap = Callable[..., nn.Module]  # takes (module, group=None), returns the wrapper
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class Ddp(DistributedDataParallel):
-    """torch's own in buckets of one parameter, reduced through comm as in the lesson.
+    """torch's DDP with one bucket for each parameter, reduced through comm as in the lesson.
 
-    It warns when it looks for unused parameters in vain, so a module with some says so.
+    DDP warns if it looks for unused parameters and finds none, so a module that has some says so.
     """
 
     def __init__(self, module: nn.Module, group: Group = None) -> None:
@@ -51,7 +51,7 @@ class Ddp(DistributedDataParallel):
         self.register_comm_hook(self.hook, through_comm)
 
     def finish_gradient_sync(self) -> None:
-        """DDP has waited at the end of the backward."""
+        """Check for errors only: DDP waits at the end of the backward."""
         self.hook.check()
 
 
@@ -67,7 +67,7 @@ WRAPPERS: dict[str, Wrap] = OURS | {"ddp": Ddp}
 
 
 class Odd(nn.Module):
-    """Shapes that divide by nothing, frozen and unused layers, a buffer, and branches few examples take."""
+    """A model with odd shapes, frozen and unused layers, a buffer, and branches that few examples take."""
 
     leaves_unused = True
 
@@ -90,7 +90,7 @@ class Odd(nn.Module):
 
 
 def examples(world_size: int) -> tuple[Tensor, Tensor]:
-    """For Odd: of the last rank's slice, the first example takes one branch and the last the other."""
+    """Return examples for Odd; the first and last of the last rank's slice take different branches."""
     random = torch.Generator().manual_seed(1)
     x, y = torch.randn(BATCH, 7, generator=random).double(), torch.randint(3, (BATCH,), generator=random)
     x[:, :2] = -1.0
@@ -103,7 +103,7 @@ def odd_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class EitherWay(nn.Module):
-    """Layers of one shape, side by side; `backwards` says which gradient is ready first, and nothing else."""
+    """Two layers of equal shape, side by side; `backwards` decides only which gradient is ready first."""
 
     def __init__(self, seed: int, backwards: bool, width: int = 3) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class EitherWay(nn.Module):
         return outputs
 
 
-def square(model: nn.Module, x: Tensor) -> Tensor:
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
@@ -143,7 +143,7 @@ def mine(cluster: Cluster, batch: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def accumulate(model: nn.Module, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
-    """A step's gradients, as the lessons take them."""
+    """Compute the gradients of a step, as the lessons do."""
     parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
     for i, (x, y) in enumerate(parts):
         with contextlib.nullcontext() if i == len(parts) - 1 else model.no_sync():
@@ -160,9 +160,9 @@ def compare_with_one_process(
     microbatches: Sequence[int] = (1, 2, 3),
     what: str = "",
 ) -> None:
-    """Every parameter's gradient at each step, of as many microbatches as it says, and parameters after SGD.
+    """Compare every gradient in each step, and every parameter after the steps of SGD.
 
-    Gradients are set to None before every other step and to zero before the others.
+    Gradients are set to None before even steps, and to zero before odd ones.
     """
     reference, model = make(0), wrap(make(cluster.rank))
     assert_same(parameters(model.module), parameters(reference), 0, f"initial parameter, {what},")
@@ -179,7 +179,7 @@ def compare_with_one_process(
 
 
 def trace_of_a_step(name: str) -> list[Event]:
-    """The second one: 20 ms of backward for each of 4 layers, 12 ms on the wire for the gradients of each."""
+    """Return the events of the second step: each of 4 layers has 20 ms of backward and 12 ms on the wire."""
     layers = nn.ParameterList(torch.zeros(8) for _ in range(4))
     with slow_link.slowed(Link(0.004, 0.0)):
         model = WRAPPERS[name](Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2))

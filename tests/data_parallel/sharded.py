@@ -1,4 +1,4 @@
-"""Stages of ZeRO against one process: how each is set up, and what it is compared on."""
+"""Set up each stage of ZeRO, and compare its training with one process."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ STAGES = ["zero1", "zero2", "zero3"]
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    # A key's bias has a gradient that is zero but for rounding: a larger eps, or AdamW would blow that up.
+    # The gradient of a key's bias is zero except for rounding, which AdamW would magnify with a smaller eps.
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
 }
 
@@ -48,7 +48,7 @@ class Blocks(nn.Module):
 
 
 class Sharded:
-    """A model of one stage and its optimizer: what a lesson's loop calls, under the same names for all."""
+    """A model of one stage and its optimizer, with the same method names for all stages."""
 
     def __init__(self, stage: str, module: nn.Module, optimizer: str, group: Group = None, **options: Any):
         optimizer_class, defaults = OPTIMIZERS[optimizer]
@@ -68,7 +68,7 @@ class Sharded:
         self.pieces = {names[id(piece.parameter)]: piece for piece in self.optimizer.pieces}
 
     def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
-        """Compute a step's gradients as the lessons take them."""
+        """Compute the gradients of a step, as the lessons do."""
         parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
         for i, (x, y) in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else self.syncing.no_sync():
@@ -79,10 +79,10 @@ class Sharded:
 def full_tensors(
     pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Return what the ranks' pieces of each parameter make together; None where a rank has none."""
+    """Return the full tensor of each parameter's pieces on all ranks, or None if a rank's piece has none."""
     names = sorted(pieces)
     sizes = [pieces[name].parameter.shape.numel() for name in names]
-    # Of each number its value and how many ranks have it; then, of each parameter, how many have nothing.
+    # For each number: its value, and how many ranks have it. For each parameter: how many ranks have none.
     device = pieces[names[0]].tensor.device
     values, owners = torch.zeros(2, sum(sizes), dtype=torch.float64, device=device)
     missing = torch.zeros(len(names), dtype=torch.float64, device=device)
@@ -119,7 +119,7 @@ def compare_with_one_process(
     rtol: float = 1e-9,
     **options: Any,
 ) -> None:
-    """Compare every gradient and every parameter after each step of so many microbatches."""
+    """Compare every gradient and every parameter after each step."""
     what = f"{stage}, {optimizer}, {cluster.world_size} ranks"
     reference = make(0)
     ours = Sharded(stage, make(cluster.rank), optimizer, **options)

@@ -28,7 +28,7 @@ BUCKETS = [["never", "scale"], ["last.weight"], ["nothing", "first.bias", "first
 
 
 class CountingSGD(torch.optim.Optimizer):
-    """Written by hand, as a learner would: the step's number is a plain one."""
+    """An optimizer as a learner would write it: the step count is a plain integer, not a tensor."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Training:
-    """Parameters in pieces, an optimizer over them, a buffer, and gradients that depend on all of it."""
+    """Sharded parameters, an optimizer over them, a buffer, and gradients that depend on all of these."""
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from tests.data_parallel.equivalence import (
     accumulate,
     examples,
     gpt,
+    mean_square,
     mine,
     odd_loss,
-    square,
     text,
     text_loss,
 )
@@ -96,7 +96,7 @@ def test_gradients_are_views_of_the_buckets_however_they_are_zeroed():
 
 
 class Copies(TorchDispatchMode):
-    """Counts `copy_`."""
+    """This mode counts the calls of `copy_`."""
 
     count = 0
 
@@ -145,7 +145,7 @@ def test_all_ranks_use_rank_0s_order_after_the_first_step():
         states = [model.get_extra_state()]
         for _ in range(3):
             model.zero_grad()
-            square(model, torch.ones(1, 3).double()).backward()
+            mean_square(model, torch.ones(1, 3).double()).backward()
             model.finish_gradient_sync()
             states.append(model.get_extra_state())
         assert [view.data_ptr() for bucket in model.buckets for view in bucket.views.values()] == [
@@ -160,7 +160,7 @@ def test_all_ranks_use_rank_0s_order_after_the_first_step():
 
 
 class Mixed(nn.Module):
-    """Layers of two dtypes in turn."""
+    """Layers whose dtypes alternate."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -176,11 +176,11 @@ class Mixed(nn.Module):
 def test_parameters_of_two_dtypes_never_share_a_bucket():
     def work(cluster: Cluster) -> None:
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3))
-        expected = reference_gradients(Mixed(0), lambda m: square(m, x))
+        expected = reference_gradients(Mixed(0), lambda m: mean_square(m, x))
         model = BucketDataParallel(Mixed(cluster.rank))
         for _ in range(3):
             model.zero_grad()
-            square(model, *mine(cluster, (x,))).backward()
+            mean_square(model, *mine(cluster, (x,))).backward()
             model.finish_gradient_sync()
             assert [bucket.flat.dtype for bucket in model.buckets] == list(DTYPES[::-1]) * 2
             assert_gradients_live_in_buckets(model)
@@ -230,7 +230,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run():
         def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             for _ in range(3):
                 optimizer.zero_grad()
-                accumulate(model, lambda m, x, _: square(m, x), mine(cluster, (x, x)), 1)
+                accumulate(model, lambda m, x, _: mean_square(m, x), mine(cluster, (x, x)), 1)
                 optimizer.step()
 
         model, optimizer = begin(cluster.rank)

@@ -1,4 +1,4 @@
-"""Test gradients that are not real numbers of one precision."""
+"""Test gradients in mixed precision and complex gradients."""
 
 import torch
 from torch import Tensor, nn

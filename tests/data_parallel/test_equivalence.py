@@ -1,4 +1,4 @@
-"""Test what every wrapper owes: replicas with the gradients that one process gets from the global batch."""
+"""Test that every wrapper's replicas have the gradients that one process gets from the global batch."""
 
 import contextlib
 import os
@@ -29,9 +29,9 @@ from tests.data_parallel.equivalence import (
     compare_with_one_process,
     examples,
     gpt,
+    mean_square,
     mine,
     odd_loss,
-    square,
     text,
     text_loss,
 )
@@ -131,7 +131,7 @@ def test_a_parameter_has_a_gradient_on_all_ranks_or_on_none():
 
 
 class Switched(nn.Module):
-    """`sometimes` is used only when it is switched on."""
+    """A model whose layer `sometimes` is used only if it is switched on."""
 
     leaves_unused = True
 
@@ -165,12 +165,12 @@ def test_the_ranks_that_use_a_parameter_may_change_from_step_to_step():
 def test_hooks_on_one_rank_may_fire_in_another_order():
     def work(cluster: Cluster) -> None:
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3)).double()
-        expected = reference_gradients(EitherWay(0, False), lambda m: square(m, x))
+        expected = reference_gradients(EitherWay(0, False), lambda m: mean_square(m, x))
         for name, wrap in WRAPPERS.items():
             model = wrap(EitherWay(cluster.rank, backwards=cluster.rank == 0))
             for step in range(3):
                 model.zero_grad()
-                square(model, *mine(cluster, (x,))).backward()
+                mean_square(model, *mine(cluster, (x,))).backward()
                 model.finish_gradient_sync()
                 assert_same(gradients(model.module), expected, what=f"gradient of {name}, step {step},")
 
@@ -185,9 +185,9 @@ def test_a_rank_without_a_backward_contributes_zeros():
             for step in range(3):
                 model.zero_grad()
                 if cluster.rank == step:
-                    square(model, x).backward()
+                    mean_square(model, x).backward()
                 model.finish_gradient_sync()
-                whole = reference_gradients(EitherWay(0, True), lambda m: square(m, x) / 3)
+                whole = reference_gradients(EitherWay(0, True), lambda m: mean_square(m, x) / 3)
                 assert_same(gradients(model.module), whole, what=f"gradient of {name}, step {step},")
 
     run_ranks(work, 3, timeout=20)
@@ -287,7 +287,7 @@ def test_a_rank_that_dies_in_the_backward_is_named_by_the_ranks_that_wait_for_it
         model(torch.ones(1, 3)).sum().backward()
         model.finish_gradient_sync()
 
-    # The timeout of a communication is the later one: a sentence must not need it.
+    # The group's timeout comes later: the error must not depend on it.
     results = run_ranks(work, 3, timeout=20, group_timeout=40, collect_failures=True)
     texts = [str(result).rsplit("comm.errors.CommError: ", 1)[-1] for result in results]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."

@@ -1,4 +1,4 @@
-"""PyTorch's fully_shard as train_fsdp.py wraps it: an own loop for it, since its gradients are DTensors."""
+"""Test PyTorch's fully_shard as train_fsdp.py uses it. Its gradients are DTensors, so the loop is its own."""
 
 import functools
 import tempfile
@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from comm.cost import Link
 from data_parallel import sharded_checkpoint, train_fsdp
@@ -23,15 +22,12 @@ from lab.memory import saved_activations
 from lab.model import BabyCNN
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
+from tests.dtensors import full_tensors
 from training.run import Run
 
 
-def full_tensors(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-
-
 def accumulate(model: nn.Module, loss: Loss, batch: list[Tensor], microbatches: int = 1) -> None:
-    """Compute a step's gradients as the lesson takes them."""
+    """Compute the gradients of a step, as the lesson does."""
     parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
     for i, (x, y) in enumerate(parts):
         model.set_requires_gradient_sync(i == len(parts) - 1)
@@ -191,7 +187,7 @@ def test_a_rank_holds_the_bytes_of_stage_3s_formula_and_padding():
 
 
 def train(cluster: Cluster, **options: Any) -> dict[str, Any]:
-    """Run the script's `main` with a tiny model, alpha and beta not measured; returns this rank's summary."""
+    """Run `main` with a tiny model and known alpha and beta, and return this rank's summary."""
     summaries = []
     finish = Run.finish
 
@@ -234,7 +230,7 @@ def test_a_checkpoint_of_dtensors_can_be_loaded_by_any_sharding_and_back():
         buffers = dict(model.named_buffers())
         sharded_checkpoint.save(cluster, folder, pieces_of_dtensors(model), optimizer, {"step": 1}, buffers)
 
-        plain = frozen_gpt(7)  # every rank reads all: each piece is a full parameter
+        plain = frozen_gpt(7)  # every rank reads full parameters
         parts = {
             name: Piece(p, 0, nn.Parameter(p.detach().reshape(-1), requires_grad=p.requires_grad))
             for name, p in plain.named_parameters()

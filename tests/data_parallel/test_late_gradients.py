@@ -1,4 +1,4 @@
-"""Test gradients that are computed after the backward, or not at all: their hooks tell nothing of them."""
+"""Test gradients that no hook announces: they are computed after the backward, or not at all."""
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def test_a_backward_may_return_no_gradient_for_a_parameter():
 
 
 def test_weight_gradients_computed_after_the_backward_are_in_the_mean():
-    """Zero bubble schedules compute them so in pipelines, and no hook tells of them."""
+    """Zero bubble schedules compute weight gradients after the backward, and no hook announces them."""
 
     def work(cluster: Cluster) -> None:
         expected = reference_gradients(layers(), lambda model: mean_square(model, X))

@@ -1,4 +1,4 @@
-"""Test that loops which DDP allows are right with our wrappers too, or are refused in a sentence."""
+"""Test that loops which DDP allows are right with our wrappers too, or are refused in one sentence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ OVERLAPPING = {
 
 
 class Flexible(nn.Module):
-    """Takes and returns values of many kinds."""
+    """A model that takes and returns values of many types."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_inputs_and_outputs_may_be_of_any_type_and_passed_by_keyword():
 
 
 def gan(wrap: Callable[[nn.Module], nn.Module], x: Tensor, seed: int = 0) -> dict[str, Tensor | None]:
-    """Take two steps of a GAN's loop, and return the parameters at the end."""
+    """Take two steps of a GAN's loop and return the parameters after them."""
     generator, discriminator = wrap(layers(seed)), wrap(layers(seed + 1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (discriminator, generator)]
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward():
 
 
 def test_a_dropped_backward_that_did_not_reach_all_layers_is_refused_on_all_ranks():
-    """Ranks may have launched different numbers of buckets in it, and would mix them up."""
+    """Ranks may have launched different numbers of buckets in that backward, and would mix them up."""
 
     def work(cluster: Cluster) -> None:
         model = OVERLAPPING["a bucket for each"](layers(cluster.rank))

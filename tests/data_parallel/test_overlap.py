@@ -1,4 +1,4 @@
-"""Communication behind computing, as the trace has it."""
+"""Test, on the events of a trace, that communication is hidden behind compute."""
 
 import torch
 from torch import nn

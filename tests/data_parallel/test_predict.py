@@ -9,12 +9,12 @@ SECOND = 1_000_000_000
 
 
 def wire(num_bytes: int) -> float:
-    """A second for a message, and one for every 10 bytes."""
+    """Return the seconds of a message: one for the message and one for every 10 bytes."""
     return 1.0 + num_bytes / 10
 
 
 def event(kind: str, start: float, end: float, lane: str = "main", num_bytes: int | None = None) -> Event:
-    """From `start` to `end`, in seconds."""
+    """Make an event that lasts from `start` to `end`, in seconds."""
     args = {} if num_bytes is None else {"bytes": num_bytes}
     return Event(kind, kind, int(start * SECOND), int((end - start) * SECOND), lane, args)
 

@@ -1,4 +1,4 @@
-"""What all train scripts of data parallelism have in common: their summaries, their losses, their traces."""
+"""Test what all data parallel train scripts have in common: summaries, losses, traces."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from tests.summary import FIELDS
 from training.arguments import AccumulationArgs
 from training.run import Run
 
-# An optimizer imports torch._dynamo: a second or more in every rank that is new.
+# An optimizer imports torch._dynamo, which takes a second or more in every new rank.
 
 SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "naive": (train_naive, train_naive.Args, {}),
@@ -42,7 +42,7 @@ ASYNCHRONOUS = ["overlap", "bucket", "ddp"]
 
 
 def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
-    """Run a script's `main` with a tiny model, alpha and beta not measured; returns this rank's summary."""
+    """Run a script's `main` with a tiny model and a known alpha and beta, and return this rank's summary."""
     script, args, own = SCRIPTS[name]
     settings = args(**{"size": "tiny", "batch_size": 12, "steps": STEPS, "lr": 3e-3} | own | changes)
     summaries = []
@@ -61,7 +61,7 @@ def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 
 @functools.cache
 def everyones_summaries(world_size: int) -> dict[str, list[dict[str, Any]]]:
-    """Of every script, in rank order."""
+    """Return the summaries of every script, in rank order."""
 
     def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
         return {name: train(cluster, name) for name in SCRIPTS}
@@ -202,14 +202,14 @@ def test_under_the_metronome_all_scripts_but_naive_hide_communication():
         assert summaries["naive"]["hidden_share"] == 0
         for name, summary in summaries.items():
             assert name == "naive" or summary["hidden_share"] > 0
-            assert summary["step_seconds"] >= 2 * 3 * 0.005  # two layers, forward and backward
+            assert summary["step_seconds"] >= 2 * 3 * 0.005  # forward and backward of two layers
             assert summary["communication_seconds"] >= summary["bytes_sent"] / 3 / 25e6 * 0.99
             assert summary["bytes_sent"] == summary["bytes_formula"]
             assert summary["first_loss"] == summary["last_loss"]  # nothing is computed
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Of the trace, after a look at the picture beside it."""
+    """Return the rows of the trace, and check that a picture stands beside it."""
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((folder / "trace.json").read_text())["traceEvents"]
 

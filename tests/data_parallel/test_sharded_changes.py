@@ -11,7 +11,7 @@ from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.data_parallel.equivalence import mine, square
+from tests.data_parallel.equivalence import mean_square, mine
 from tests.data_parallel.sharded import BOTH
 from tests.data_parallel.small_models import X, layers, train
 
@@ -42,7 +42,7 @@ def test_a_parameter_that_was_changed_on_one_rank_is_refused_on_all_ranks():
                 if cluster.rank == 1:
                     change(model)
                 if not (change is sparse and cluster.rank == 1):
-                    square(model, X.to(model[2].weight.dtype)).backward()
+                    mean_square(model, X.to(model[2].weight.dtype)).backward()
                 own = sentence if cluster.rank == 1 else "another rank refuses"
                 with pytest.raises(WorkbookError, match=own):
                     optimizer.step()
@@ -51,7 +51,7 @@ def test_a_parameter_that_was_changed_on_one_rank_is_refused_on_all_ranks():
             model = layers(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
             model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-            square(model, X).backward()
+            mean_square(model, X).backward()
             with pytest.raises(WorkbookError, match="was replaced after the optimizer was made"):
                 optimizer.step()
             again, reference = cls(model.parameters(), torch.optim.SGD, lr=0.1), layers()
@@ -78,7 +78,7 @@ def test_replaced_parameters_are_refused_until_the_optimizer_has_them():
     }
 
     def trained(change: Callable[[nn.Sequential], None]) -> nn.Module:
-        """Return what one process trains: its optimizer keeps the old parameters, which have no gradient."""
+        """Return one process's model; its optimizer keeps the old parameters, without gradients."""
         model = layers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, X)
@@ -99,7 +99,7 @@ def test_replaced_parameters_are_refused_until_the_optimizer_has_them():
                     if cluster.rank == changing:
                         change(model)
                     before = parameters(model)
-                    square(model, x).backward()
+                    mean_square(model, x).backward()
                     own = sentence if cluster.rank >= changing else "another rank refuses"
                     with pytest.raises(WorkbookError, match=own):
                         optimizer.step()

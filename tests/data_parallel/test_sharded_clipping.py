@@ -8,7 +8,7 @@ from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.data_parallel.equivalence import mine, square
+from tests.data_parallel.equivalence import mean_square, mine
 from tests.data_parallel.sharded import BOTH, averaged
 from tests.data_parallel.small_models import Complex, X, layers
 
@@ -16,12 +16,12 @@ from tests.data_parallel.small_models import Complex, X, layers
 def test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right():
     def work(cluster: Cluster) -> None:
         reference = layers()
-        square(reference, X).backward()
+        mean_square(reference, X).backward()
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
         for cls in BOTH:
             model = layers(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
-            square(model, *mine(cluster, (X,))).backward()
+            mean_square(model, *mine(cluster, (X,))).backward()
             for sync in (lambda: None, optimizer.finish_gradient_sync):
                 sync()
                 for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
@@ -35,13 +35,13 @@ def test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right():
             assert_same(averaged(model, optimizer), gradients, what=f"gradient, {cls.__name__},")
             model.zero_grad()
             with pytest.raises(WorkbookError, match=r"call zero_grad\(\) in between"):
-                square(model, X).backward()
+                mean_square(model, X).backward()
 
     run_ranks(work, 2)
 
 
 class Apart(nn.Module):
-    """Two layers with gradients of their own; what is infinite reaches only the first one's."""
+    """Two layers; an infinite input reaches only the first one's gradient."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf():
         scaler, scales = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), []
         for x in xs:
             optimizer.zero_grad()
-            scaler.scale(square(model, x)).backward()
+            scaler.scale(mean_square(model, x)).backward()
             if unscales:
                 if isinstance(optimizer, BOTH):
                     optimizer.finish_gradient_sync()
@@ -75,7 +75,7 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf():
 
     def work(cluster: Cluster) -> None:
         with_inf = X.clone()
-        with_inf[-1, 0] = torch.inf  # in the last rank's slice, and not in the shards of all ranks
+        with_inf[-1, 0] = torch.inf  # in the last rank's slice, but not in every rank's shard
         xs = [X, with_inf, X, X]
         for unscales in (False, True):
             reference = Apart(0)
@@ -95,13 +95,13 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf():
 def test_complex_parameters_are_trained_and_clipped_as_in_one_process():
     def work(cluster: Cluster) -> None:
         reference = Complex(0)
-        square(reference, X).backward()
+        mean_square(reference, X).backward()
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         torch.optim.SGD(reference.parameters(), lr=0.1).step()
         for cls in BOTH:
             model = Complex(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
-            square(model, *mine(cluster, (X,))).backward()
+            mean_square(model, *mine(cluster, (X,))).backward()
             norm = optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             ours, theirs = (torch.view_as_real(m.weight.detach()) for m in (model, reference))

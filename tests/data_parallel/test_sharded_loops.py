@@ -12,7 +12,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 from pipeline_parallel.deferred import DeferredGradients, deferring
-from tests.data_parallel.equivalence import mine, square
+from tests.data_parallel.equivalence import mean_square, mine
 from tests.data_parallel.sharded import BOTH, averaged
 from tests.data_parallel.small_models import HasNone, X, layers
 
@@ -20,7 +20,7 @@ from tests.data_parallel.small_models import HasNone, X, layers
 def test_several_backwards_in_one_no_sync_and_two_forwards_before_a_backward_add_up():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
-        expected = reference_gradients(layers(), lambda m: 3 * square(m, X) + (m(X) * m(2 * X)).mean())
+        expected = reference_gradients(layers(), lambda m: 3 * mean_square(m, X) + (m(X) * m(2 * X)).mean())
         for cls in BOTH:
             model = layers(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
@@ -28,7 +28,7 @@ def test_several_backwards_in_one_no_sync_and_two_forwards_before_a_backward_add
                 optimizer.zero_grad()
                 with optimizer.no_sync():
                     for _ in range(3):
-                        square(model, x).backward()
+                        mean_square(model, x).backward()
                 with optimizer.no_sync() if is_last_in_no_sync else contextlib.nullcontext():
                     (model(x) * model(2 * x)).mean().backward()
                 optimizer.finish_gradient_sync()
@@ -43,10 +43,10 @@ def test_a_gan_trains_as_in_one_process():
         of_discriminator, of_generator = (make(m.parameters()) for m in (discriminator, generator))
         for _ in range(2):
             of_discriminator.zero_grad()
-            square(discriminator, generator(x).detach()).backward()
+            mean_square(discriminator, generator(x).detach()).backward()
             of_discriminator.step()
             of_generator.zero_grad()
-            square(discriminator, generator(x)).backward()
+            mean_square(discriminator, generator(x)).backward()
             of_generator.step()
         return parameters(nn.ModuleList([generator, discriminator]))
 
@@ -64,11 +64,11 @@ def test_a_gan_trains_as_in_one_process():
 def test_a_second_finish_gradient_sync_changes_nothing():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
-        expected = reference_gradients(layers(), lambda model: square(model, X))
+        expected = reference_gradients(layers(), lambda model: mean_square(model, X))
         for cls in BOTH:
             model = layers(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
-            square(model, x).backward()
+            mean_square(model, x).backward()
             optimizer.finish_gradient_sync()
             optimizer.finish_gradient_sync()
             assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
@@ -77,11 +77,11 @@ def test_a_second_finish_gradient_sync_changes_nothing():
 
 
 def test_a_dropped_backward_through_some_layers_does_not_change_later_microbatches():
-    """With a feature-matching loss a GAN's generator reaches only some layers of the discriminator."""
+    """With a feature-matching loss a GAN's generator uses only some layers of the discriminator."""
 
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
-        expected = reference_gradients(layers(), lambda model: 2 * square(model, X))
+        expected = reference_gradients(layers(), lambda model: 2 * mean_square(model, X))
         for cls in BOTH:
             for is_last_in_no_sync in (False, True):
                 model = layers(cluster.rank)
@@ -89,11 +89,11 @@ def test_a_dropped_backward_through_some_layers_does_not_change_later_microbatch
                 optimizer.zero_grad()
                 (7 * model[0](x).sum()).backward()
                 model.zero_grad()
-                # The backward of the following microbatch comes to the last layers first.
+                # The backward of the next microbatch reaches the last layers first.
                 with optimizer.no_sync():
-                    square(model, x).backward()
+                    mean_square(model, x).backward()
                 with optimizer.no_sync() if is_last_in_no_sync else contextlib.nullcontext():
-                    square(model, x).backward()
+                    mean_square(model, x).backward()
                 optimizer.finish_gradient_sync()
                 assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
 
@@ -103,14 +103,14 @@ def test_a_dropped_backward_through_some_layers_does_not_change_later_microbatch
 def test_missing_gradients_and_gradients_after_the_backward_are_right():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
-        without = reference_gradients(HasNone(0), lambda m: square(m, X))
-        expected = reference_gradients(layers(), lambda m: square(m, X))
+        without = reference_gradients(HasNone(0), lambda m: mean_square(m, X))
+        expected = reference_gradients(layers(), lambda m: mean_square(m, X))
         for cls in BOTH:
             model: nn.Module = HasNone(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
             for _ in range(2):
                 optimizer.zero_grad()
-                square(model, x).backward()
+                mean_square(model, x).backward()
                 optimizer.finish_gradient_sync()
                 assert_same(averaged(model, optimizer), without, what=f"gradient, {cls.__name__},")
             model = layers(cluster.rank)
@@ -121,7 +121,7 @@ def test_missing_gradients_and_gradients_after_the_backward_are_right():
                 for i, part in enumerate(x.chunk(2)):
                     with optimizer.no_sync() if i == 0 else contextlib.nullcontext():
                         with deferring(deferred):
-                            loss = square(model, part) / 2
+                            loss = mean_square(model, part) / 2
                         loss.backward()
                         deferred.run()
                 optimizer.finish_gradient_sync()
@@ -136,7 +136,7 @@ def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_tra
 
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))
-        expected = reference_gradients(layers(), lambda m: square(m, X))
+        expected = reference_gradients(layers(), lambda m: mean_square(m, X))
         for cls in BOTH:
             model = layers(cluster.rank)
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-6)
@@ -144,15 +144,15 @@ def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_tra
                 if cluster.rank in failing_ranks:
                     hook = model[0].weight.register_hook(fail)
                     with pytest.raises(ZeroDivisionError):
-                        square(model, x).backward()
+                        mean_square(model, x).backward()
                     hook.remove()
                 else:
-                    square(model, x).backward()
+                    mean_square(model, x).backward()
                 with pytest.raises(WorkbookError, match="Another backward began before finish_gradient_sync"):
-                    square(model, x).backward()
+                    mean_square(model, x).backward()
                 optimizer.finish_gradient_sync()
                 optimizer.zero_grad()
-                square(model, x).backward()
+                mean_square(model, x).backward()
                 optimizer.finish_gradient_sync()
                 assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__},")
                 optimizer.zero_grad()

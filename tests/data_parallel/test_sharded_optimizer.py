@@ -1,4 +1,4 @@
-"""Test the parameter groups and the state of stages 1 and 2: as torch's optimizers have them, or refused."""
+"""Test that parameter groups and state of stages 1 and 2 work as in torch's optimizers, or are refused."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.data_parallel.equivalence import mine, square
+from tests.data_parallel.equivalence import mean_square, mine
 from tests.data_parallel.sharded import BOTH
 from tests.data_parallel.small_models import X, layers, train
 
@@ -62,7 +62,7 @@ def test_a_group_that_cannot_be_added_is_refused():
             optimizer = cls(model[0].parameters(), torch.optim.SGD, lr=0.1)
             with pytest.raises(WorkbookError, match="was given a parameter that another group has"):
                 optimizer.add_param_group({"params": model.parameters()})
-            square(model, X).backward()
+            mean_square(model, X).backward()
             with pytest.raises(
                 WorkbookError, match=r"came in the middle of a step: call it after zero_grad\(\)"
             ):
@@ -82,7 +82,7 @@ def test_the_optimizer_state_of_another_rank_is_refused_and_a_ranks_own_is_loade
             rank_0s = [own]
             dist.broadcast_object_list(rank_0s, src=0)
             plain = torch.optim.SGD(layers().parameters(), lr=0.1, momentum=0.9).state_dict()
-            for state in (rank_0s[0], plain):  # rank 0 was given its own, and is told all the same
+            for state in (rank_0s[0], plain):  # rank 0 loads its own state, and refuses all the same
                 with pytest.raises(WorkbookError, match="fits its own rank of an equal run only"):
                     optimizer.load_state_dict(state)
             train(model, optimizer, *mine(cluster, (X,)))

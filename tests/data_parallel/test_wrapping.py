@@ -1,4 +1,4 @@
-"""Test uses of a wrapped module that would let replicas drift apart: each is right, or refused."""
+"""Test that uses of a wrapped module which could let replicas drift apart are right, or refused."""
 
 import pytest
 import torch

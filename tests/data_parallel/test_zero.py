@@ -1,4 +1,4 @@
-"""Every stage of ZeRO trains as one process does, in memory and in traffic that the formulas give."""
+"""Test that every stage of ZeRO trains as one process does."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tests.data_parallel.sharded import (
 
 
 class Joint(nn.Module):
-    """A block: a layer of odd shape, one that is frozen, one that few examples take, one that none takes."""
+    """A block with an odd shape, a frozen layer, a layer that few examples use, and one that none uses."""
 
     def __init__(self, width: int, shared: nn.Linear) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Joint(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks that share a layer, one of them frozen, one run twice; a buffer; nothing divides."""
+    """Blocks that share a layer, one of them frozen, one run twice, with a buffer and odd shapes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Chain(nn.Module):
 def numbers() -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
     x = torch.randn(BATCH, 7, generator=random).double()
-    x[0] *= 10  # takes what the others do not: only on the first rank
+    x[0] *= 10  # uses the layer that other examples do not, on the first rank only
     return x, torch.randint(3, (BATCH,), generator=random)
 
 
@@ -230,7 +230,7 @@ def test_two_ranks_agree_after_no_sync_with_each_kind_of_zero_grad():
 
 
 def test_gradients_are_right_for_a_loss_that_is_a_sum():
-    """A sum over the batch is a mean times its size: gradients are the mean over ranks, whatever the loss."""
+    """Gradients are the mean over ranks for any loss. A sum is the mean times the batch size."""
 
     def summed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="sum") * (BATCH / len(x))

@@ -13,12 +13,13 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from lab.text import rank_slice
+from tests.data_parallel.equivalence import mean_square
 from tests.data_parallel.sharded import full_tensors
-from tests.data_parallel.zero3_models import linear, mean_square, numbers
+from tests.data_parallel.zero3_models import linear, numbers
 
 
 class Breaks(nn.Module):
-    """A block whose forward or backward raises when it is told to."""
+    """A block whose forward or backward raises when `when` says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,14 +27,14 @@ class Breaks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.when == "forward":
-            raise ValueError("as it was told")
+            raise ValueError("on purpose")
         y = self.inner(x)
         if self.when == "backward":
             y.register_hook(self.refuse)
         return y.sin()
 
     def refuse(self, gradient: Tensor) -> None:
-        raise ValueError("as it was told")
+        raise ValueError("on purpose")
 
 
 def test_after_an_exception_in_any_pass_the_next_step_is_right():
@@ -48,7 +49,7 @@ def test_after_an_exception_in_any_pass_the_next_step_is_right():
                 mine = rank_slice(numbers(), cluster.rank, cluster.world_size)
                 mean_square(model, 5 * mine).backward()  # a microbatch before it
                 module[broken].when = when
-                with pytest.raises(ValueError, match="as it was told"):
+                with pytest.raises(ValueError, match="on purpose"):
                     mean_square(model, mine).backward()
                 module[broken].when = ""
                 if finishes:
@@ -71,7 +72,7 @@ def test_a_rank_that_dies_in_a_step_is_named_in_one_sentence(when: str):
     def work(cluster) -> str:
         module = nn.Sequential(*(Breaks() for _ in range(3)))
         model = FullyShardedDataParallel(module)
-        mean_square(model, numbers()).backward()  # the next one gathers blocks ahead
+        mean_square(model, numbers()).backward()  # the next step prefetches blocks
         model.finish_gradient_sync()
         if cluster.rank == 1 and when == "forward":
             module[1].register_forward_pre_hook(die)

@@ -13,8 +13,9 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from lab.text import rank_slice
+from tests.data_parallel.equivalence import mean_square
 from tests.data_parallel.sharded import full_tensors
-from tests.data_parallel.zero3_models import WIDTH, Nested, backward_of, compare, linear, mean_square, numbers
+from tests.data_parallel.zero3_models import WIDTH, Nested, backward_of, compare, linear, numbers
 
 
 def several_backwards(model: nn.Module, x: Tensor) -> None:
@@ -88,7 +89,7 @@ def test_forwards_and_backwards_may_come_in_any_number_and_order():
 
 
 def test_a_gan_learns_as_in_one_process():
-    """The generator's backward leaves gradients in the discriminator, which its zero_grad() clears."""
+    """The generator's backward adds to the discriminator's gradients, which zero_grad() clears."""
 
     def train(wrap: Callable[[nn.Module], nn.Module], z: Tensor, real: Tensor) -> list[nn.Module]:
         torch.manual_seed(0)
@@ -118,7 +119,7 @@ def test_a_gan_learns_as_in_one_process():
 
 
 class Recomputed(Nested):
-    """Each kind of checkpoint around blocks, and an LSTM, which keeps a list of its weights."""
+    """A model with both kinds of activation checkpoint, and an LSTM, which keeps a list of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ def test_autocast_computes_as_in_one_process():
         reference = single()
         model = FullyShardedDataParallel(copy.deepcopy(reference))
         for m in (reference, model):
-            step(m, numbers())  # the same examples on all ranks: bfloat16 rounds sums over others differently
+            step(m, numbers())  # the same examples on all ranks, since bfloat16 rounds other sums differently
         model.finish_gradient_sync()
         expected = {name: p.grad for name, p in reference.named_parameters()}
         assert_same(full_tensors(model.pieces, lambda piece: piece.tensor.grad), expected, rtol=1e-6)

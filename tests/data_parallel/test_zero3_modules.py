@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.ranks import run_ranks
-from tests.data_parallel.zero3_models import WIDTH, Nested, backward_of, compare, linear, mean_square, numbers
+from tests.data_parallel.equivalence import mean_square
+from tests.data_parallel.zero3_models import WIDTH, Nested, backward_of, compare, linear, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Out:
 
 
 class Layer(nn.Module):
-    """A block that returns a dataclass; its loss of its own is an attribute."""
+    """A block that returns a dataclass and keeps an extra loss as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def test_blocks_are_found_in_containers_of_every_kind(make: Callable[[], nn.Modu
 
 
 class Around(nn.Module):
-    """Every way around a block's hooks: its forward by name, its weights in other hands, losses aside."""
+    """A model that bypasses a block's hooks: it calls `forward` and uses the block's weights and losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,14 +125,14 @@ def test_parameters_used_outside_of_their_blocks_forward_are_gathered_on_use():
 
 
 class Half(torch.autograd.Function):
-    """It has no gradient for its second input."""
+    """Halve the first input; the second one gets no gradient."""
 
     forward = staticmethod(lambda ctx, x, w: x / 2)
     backward = staticmethod(lambda ctx, g: (g / 2, None))
 
 
 class Odd(nn.Module):
-    """A weight without a gradient, a sparse one, and a frozen layer below a trained one in each block."""
+    """A weight without a gradient, one with a sparse gradient, and a frozen layer below a trained one."""
 
     def __init__(self) -> None:
         super().__init__()

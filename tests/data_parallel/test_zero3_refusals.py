@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.data_parallel.zero3_models import linear, mean_square, mlp, numbers
+from tests.data_parallel.equivalence import mean_square
+from tests.data_parallel.zero3_models import linear, mlp, numbers
 
 Model = FullyShardedDataParallel
 

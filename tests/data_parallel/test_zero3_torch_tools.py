@@ -9,8 +9,9 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from lab.text import rank_slice
+from tests.data_parallel.equivalence import mean_square
 from tests.data_parallel.sharded import full_tensors
-from tests.data_parallel.zero3_models import linear, mean_square, mlp, numbers
+from tests.data_parallel.zero3_models import linear, mlp, numbers
 
 
 def test_a_freed_parameter_still_has_its_shape_dtype_and_device():
@@ -69,7 +70,7 @@ def test_torchs_own_clipping_uses_the_norm_over_all_ranks():
 
 
 def test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none():
-    """The infinity is in one parameter's gradient, so in one rank's shard."""
+    """The infinity is in one parameter's gradient, and so in one rank's shard only."""
 
     def work(cluster) -> list[tuple[float, bool]]:
         model = FullyShardedDataParallel(nn.Linear(4, 1))
@@ -90,7 +91,7 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none():
 
 
 class Mixed(nn.Module):
-    """Numbers of every kind: integers, complex ones, and floating-point ones."""
+    """A model with integer, complex and floating-point parameters."""
 
     def __init__(self) -> None:
         super().__init__()

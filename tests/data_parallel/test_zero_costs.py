@@ -1,4 +1,4 @@
-"""Test what the stages of ZeRO hold and send, counted, against the formulas."""
+"""Test that the bytes which each stage of ZeRO holds and sends equal the formulas."""
 
 import pytest
 import torch
@@ -69,14 +69,14 @@ def test_stages_2_and_3_never_hold_the_full_gradient_and_stage_3_holds_at_most_t
         module.forward = lambda x: [x := torch.tanh(block(x)) for block in module.blocks][-1]
         options = {} if stage == "zero3" else {"bucket_mb": 64 * 64 * 4 / 2**20, "first_mb": 1e-6}
         ours = Sharded(stage, module, "sgd", **options)
-        whole_blocks, rooms = [], []
+        whole_blocks, buffers = [], []
 
         def look() -> None:
             if stage == "zero3":
                 whole_blocks.append(sum(unit.full is not None for unit in ours.model.units))
-                rooms.append(sum(unit.gradients.full is not None for unit in ours.model.units))
+                buffers.append(sum(unit.gradients.full is not None for unit in ours.model.units))
             else:
-                rooms.append(len(ours.optimizer._filling) + len(ours.optimizer._in_flight))
+                buffers.append(len(ours.optimizer._filling) + len(ours.optimizer._in_flight))
 
         for block in module.blocks:
             block.register_forward_pre_hook(lambda *_: look())
@@ -87,9 +87,9 @@ def test_stages_2_and_3_never_hold_the_full_gradient_and_stage_3_holds_at_most_t
                 x = torch.ones(4, 64, requires_grad=True)
                 ours.accumulate(total, (x, x), 1)
                 ours.optimizer.step()
-        return max(whole_blocks, default=0), max(rooms)
+        return max(whole_blocks, default=0), max(buffers)
 
     for stage, most_whole in (("zero2", 0), ("zero3", 2)):
-        for whole_blocks, rooms in run_ranks(watch, 2, stage):
+        for whole_blocks, buffers in run_ranks(watch, 2, stage):
             assert whole_blocks == most_whole, stage
-            assert 1 <= rooms <= 3, stage  # one is filled, two are on their way
+            assert 1 <= buffers <= 3, stage  # one is being filled, two are being sent

@@ -1,4 +1,4 @@
-"""Train a small model with each stage of ZeRO on three ranks, and on one process: they must not differ."""
+"""Tell, in one straight line for each stage of ZeRO, why it equals one process."""
 
 import copy
 
@@ -27,7 +27,7 @@ def test_zero1_equals_one_process():
             for parameter in model.parameters():
                 nn.init.normal_(parameter)
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # of the batch, each rank has a third
+        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
 
         for _ in range(3):
             # The backward fills gradients; then they are reduce-scattered.
@@ -50,7 +50,7 @@ def test_zero1_equals_one_process():
             for parameter, expected in zip(model.parameters(), one.parameters(), strict=True):
                 torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
 
-        # What was it good for? This rank holds the momentum of its own part, and of no more.
+        # The gain: this rank holds the momentum of its own part only.
         return sum(state["momentum_buffer"].numel() for state in optimizer.state.values())
 
     # 5*7 + 7 + 7*3 + 3 = 66 numbers are trained, and every one of them is updated on one rank.
@@ -71,7 +71,7 @@ def test_zero2_equals_one_process():
             for parameter in model.parameters():
                 nn.init.normal_(parameter)
         optimizer = ZeroGradientOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # of the batch, each rank has a third
+        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
 
         for _ in range(3):
             optimizer_of_one.zero_grad()
@@ -125,9 +125,9 @@ def test_zero3_equals_one_process():
             prepend=True,
         )
 
-        # `parameters()` are what the rank owns of each: an optimizer of torch's needs to know no more.
+        # `parameters()` yields the rank's piece of each parameter, and torch's optimizer needs nothing else.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # of the batch, each rank has a third
+        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
 
         for _ in range(3):
             optimizer_of_one.zero_grad()

@@ -74,7 +74,7 @@ def test_shards_add_up_to_the_formula_and_padding_makes_them_equal(
 
 
 def pieces_of(cluster: Cluster, model: nn.Module, stage: int) -> tuple[list[nn.Parameter], list[Share]]:
-    """The trained ones in a flat tensor, as a stage leaves them: this rank's pieces, and its shares."""
+    """Put the trained parameters into a flat tensor, as a stage does; return this rank's pieces."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     flat = Flat(trained, cluster.rank, cluster.world_size)
     full, gradient = torch.zeros(2, flat.numel).unbind()

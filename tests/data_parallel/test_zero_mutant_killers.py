@@ -1,4 +1,4 @@
-"""Small tests for what goes wrong in ZeRO: each is short enough to be run against a wrong implementation."""
+"""Test ZeRO with short tests, which are also run against the wrong implementations in exercises/mutants."""
 
 import tempfile
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.data_parallel.sharded import STAGES, Blocks, Sharded, compare_with_on
 
 
 class Layer(nn.Module):
-    """A block that wants its parameters gathered before it asks for them."""
+    """A block that checks that its parameters are gathered before it uses them."""
 
     def __init__(self, shared: nn.Linear | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Odd sizes, and what stage 3 has in its root: a layer before the blocks, and one that they share."""
+    """A model of odd sizes, with a layer before the blocks and a layer that blocks share (stage 3's root)."""
 
     def __init__(self, seed: int, shares: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Layers(nn.Module):
 
 
 def compare(*stages: str, make: Any = Layers, optimizer: str = "sgd", n: int = 2, **options: Any) -> None:
-    """Compare gradients and parameters with one process, in float64; ranks have different initial weights."""
+    """Compare gradients and parameters with one process in float64; each rank has other initial weights."""
 
     def work(cluster: Cluster) -> None:
         for stage in stages:
@@ -115,7 +115,7 @@ def test_the_next_block_is_gathered_while_one_computes():
         with model.gathered():
             for k, block in enumerate(model.module.blocks):
                 block.weight.register_hook(lambda _, k=k: look("backward", k))
-        for _ in range(2):  # in the first forward no rank knows the order
+        for _ in range(2):  # no rank knows the order in the first forward
             here.clear()
             model(torch.ones(2, 8)).sum().backward()
             model.finish_gradient_sync()
@@ -162,7 +162,7 @@ def test_at_most_three_buckets_of_gradients_are_alive():
 
 
 def test_the_backward_of_one_rank_may_run_in_another_order():
-    """Layers of one shape: a message of the one fits where one of the other is expected."""
+    """Both layers have one shape, so a message of one layer would fit where that of the other is expected."""
 
     def work(cluster: Cluster) -> None:
         x = torch.arange(12.0).double().view(4, 3) / 12
@@ -198,4 +198,6 @@ def test_a_rank_loads_the_optimizer_state_of_its_own_shards():
             assert_same(*ends, what=f"parameter, {stage},")
 
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(work, 3, str(Path(folder) / "run"), timeout=20)  # 2 would cut where a parameter ends
+        run_ranks(
+            work, 3, str(Path(folder) / "run"), timeout=20
+        )  # on 2 ranks a shard would end where a parameter ends

@@ -1,4 +1,4 @@
-"""The train scripts of ZeRO as users run them: summaries, memory, checkpoints, and what they refuse."""
+"""Test the train scripts of ZeRO as users run them: summaries, memory, bytes sent, and refusals."""
 
 import functools
 import gc
@@ -40,7 +40,7 @@ HELD = ["parameters", "gradients", "optimizer_state"]
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Return what test_scripts and attempts offer, for these scripts too."""
+    """Let the helpers of test_scripts and attempts run these scripts too."""
     with mock.patch.dict(test_scripts.SCRIPTS, SCRIPTS):
         yield
 
@@ -48,7 +48,7 @@ def known() -> Iterator[None]:
 def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
     """Return this rank's summary; its "weights" are those of a plain model, the same for every wrapper."""
     if not gc.get_freeze_count():
-        gc.freeze()  # the memory report looks for garbage, and what torch has imported is a lot, and none
+        gc.freeze()  # the memory report collects garbage, and need not search what torch has imported
     found, finish = {}, Run.finish
 
     def keeping(self: Run, model: nn.Module, **extras: Any) -> dict[str, Any]:

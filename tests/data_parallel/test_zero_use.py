@@ -1,4 +1,4 @@
-"""Test how the stages of ZeRO are used: state dicts, evaluation, schedulers, optimizers, and mistakes."""
+"""Test uses of the stages of ZeRO: state dicts, evaluation, schedulers, optimizers, and mistakes."""
 
 import numpy as np
 import pytest
@@ -132,14 +132,14 @@ def test_ranks_that_ran_different_blocks_or_another_order_are_all_refused():
     for names, sentence in (
         (("01", "02"), "ran different blocks"),
         (("012", "021"), "ran different blocks"),
-        (("0112", "012"), "The ranks do not fit together"),  # not as many collectives
+        (("0112", "012"), "The ranks do not fit together"),  # different numbers of collectives
     ):
         for error in run_ranks(differ, 2, names, collect_failures=True, group_timeout=20):
             assert isinstance(error, RankError) and sentence in str(error)
 
 
 class Twofold(nn.Module):
-    """A block with two outputs."""
+    """A block that has two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Twofold(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Holds such blocks, one of them run twice."""
+    """A model of blocks with two outputs, one of which runs twice."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

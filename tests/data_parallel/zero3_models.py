@@ -33,12 +33,8 @@ def backward_of(loss: Callable[[nn.Module, Tensor], Tensor]) -> Step:
     return lambda model, x: loss(model, x).backward()
 
 
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
 def compare(cluster, make: Callable[[], nn.Module], step: Step, **options: Any) -> FullyShardedDataParallel:
-    """Return the gradients after each of three steps with rank 0's initial weights."""
+    """Compare gradients with one process after each of three steps, and return the model."""
     torch.manual_seed(0)
     reference = make()
     torch.manual_seed(cluster.rank)
@@ -60,7 +56,7 @@ def compare(cluster, make: Callable[[], nn.Module], step: Step, **options: Any) 
 
 
 class Nested(nn.Module):
-    """Lists in a list: blocks that have no forward of their own."""
+    """A list of lists: the inner lists have no forward."""
 
     def __init__(self) -> None:
         super().__init__()

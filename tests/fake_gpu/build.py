@@ -21,7 +21,7 @@ FLAGS += (f"-DTORCH_EXTENSION_NAME={MODULE}",)
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler, if there is one."""
+    """Return the path of the C++ compiler, or None."""
     return shutil.which(os.environ.get("CXX", "c++"))
 
 

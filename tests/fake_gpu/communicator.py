@@ -1,4 +1,4 @@
-"""A communicator of the fake nccl, and its lane: who meets, and the thread that does their operations.
+"""Provide a communicator of the fake nccl, and the thread that runs its operations.
 
 FAKE_SLOW      seconds that every operation takes longer
 FAKE_TIMEOUT   seconds after which waiting is reported as a deadlock (25)
@@ -32,7 +32,7 @@ Job = Callable[[], None]
 
 
 class Lane:
-    """A thread that does a communicator's operations in their order."""
+    """A thread that runs a communicator's operations in order."""
 
     made = 0
 
@@ -60,7 +60,7 @@ class Lane:
 
 
 class Communicator:
-    """Lets some ranks of a group meet. `ranks` are theirs in the group, in order."""
+    """A meeting point of some ranks of a group. `ranks` lists their ranks in the group, in order."""
 
     def __init__(self, store: dist.Store, ranks: list[int], rank: int, device: int) -> None:
         self.lane, self.ranks = Lane(), ranks
@@ -72,7 +72,7 @@ class Communicator:
             limit = timedelta(seconds=300)
             made.append(dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout=limit))
 
-        # In a thread, so that ranks which wait for each other in a circle are noticed.
+        # In a thread, so that a circle of waiting ranks is noticed.
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
         thread.join(float(os.environ.get("FAKE_TIMEOUT", "25")))
@@ -95,7 +95,7 @@ class Communicator:
         return [one.view(mine.dtype) for one in found]
 
     def reduced(self, mine: Tensor, op: Any) -> Tensor:
-        """Return the reduction, in the order of ranks; halves are added up as floats."""
+        """Return the reduction in the order of ranks; half-precision numbers are added in float32."""
         parts = self.everyones(mine)
         if mine.dtype in (torch.float16, torch.bfloat16):
             parts = [part.float() for part in parts]

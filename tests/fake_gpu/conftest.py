@@ -1,4 +1,4 @@
-"""A rehearsal on GPUs that are not there, by `make rehearse`; a plain `pytest` leaves these tests out."""
+"""Run these tests only in `make rehearse`, on fake GPUs: a plain `pytest` leaves them out."""
 
 import sys
 from pathlib import Path

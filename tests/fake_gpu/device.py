@@ -1,6 +1,6 @@
-"""Give torch GPUs, and nccl. Import this before torch, which asks for devices at once.
+"""Give torch fake GPUs and a fake nccl. Import this before torch, which looks for devices at once.
 
-What they are and how far they can be trusted: README.md. FAKE_GPUS says how many there are (8).
+README.md says what the fakes are and how far to trust them. FAKE_GPUS is their number (8).
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def _index(device: Any) -> int:
 
 
 class Stream(torch.Stream):
-    """torch.cuda.Stream."""
+    """This class stands for torch.cuda.Stream."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> "Stream":
         if known:
@@ -50,14 +50,14 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """torch.cuda.Event; torch.Event compares times with its own kind only, so it is one."""
+    """This class stands for torch.cuda.Event; it makes a torch.Event, as elapsed_time() takes no other."""
 
     def __new__(cls, enable_timing: bool = False, **_: Any) -> torch.Event:  # type: ignore[misc]
         return torch.Event(torch.device("cuda"), enable_timing=enable_timing)
 
 
 class Device:
-    """torch.cuda.device, a context."""
+    """Stand for torch.cuda.device, a context."""
 
     def __init__(self, device: Any) -> None:
         self._device = _index(device)
@@ -76,7 +76,7 @@ def current_stream(device: Any = None) -> torch.Stream:
 
 @contextlib.contextmanager
 def in_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """torch.cuda.stream, a context."""
+    """Stand for torch.cuda.stream, a context."""
     with contextlib.nullcontext() if stream is None else stream:
         yield
 
@@ -92,7 +92,7 @@ def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStora
 
 
 class Options:
-    """ProcessGroupNCCL.Options."""
+    """This class stands for ProcessGroupNCCL.Options."""
 
     is_high_priority_stream = False
 

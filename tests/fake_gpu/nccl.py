@@ -1,9 +1,9 @@
-"""nccl's rules, as far as they are known here, on tensors of fake_gpu; over gloo, on threads.
+"""Follow nccl's rules, as far as they are known here, with tensors on fake GPUs, gloo and threads.
 
-      communicator   of a group, or of two ranks for their plain messages; made at the first use, which holds
-                     up the host until all its ranks are there
-      lane           its stream: operations wait for the stream that launched them, and for each other
-      batch          its sends and receives are one operation of the group's communicator
+      communicator   of a group, or of two ranks for their plain messages; made at the first use, which
+                     holds up the host until all its ranks are there
+      lane           the communicator's stream: operations wait for the stream that launched them, in order
+      batch          sends and receives of a batch are one operation of the group's communicator
 
 FAKE_EAGER=1   plain messages go through the group's communicator, as with init_process_group(device_id=...)
 FAKE_LOG=1     print every operation
@@ -26,7 +26,7 @@ DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Communicators:
-    """Does what nccl does for one process group."""
+    """A process group's communicators; it does what nccl does for one group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -34,7 +34,7 @@ class Communicators:
         self._batch: list[tuple[str, Tensor, int]] | None = None
         self._is_eager = bool(os.environ.get("FAKE_EAGER"))
 
-    # Collectives: `mine` is this rank's contribution; what they make of everyone's is written to outputs.
+    # Collectives: `mine` is this rank's contribution, and the results are written to outputs.
 
     def all_reduce(self, tensors: list[Tensor], op: Any) -> Any:
         def job(all_ranks: Communicator) -> None:
@@ -133,7 +133,7 @@ class Communicators:
 
     def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         def job(all_ranks: Communicator) -> None:
-            # Everyone gets everything, padded to the longest, and takes its own.
+            # Each rank gets all contributions, padded to the longest, and takes its own.
             own = torch.tensor([part.numel() for part in inputs])
             sizes = torch.stack(all_ranks.everyones(own))
             mine = torch.zeros(int(sizes.sum(1).max()), dtype=inputs[0].dtype)
@@ -145,7 +145,7 @@ class Communicators:
         return self._collective("all_to_all", inputs, outputs, job)
 
     def barrier(self) -> Any:
-        """Make an all-reduce, for which the host waits."""
+        """Run an all-reduce and make the host wait for it."""
         return self._collective(
             "barrier", [], [], lambda all_ranks: all_ranks.everyones(torch.zeros(1)), True
         )

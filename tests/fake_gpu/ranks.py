@@ -16,6 +16,8 @@ from lab.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
+SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
+
 
 def on_gpus(fn: Callable[..., Any], *args: Any, ranks: int = 2, **environment: str) -> list[Any]:
     """Return what `fn(cluster, *args)` returns on each rank, with these variables set."""
@@ -29,7 +31,7 @@ def on_gpus(fn: Callable[..., Any], *args: Any, ranks: int = 2, **environment: s
 
 
 def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
-    """Run it on each rank with --json, and return what rank 0 printed as its last line."""
+    """Run the script on each rank with --json, and return the JSON that rank 0 printed as its last line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

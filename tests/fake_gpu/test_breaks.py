@@ -1,4 +1,4 @@
-"""Show what the rehearsal is for: lessons that are right on the CPU and wrong on a GPU fail here."""
+"""Test that the rehearsal finds lessons which are right on the CPU and wrong on a GPU."""
 
 from collections.abc import Callable
 from functools import partial

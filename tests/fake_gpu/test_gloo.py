@@ -1,4 +1,4 @@
-"""Test that BACKEND=gloo takes a GPU's tensors: they go by way of host memory."""
+"""Test that BACKEND=gloo accepts GPU tensors, which go through host memory."""
 
 import torch
 
@@ -6,9 +6,7 @@ from comm import collectives
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tests.fake_gpu.ranks import run_script
-
-SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
+from tests.fake_gpu.ranks import SHORT, run_script
 
 
 def test_with_gloo_a_pipelines_messages_go_through_host_memory():

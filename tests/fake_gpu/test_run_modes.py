@@ -1,14 +1,13 @@
-"""Run every RUN_MODE of entrypoint.sh on two GPUs, and look at its summary."""
+"""Run every RUN_MODE of entrypoint.sh on two fake GPUs, and check its summary."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu.ranks import run_script
+from tests.fake_gpu.ranks import SHORT, run_script
 from tests.run_modes import MODES
 
-SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
 ARGUMENTS = {"comm": ("--mb", "0.25"), "point_to_point": (), "train": ("--steps", "3")}
 
 

@@ -1,4 +1,4 @@
-"""Compare each technique on GPUs with one process, with operations that take their time."""
+"""Compare each technique on fake GPUs, with slow operations, with one process."""
 
 from collections.abc import Callable
 

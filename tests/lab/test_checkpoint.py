@@ -18,6 +18,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.model import MLP
 from lab.ranks import run_ranks
+from tests.evil import Evil
 
 
 def trained() -> dict[str, Any]:
@@ -223,11 +224,6 @@ def test_a_truncated_checkpoint_is_refused_by_name(tmp_path, kept):
     data = read(tmp_path)
     with pytest.raises(WorkbookError, match="runs/first is damaged"):
         unpack(data[: int(kept * len(data))], "runs/first")
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("pwned",)
 
 
 def saved_by_torch(value: Any, **options: Any) -> bytes:

@@ -27,8 +27,6 @@ from tests.pipeline_parallel.equivalence import (
     vectors,
 )
 
-Change = Callable[[nn.Module], Any]
-
 
 def pipeline_of(model: nn.Module, x: Tensor, name: str = "1f1b", **options: Any) -> Pipeline:
     return Pipeline(model, table_of(name, 2, 2), loss_of, x[: len(x) // 2], **options)

@@ -1,8 +1,9 @@
-"""Tensor parallel models against one process: gradients and parameters, in full, by name."""
+"""Compare the full gradients and parameters of tensor parallel models with one process, by name."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,10 +17,11 @@ from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.masks import FixedMasks, NoMasks
 
 RTOL = 1e-9
+BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 
 
 def gpt(seed: int = 0, **changes: Any) -> GPT:
-    """Make a GPT of 12 heads, which 1 to 4 ranks divide, and a vocabulary that they do not."""
+    """Make a GPT whose 12 heads 1 to 4 ranks divide, and whose vocabulary they do not."""
     sizes = {"vocab_size": 61, "block_size": 16, "num_layers": 2, "num_heads": 12, "width": 24}
     return GPT(GPTConfig(**{**sizes, **changes}), seed=seed).double()
 
@@ -30,12 +32,12 @@ def text(time: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def gathered(part: Tensor, dim: int, size: int | None = None) -> Tensor:
-    """Return all ranks' parts of a tensor, put together."""
+    """Return the full tensor of all ranks' shards."""
     return InFlightAllGather(part.detach(), dim, None, size).wait()
 
 
 def full_tensors(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the ranks' parts put together, by the names of the plain model; all at once, which is quick."""
+    """Return the full tensors by the plain model's names; one all-gather for all of them is quick."""
     cut = {name: tensor for name, tensor in tensors.items() if tensor is not None and name in model.dims}
     if not cut:
         return tensors
@@ -60,9 +62,9 @@ def compare_with_one_process(
     overlap: bool = True,
     **changes: Any,
 ) -> None:
-    """Compare every gradient at each of some SGD steps, and every parameter after them.
+    """Compare every gradient in each step of SGD, and every parameter after the steps.
 
-    Dropout has fixed masks (masks.py). `frozen`: the beginnings of names.
+    Dropout has fixed masks (masks.py). `frozen` lists prefixes of the names of frozen parameters.
     """
     what = f"{changes}, {time} tokens, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
@@ -111,7 +113,7 @@ def compare_with_one_process(
 def compare_mlp_with_one_process(
     cluster: Cluster, sizes: Sequence[int], clip: float | None = None, steps: int = 5
 ) -> None:
-    """Do what compare_with_one_process does, for an MLP, whose input wants a gradient in every other step."""
+    """Compare an MLP with one process; its input requires a gradient in every second step."""
     what = f"MLP {sizes} on {cluster.world_size} ranks"
     random = torch.Generator().manual_seed(3)
     batch = torch.randn(5, sizes[0], generator=random).double()

@@ -1,7 +1,7 @@
-"""Dropout with masks known beforehand, whole: each rank takes its tokens or its heads of them.
+"""Replace dropout by one with fixed masks, of which each rank uses the part of its tokens or heads.
 
-The masks are a function of the step and of how many dropouts the forward has had, so that a plain model and
-a tensor parallel one drop the same numbers, wherever these are.
+A mask is a function of the step and of the number of dropouts before it in the forward. So a plain model and
+a tensor parallel model drop the same numbers, on any rank.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_TOKENS = 20  # what the masks cover: no less than the longest text with its padding
+MOST_TOKENS = 20  # at least as long as the longest text with its padding
 
 
 class FixedMasks:
-    """What stands for torch's dropout and attention; `cut` says what this rank has of the whole."""
+    """These masks replace those of torch's dropout and attention; `cut` says which part this rank has."""
 
     def __init__(self) -> None:
         self._cut, self._step, self._calls = "", 0, 0
 
     @contextmanager
     def forward(self, step: int, cut: str) -> Iterator[None]:
-        """`cut`: "" for a plain model, "heads" for a tensor parallel one, "tokens" with sequence parallel."""
+        """Use masks in a forward; `cut`: "" plain, "heads" tensor parallel, "tokens" sequence parallel."""
         self._cut, self._step, self._calls = cut, step, 0
         with (
             mock.patch.object(F, "dropout", self._dropout),
@@ -64,7 +64,7 @@ class FixedMasks:
 
 
 class NoMasks:
-    """For models without dropout."""
+    """The same interface for models without dropout."""
 
     def forward(self, step: int, cut: str) -> nullcontext:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Under torch.autocast tensor parallel is as close to float32 as one process under torch.autocast."""
+"""Test that under torch.autocast tensor parallel is as close to float32 as one process is."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def assert_as_close(ours: Gradients, theirs: Gradients, exact: Gradients, what: str) -> None:
-    """Assert that bfloat16 changes ours at most twice as much as theirs, or hardly, next to the largest."""
+    """Assert that bfloat16 changes our gradients at most twice as much as one process's, or very little."""
     least = 2**-10 * max(float(gradient.norm()) for gradient in exact.values())
     for name, right in exact.items():
         assert ours[name].dtype == torch.float32, f"{what}: {name} is {ours[name].dtype}"

@@ -1,4 +1,4 @@
-"""The cross entropy of cut logits is torch's of full ones, its gradient too, with an n-th of the memory."""
+"""Test that the cross entropy of sharded logits equals torch's of full logits, with an n-th of the memory."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def batch(words: int = 61, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-9, **options: Any) -> None:
-    """Compare loss and gradient, of three times the loss; padding has any value and no gradient."""
+    """Compare the loss and the gradient of three times the loss; padding gets no gradient."""
     n, words = cluster.world_size, logits.shape[-1]
     expected = logits.detach().clone().requires_grad_()
     loss = F.cross_entropy(expected.flatten(0, -2), targets.flatten(), **options)
@@ -62,7 +62,7 @@ def test_a_rank_whose_entries_are_all_padding_has_no_probability():
     def work(cluster: Cluster) -> None:
         for words in (1, 2, 5, 6):  # on 4 ranks, 5 are 2 2 1 0
             compare(cluster, *batch(words))
-            if words > 1:  # with one there is nothing to lose
+            if words > 1:  # one entry has no gradient to compare
                 compare(cluster, *batch(words), label_smoothing=0.2)
 
     run_ranks(work, 4)
@@ -90,7 +90,7 @@ def test_huge_logits_do_not_overflow_wherever_the_largest_is():
 
 
 def test_the_largest_logit_of_all_ranks_is_subtracted():
-    """Subtracting some other number is the same in mathematics, and overflows."""
+    """Subtracting another number is the same in exact arithmetic, and overflows in floating point."""
 
     def work(cluster: Cluster) -> None:
         logits, targets = batch(6)
@@ -134,7 +134,7 @@ def test_bf16_logits_are_added_up_in_float32_and_get_a_bf16_gradient():
 
 
 class Peak(TorchDispatchMode):
-    """Counts the most bytes that tensors made inside had at once. Workspaces of kernels are not seen."""
+    """This mode records the peak bytes of the tensors made inside; workspaces of kernels do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_its_peak_memory_is_one_nth_of_the_full_cross_entropys(dtype: torch.dtype):
-    """It is in float32, which torch's would want of bf16 logits too."""
+    """The loss is computed in float32; torch's would need float32 copies of bf16 logits too."""
     tokens, words = 64, 4096
 
     def measure(cluster: Cluster, smoothing: float) -> tuple[int, int]:
@@ -177,7 +177,7 @@ def test_its_peak_memory_is_one_nth_of_the_full_cross_entropys(dtype: torch.dtyp
     for n in (2, 4):
         for smoothing in (0.0, 0.1):
             for ours, whole in run_ranks(measure, n, smoothing):
-                assert whole > 2 * tokens * words * dtype.itemsize  # the measure sees something
+                assert whole > 2 * tokens * words * dtype.itemsize  # the measurement is not zero
                 assert ours <= 1.2 / n * whole, f"{ours / whole:.3f} of the whole one's, on {n} ranks"
 
 

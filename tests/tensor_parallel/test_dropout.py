@@ -1,9 +1,8 @@
-"""Dropout: one mask for all where ranks compute the same, a mask for each where they do not."""
+"""Test that ranks share a dropout mask if they compute the same numbers, and else draw different masks."""
 
 from itertools import combinations
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,22 +12,20 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
-from tests.tensor_parallel.equivalence import gathered, gpt, text
-
-BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+from tests.tensor_parallel.equivalence import BOTH_MODES, gathered, gpt, text
 
 
 def model_of(
     cluster: Cluster, sequence_parallel: bool, seed: int = 7, dropout: float = 0.5
 ) -> TensorParallel:
-    """Only rank 0's seed counts, and nothing that was drawn before."""
+    """Make a model after each rank has drawn other numbers: only rank 0's seed must count."""
     torch.manual_seed(seed + cluster.rank)
     torch.rand(cluster.rank)
     return parallelize(gpt(dropout=dropout, num_layers=1), None, sequence_parallel)
 
 
 def masks_of_a_step(model: TensorParallel) -> dict[str, Tensor]:
-    """What one forward in training kept: of the residual stream, at three places, and of the attention."""
+    """Return the masks of one training forward: three of the residual stream, one of the attention."""
     kept: dict[str, list[Tensor]] = {"residual": [], "attention": []}
     attend = F.scaled_dot_product_attention
 
@@ -37,7 +34,7 @@ def masks_of_a_step(model: TensorParallel) -> dict[str, Tensor]:
         kept["residual"].append(output != 0)
 
     def weights_first(q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, **options) -> Tensor:
-        """Torch's own attention, whose values are the positions themselves: its output are the weights."""
+        """Call torch's attention with an identity matrix as values, so that its output is the weights."""
         time = q_bhte.shape[2]
         positions = torch.eye(time, dtype=q_bhte.dtype).expand(*k_bhte.shape[:2], time, time)
         weights_bhtt = attend(q_bhte, k_bhte, positions, **options)
@@ -55,7 +52,7 @@ def masks_of_a_step(model: TensorParallel) -> dict[str, Tensor]:
 
 
 def equal_share(a: Tensor, b: Tensor) -> float:
-    """How much of two masks is the same: 0.5 for strangers, as half is kept. The future does not count."""
+    """Return the share of equal entries, 0.5 for independent masks; future tokens do not count."""
     if a.shape[-1] == a.shape[-2]:
         a, b = (mask[..., *torch.tril_indices(*mask.shape[-2:])] for mask in (a, b))
     return (a == b).double().mean().item()
@@ -76,7 +73,7 @@ def test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_h
             assert 0.45 < equal_share(before[where], after[where]) < 0.55
         assert (
             0.4 < equal_share(after["attention"][0, :, 0], after["attention"][0, :, 1]) < 0.6
-        )  # and another head
+        )  # another head
 
 
 def test_with_sequence_parallel_the_tokens_of_different_ranks_have_different_masks():

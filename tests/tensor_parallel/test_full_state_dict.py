@@ -1,4 +1,4 @@
-"""What a tensor parallel model saves a plain one loads, and another number of ranks."""
+"""Test that a plain model, and any number of ranks, load the state that a tensor parallel model saves."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
 
 
 def trained(cluster: Cluster, tied: bool, sequence_parallel: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """The state after two steps, and the logits of the text."""
+    """Return the state after two steps, and the logits of the text."""
     model = parallelize(gpt(cluster.rank, tied=tied), None, sequence_parallel)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x, y = text()
@@ -25,7 +25,7 @@ def trained(cluster: Cluster, tied: bool, sequence_parallel: bool) -> tuple[dict
 
 
 def loads(cluster: Cluster, state: dict[str, Tensor], logits: Tensor, tied: bool, by_tokens: bool) -> None:
-    """Into a model with other weights; it computes the same, and trains on as the plain one."""
+    """Load the state into a model with other weights; compare logits and next steps with the plain model."""
     model, plain = parallelize(gpt(5, tied=tied), None, by_tokens), gpt(6, tied=tied)
     model.load_full_state_dict(state)
     plain.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The layers alone: together the ranks have one layer's weight, and compute what it computes."""
+"""Test the layers alone: the ranks' shards are one layer's weight, and the outputs are that layer's."""
 
 import itertools
 from unittest import mock
@@ -34,7 +34,7 @@ def plain_linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_the_full_weights_are_equal_on_any_number_of_ranks(n: int):
     def compare(cluster: Cluster) -> None:
-        torch.manual_seed(cluster.rank)  # is of no account
+        torch.manual_seed(cluster.rank)  # must not matter
         linear = plain_linear(24, 12, seed=3).float()
         column, row = ColumnParallelLinear(24, 12, seed=3), RowParallelLinear(24, 12, seed=3)
         embedding = VocabParallelEmbedding(61, 6, seed=3)
@@ -146,7 +146,7 @@ def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
-    """It is what nn.Embedding does. 61 is a row of padding on the last rank."""
+    """nn.Embedding does the same. Row 61 is padding on the last rank."""
 
     def refuse(cluster: Cluster) -> None:
         for by_tokens in (False, True):
@@ -165,7 +165,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
 
 
 class ElsewhereTensor(Tensor):
-    """Says that it is on a GPU."""
+    """A CPU tensor that says it is on a GPU."""
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +195,7 @@ def test_widths_that_do_not_divide_are_refused_in_one_sentence():
 
 
 class Products(TorchDispatchMode):
-    """Notes each matrix product in `events`."""
+    """This mode appends each matrix product to `events`."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""PyTorch's DTensors train lab's GPT as one process does, and send by comm what the formula says."""
+"""Test that PyTorch's DTensors train lab's GPT as one process does, and send what the formula says."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lab.check import assert_same, gradients, parameters
@@ -20,11 +19,8 @@ from tensor_parallel.train_dtensor import (
     shard,
     traffic_per_step,
 )
+from tests.dtensors import full_tensors
 from tests.tensor_parallel.equivalence import RTOL, gpt, text
-
-
-def full_tensors(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
 def one_backward(model: GPT, x: Tensor, y: Tensor) -> Any:
@@ -40,7 +36,7 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
     native = shard(plain, cluster.device, sequence_parallel)
     assert_same(full_tensors(parameters(native)), parameters(reference), 0, f"initial parameter, {what},")
-    # One parameter at a time: a GPU's default is all at once, and then all must be DTensors or none.
+    # foreach=False: with the default on GPUs either all parameters must be DTensors, or none.
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, foreach=False) for m in (reference, native)]
     x, y = (part.to(cluster.device) for part in text())
     for step in range(3):
@@ -49,7 +45,7 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
         expected = loss_of(reference(x), y)
         expected.backward()
         loss = one_backward(native, x, y)
-        if step:  # what is Partial is full after full_tensor(), too
+        if step:  # without this call, full_tensor() reduces what is Partial
             finish_gradient_sync(native)
         assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
         assert_same(
@@ -91,7 +87,7 @@ def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(
         assert counted == traffic_per_step(cluster, native, len(x), sequence_parallel)
         before = LEDGER.total()
         one_backward(native, x, y)
-        assert LEDGER.total() == before  # it is over with the block
+        assert LEDGER.total() == before  # outside of the block nothing is counted
 
     run_ranks(compare, 2)
 

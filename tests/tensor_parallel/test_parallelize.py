@@ -1,4 +1,4 @@
-"""A tensor parallel model trains as the plain one does on one process."""
+"""Test that a tensor parallel model trains as the plain model does on one process."""
 
 import pytest
 import torch
@@ -12,14 +12,13 @@ from lab.ranks import run_ranks
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import (
+    BOTH_MODES,
     compare_mlp_with_one_process,
     compare_with_one_process,
     gpt,
     text,
 )
 from training.replicas import replicas_equal
-
-BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -1,7 +1,4 @@
-"""Test that a course's programs run with tensor parallel models as in one process, or are refused."""
-
-from collections.abc import Callable
-from typing import Any
+"""Test that programs which a course uses run with tensor parallel models as in one process."""
 
 import pytest
 import torch
@@ -15,13 +12,10 @@ from lab.model import MLP, loss_of
 from lab.ranks import run_ranks
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
-from tests.gradient_changes import halved, set_to_none, zeroed_in_place
+from tests.gradient_changes import Change, halved, set_to_none, zeroed_in_place
 from tests.tensor_parallel.equivalence import RTOL, full_tensors, gathered, gpt, text
 
-Change = Callable[[nn.Module], Any]
-
-
-# `backward` is of a batch of its own; the others change the gradients that there are.
+# Each `backward` has another batch; the other items change the gradients or synchronise them.
 PROGRAMS: list[list[str | Change]] = [
     ["backward", "finish", "backward", "finish"],
     ["backward", "finish", "finish"],
@@ -81,7 +75,7 @@ def test_a_second_finish_gradient_sync_sends_nothing():
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, after: Change = set_to_none, steps: int = 3
 ) -> dict[str, torch.Tensor | None]:
-    """Compare a few steps, of which the first is followed by `after`; returns the last gradients."""
+    """Take a few steps, call `after` after the first, and return the last gradients."""
     for step in range(steps):
         x, y = text()
         optimizer.zero_grad()
@@ -117,7 +111,7 @@ def test_an_optimizer_made_before_parallelize_trains_the_shards():
 
 
 def freeze(model: nn.Module) -> None:
-    """Choose others than at the beginning."""
+    """Freeze other parameters than at the beginning."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name or "norm" in name)
 

@@ -1,4 +1,4 @@
-"""The train scripts of this folder as users run them: what they report, checkpoints, and mistakes."""
+"""Test the train scripts of this folder as users run them: reports, checkpoints, and mistakes."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ SCRIPTS = {"tensor_parallel": train_tensor_parallel, "sequence_parallel": train_
 
 
 def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
-    """Return what a short run of the script reports on this rank."""
+    """Return the summary of a short run of the script on this rank."""
     summaries = []
     finish = Run.finish
 

@@ -1,14 +1,14 @@
-"""Bytes sent by each rank and step, counted, are those of the formulas, exactly.
+"""Test that the bytes which each rank sends in a step equal the formulas exactly.
 
-A is what one rank sends to all-reduce the residual stream, 2 (n-1)/n btd numbers; gathering it or scattering
-sums of it is half of that.
+A is what one rank sends to all-reduce the residual stream, 2 (n-1)/n btd numbers. An all-gather or a
+reduce-scatter of the stream sends half of A.
 
                         tensor parallel                  with sequence parallel
     a block, forward    2 A                              2 gathers and 2 scatters: 2 A
     a block, backward   2 A                              2 gathers and 2 scatters: 2 A, and 2 gathers again: A
     embedding, head     A forward, A backward            a scatter and a gather each; the head gathers again
     loss                4 numbers for each token         the same
-    at the end          nothing                          all-reduces what is whole everywhere: 6 d a block,
+    at the end          nothing                          all-reduces replicated parameters: 6 d a block,
                                                          2 d of the last norm, T d positions
 """
 
@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 def sent_in_a_step(
     cluster: Cluster, num_layers: int, by_tokens: bool, forward_only: bool = False, overlap: bool = True
 ) -> dict[str, int]:
-    """Bytes by operation, without the collectives' headers."""
+    """Return bytes by operation, without the headers of collectives."""
     model = parallelize(gpt(num_layers=num_layers, block_size=BLOCK_SIZE), None, by_tokens, overlap)
     x, y = text(T)
     LEDGER.clear()

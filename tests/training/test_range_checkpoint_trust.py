@@ -16,14 +16,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from lab import checkpoint
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from tests.evil import Evil
 from tests.training.range_items import NUMEL, load, refusal, save, the_one
 from training.range_checkpoint import FILES, METADATA
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("pwned",)
-
 
 STRANGE = {
     "code": pickle.dumps(Evil()),
