@@ -1,16 +1,17 @@
-"""Data parallel, ours against PyTorch's DDP: step times on loopback and slow links, memory, what is hidden.
+"""Compare our data parallel training with PyTorch's DDP: step times, peak memory, hidden communication.
 
     python benchmarks/data_parallel.py                       a table; --json for one JSON line
     python benchmarks/data_parallel.py --quick               fewer rows
     python benchmarks/data_parallel.py --plot buckets.png    step time against bucket size, and the prediction
 
-Two ranks train a GPT of 12.9 million parameters. All variants live in one process group and take turns, step
-by step (benchmarks/side_by_side.py). Links are software links (comm/transport/slow_link.py), the same for
-both; DDP sends through the hook of data_parallel/train_ddp.py there, and untouched on loopback.
+Two ranks train a GPT of 12.9 million parameters. All variants share one process group and take turns, step
+by step (benchmarks/side_by_side.py). Slow links are software links (comm/transport/slow_link.py), the same
+for ours and DDP. On a slow link DDP sends through the hook of data_parallel/train_ddp.py; on loopback it is
+unchanged.
 
-`ddp` is DDP with its defaults (1 MiB first, then 25), `ddp_same_cap` has our cap; `flat` is one
-all-reduce of everything after the backward. Where `against` says `ideal`, compute is replaced by a clock,
-and the ideal is forward + backward of the last layer + wire time.
+`ddp` is DDP with its default buckets (first 1 MiB, then 25 MiB), and `ddp_same_cap` has our bucket size.
+`flat` is one all-reduce of all gradients after the backward. In rows against `ideal` a clock replaces
+compute, and the ideal step is forward + backward of the last layer + time on the wire.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+    sys.path.pop(0)  # this folder: this file would hide the package of the same name
 
 import tyro
 from matplotlib.figure import Figure
@@ -42,20 +43,20 @@ PLOT_CAPS = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]  # MiB
 
 @dataclasses.dataclass
 class Args:
-    """Ours against DDP."""
+    """Compare our data parallel training with PyTorch's DDP."""
 
     quick: bool = False
-    """Fewer rows and runs."""
+    """Measure fewer rows, with fewer runs."""
     plot: Path | None = None
-    """Only measure step time against bucket size, and draw it (png or svg)."""
+    """Draw step time against bucket size into this file (png or svg), and measure nothing else."""
     plot_link: str = "1gbit,2ms"
-    """The link of that picture."""
+    """The link for --plot: bandwidth, and optionally latency."""
     json: bool = False
-    """One JSON line instead of a table."""
+    """Print one JSON line instead of a table."""
 
 
 def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
-    """Measured and predicted seconds of a step for every cap in PLOT_CAPS."""
+    """Return measured and predicted seconds of a step for each bucket size in PLOT_CAPS."""
     names = [f"bucket_overlap {cap}" for cap in PLOT_CAPS]
     by_rank = run_ranks(alternate, RANKS, [(args.plot_link, names, 5)], timeout=900)
     measured = medians([seconds for [seconds] in by_rank])
@@ -79,7 +80,7 @@ def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
 
 
 def plot(result: dict[float, tuple[float, float]], link: str, path: Path) -> None:
-    """Step time against bucket size: at the left latencies count, at the right the last bucket."""
+    """Draw step time against bucket size: small buckets cost latency, large ones delay the last bucket."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     measured, predicted = zip(*result.values(), strict=True)
@@ -110,7 +111,7 @@ def measure(quick: bool) -> list[dict]:
             ("1gbit", ["ddp", *same_cap, "naive"], 3),
             ("200mbit", same_cap, 1),
         ]
-    # Those behind a slow link are built and warmed up once for all such links.
+    # Variants on slow links are built and warmed up once for all slow links.
     by_rank = run_ranks(alternate, RANKS, plan[:1], timeout=900)
     by_rank = [
         a + b for a, b in zip(by_rank, run_ranks(alternate, RANKS, plan[1:], timeout=900), strict=True)
@@ -147,7 +148,7 @@ def measure(quick: bool) -> list[dict]:
 
 
 def main(args: Args) -> None:
-    # Forked ranks have everything imported.
+    # Ranks are forked, so they start with all modules imported.
     preload("benchmarks.data_parallel_steps")
     if args.plot is not None:
         plot(against_bucket_size(args), args.plot_link, args.plot)

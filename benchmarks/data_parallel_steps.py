@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/data_parallel.py do: training steps of every variant, timed and watched."""
+"""Run the ranks' part of benchmarks/data_parallel.py: training steps of each variant, timed."""
 
 import ctypes
 import functools
@@ -27,9 +27,9 @@ from lab.overlap import overlap_of
 
 CONFIG = GPTConfig.named("13m")
 CAP_MB = 4.0
-WINDOWS = 2  # of text, for each rank and step
+WINDOWS = 2  # windows of text for each rank and step
 Step = Callable[[], None]
-Turns = tuple[str, list[str], int]  # the link, the variants, and how often each
+Turns = tuple[str, list[str], int]  # the link, the variants, and the number of runs of each
 
 
 def text(windows: int = WINDOWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ def text(windows: int = WINDOWS) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(name: str, hooked: bool) -> Step:
-    """One training step of the variant: "naive", "flat", "overlap", "bucket_overlap 4", "ddp", "ddp 4"."""
+    """Return a step of a variant: "naive", "flat", "overlap", "bucket_overlap 4", "ddp" or "ddp 4"."""
     kind, _, cap = name.partition(" ")
     module = GPT(CONFIG)
     model: nn.Module
@@ -66,7 +66,7 @@ def build(name: str, hooked: bool) -> Step:
 
 
 def alternate(cluster: Cluster, plan: list[Turns]) -> list[dict[str, list[float]]]:
-    """Seconds of each step of each variant on this rank, for one link of the plan after the other."""
+    """Return the seconds of each step of each variant on this rank, for each link of the plan in turn."""
     steps: dict[tuple[str, bool], Step] = {}
     seconds = []
     for link, names, runs in plan:
@@ -80,7 +80,7 @@ def alternate(cluster: Cluster, plan: list[Turns]) -> list[dict[str, list[float]
 
 
 def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list[float], float]:
-    """Seconds of each step with compute replaced by a clock, and the ideal."""
+    """Return the seconds of each step with a clock instead of compute, and the seconds of the ideal step."""
     module = metronome_of(GPT(CONFIG), tick)
     model = BucketDataParallel(module, pattern="cma", bucket_mb=1.0)
     x, y = text(1)
@@ -99,7 +99,7 @@ def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list
 
 
 def hidden(cluster: Cluster, link: str, windows: int, runs: int) -> tuple[float, float, float]:
-    """Compute, communication and hidden seconds of a step, medians, where compute is the longer one."""
+    """Return the median seconds of compute, of communication, and of hidden communication in a step."""
     module = GPT(CONFIG)
     model = BucketDataParallel(module, pattern="cma", bucket_mb=CAP_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -127,8 +127,8 @@ def hidden(cluster: Cluster, link: str, windows: int, runs: int) -> tuple[float,
 
 
 def peak(cluster: Cluster, kind: str) -> int:
-    """Peak memory of this process in a few steps of "bucket_overlap" or of "ddp" with gradients as views."""
-    # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
+    """Return this process's peak memory in steps of "bucket_overlap", or of "ddp" with gradient views."""
+    # glibc keeps freed memory unless it is a mapping of its own, which would hide what a step needs.
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     module = GPT(CONFIG)
     model: nn.Module
@@ -150,8 +150,11 @@ def peak(cluster: Cluster, kind: str) -> int:
 
 
 def ready_times(cluster: Cluster, runs: int = 3) -> tuple[float, float, list[tuple[float, int]]]:
-    """A step of this rank without communication: seconds of forward and backward, of the optimizer, and
-    when each parameter's gradient is ready (seconds since the start, the parameter's position)."""
+    """Time a step without communication, and return three values.
+
+    They are the seconds of forward and backward, those of the optimizer, and for each gradient (seconds since
+    the start until it is ready, position of the parameter).
+    """
     module = GPT(CONFIG)
     parameters = list(module.parameters())
     optimizer = torch.optim.SGD(parameters, lr=1e-3)

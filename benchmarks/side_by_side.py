@@ -1,12 +1,12 @@
-"""What benchmarks share: variants that take turns, medians, rows, and the table or the JSON line at the end.
+"""Provide what benchmarks share: variants that take turns, medians, rows, and the final table or JSON line.
 
     seconds = alternate({"ours": our_step, "theirs": their_step}, runs=7)       # on every rank
     median = medians(run_ranks(...))                                            # over all ranks
     rows = [row("bucket_overlap", "ddp", "1gbit", median["ours"], median["theirs"], world_size=2)]
     show("data_parallel", rows, as_json=args.json, title="2 ranks")
 
-Whatever else the machine does hits all variants of one process group that alternate. A run takes as long as
-its slowest rank; ratios are those of medians, below 1 where ours is better.
+Variants share one process group and alternate, so other load on the machine slows all of them. The time of a
+run is that of its slowest rank. A ratio is ours / theirs of the medians: below 1, ours is faster or smaller.
 """
 
 import json
@@ -25,7 +25,7 @@ from lab.units import KIB, MIB
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of the call on this rank, from a moment when all ranks are there."""
+    """Return the seconds of the call on this rank, after a barrier of all ranks."""
     collectives.barrier(pattern="torch")
     start = time.perf_counter()
     call()
@@ -35,26 +35,26 @@ def timed(call: Callable[[], object]) -> float:
 def alternate(
     variants: Mapping[str, Callable[[], object]], runs: int, link: Link | None = None, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each run of each variant on this rank, after `warmup` runs on no link that do not count."""
+    """Return the seconds of each run of each variant on this rank; `warmup` runs on loopback do not count."""
     names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for run in range(warmup + runs):
         for i in range(len(names)):
-            # Another one begins each time: what runs before a variant leaves the caches to it.
+            # The order rotates, because a variant finds the caches as the variant before it has left them.
             name = names[(i + run) % len(names)]
-            # DDP and ours remake their buckets in the first steps: no need to do that slowly.
+            # DDP and ours rebuild their buckets in the first steps, which need no slow link.
             with slow_link.slowed(link if run >= warmup else None):
                 seconds[name].append(timed(variants[name]))
     return {name: times[warmup:] for name, times in seconds.items()}
 
 
 def median_of_slowest(by_rank: Sequence[Sequence[float]]) -> float:
-    """The median over runs of the slowest rank's seconds."""
+    """Return the median over runs of the slowest rank's seconds."""
     return statistics.median(map(max, zip(*by_rank, strict=True)))
 
 
 def medians(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """`median_of_slowest` of each variant, from what `alternate` gave on each rank."""
+    """Return `median_of_slowest` of each variant, from the results of `alternate` on all ranks."""
     return {name: median_of_slowest([rank[name] for rank in by_rank]) for name in by_rank[0]}
 
 
@@ -69,7 +69,7 @@ def row(
     unit: str = "s",
     num_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """One comparison, as `show` takes it; `num_bytes` where a size varies."""
+    """Return one comparison, as `show` takes it; `num_bytes` is given if the size varies between rows."""
     place: dict[str, Any] = {"what": what, "against": against, "link": link, "world_size": world_size}
     size = {} if num_bytes is None else {"bytes": num_bytes}
     return place | size | {"ours": ours, "theirs": theirs, "unit": unit, "ratio": ours / theirs}
@@ -80,7 +80,7 @@ def show(benchmark: str, rows: list[dict[str, Any]], as_json: bool, title: str) 
     if as_json:
         print(json.dumps({"benchmark": benchmark, "rows": rows}))
         return
-    # What is the same in all rows belongs in the title.
+    # A column that is equal in all rows is left out: the title says it.
     places = [key for key in ("against", "link", "bytes") if len({one.get(key) for one in rows}) > 1]
     table = Table("what", *places, title=title)
     for column in ("ours", "theirs", "ratio"):

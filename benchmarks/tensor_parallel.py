@@ -1,22 +1,23 @@
-"""Tensor and sequence parallel, ours against PyTorch's DTensor: step times, bytes, and the cross entropy.
+"""Compare our tensor and sequence parallelism with PyTorch's DTensor: step times, bytes, cross entropy.
 
     python benchmarks/tensor_parallel.py                     tables; --json for one JSON line
-    python benchmarks/tensor_parallel.py --quick             fewer runs, and only the rows that have a bar
+    python benchmarks/tensor_parallel.py --quick             fewer runs, and only rows with a required ratio
     python benchmarks/tensor_parallel.py --link 200mbit      another slow link than 1gbit
 
-Ranks train a GPT of 12.9 million parameters, tied, on the same two windows of 256 tokens; a step is forward,
-backward and SGD. All variants live in one process group and take turns, step by step. DTensor's plan is that
-of tensor_parallel/train_dtensor.py, with one all-reduce for q, k and v.
+The ranks train a GPT of 12.9 million parameters with tied weights on the same two windows of 256 tokens. A
+step is forward, backward and SGD. All variants share one process group and take turns, step by step. DTensor
+is used as in tensor_parallel/train_dtensor.py, with one all-reduce for q, k and v.
 
-Links are software links (comm/transport/slow_link.py), the same for both. On a slow one DTensor's collectives
-go through comm too: `train_dtensor.by_comm` gives torch's operators `_c10d_functional.all_reduce`,
-`wait_tensor`, `all_gather_into_tensor` and `reduce_scatter_tensor` kernels that call comm with pattern
-"torch". DTensor decides when to start and when to wait, gloo does the work, and the link takes what the
-best-known algorithm costs (for gloo's reduce-scatter that of the all-reduce it is). On loopback DTensor is
-untouched.
+Slow links are software links (comm/transport/slow_link.py), the same for ours and DTensor. On a slow link
+DTensor's collectives go through comm: `train_dtensor.by_comm` replaces the kernels of torch's operators
+`_c10d_functional.all_reduce`, `wait_tensor`, `all_gather_into_tensor` and `reduce_scatter_tensor` by calls of
+comm with pattern "torch". DTensor decides when to start and when to wait, and gloo moves the bytes. The link
+adds the time of the best-known algorithm, and for gloo's reduce-scatter the time of an all-reduce. On
+loopback DTensor is unchanged.
 
-The cross entropy is of 512 tokens and a vocabulary of 32 Ki words, forward and backward, on loopback. Its
-memory is what the process needs beyond the logits; "one process" has F.cross_entropy on the whole of them.
+The cross entropy has 512 tokens and a vocabulary of 32,768 entries. It is measured on loopback, forward and
+backward. Its memory is what the process needs beyond the logits. "one process" is F.cross_entropy of the full
+logits.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+    sys.path.pop(0)  # this folder: this file would hide the package of the same name
 
 import tyro
 
@@ -40,18 +41,18 @@ Rows = list[dict[str, Any]]
 
 @dataclasses.dataclass
 class Args:
-    """Tensor parallel layers against DTensor's."""
+    """Compare our tensor parallel layers with PyTorch's DTensor."""
 
     quick: bool = False
-    """Fewer runs, and only the rows that have a bar."""
+    """Measure only the rows with a required ratio, with fewer runs."""
     link: str = "1gbit"
-    """The slow link."""
+    """The slow link: bandwidth, and optionally latency, such as 1gbit or 200mbit,1ms."""
     json: bool = False
-    """One JSON line instead of a table."""
+    """Print one JSON line instead of tables."""
 
 
 def step_rows(ranks: int, plan: list[tuple[str, int]], warmup: int, with_bytes: bool) -> Rows:
-    """Step times of both modes on each link, and what they sent."""
+    """Return rows for the step times of both modes on each link, and for the bytes they send."""
     row = functools.partial(side_by_side.row, world_size=ranks)
     by_rank = run_ranks(alternate, ranks, plan, warmup, with_bytes, timeout=900)
     rows: Rows = []
@@ -66,7 +67,7 @@ def step_rows(ranks: int, plan: list[tuple[str, int]], warmup: int, with_bytes: 
 
 
 def loss_rows(ranks: int, runs: int) -> Rows:
-    """Time and memory of the cross entropy."""
+    """Return rows for the time and the memory of the cross entropy."""
     row = functools.partial(side_by_side.row, link="loopback", world_size=ranks)
     seconds = medians(run_ranks(losses, ranks, runs, timeout=300))
     ours, theirs = (max(run_ranks(loss_peak, ranks, kind, timeout=300)) for kind in ("ours", "dtensor"))
@@ -88,7 +89,7 @@ def measure(args: Args) -> Rows:
 
 
 def main(args: Args) -> None:
-    # Forked ranks have everything imported.
+    # Ranks are forked, so they start with all modules imported.
     preload("benchmarks.tensor_parallel_steps")
     rows = measure(args)
     if args.json:

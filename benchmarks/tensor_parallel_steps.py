@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/tensor_parallel.py do: training steps and losses, ours and DTensor's."""
+"""Run the ranks' part of benchmarks/tensor_parallel.py: steps and losses, ours and DTensor's."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,11 @@ from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.parallelize import parallelize
 
 MODES = ("tensor_parallel", "sequence_parallel")
-WORDS, TOKENS = 32_768, 512  # of the cross entropy's logits
+ENTRIES, TOKENS = 32_768, 512  # vocabulary and tokens of the cross entropy
 
 
 def our_step(mode: str) -> Step:
-    """Forward, backward and update on the same two windows of text on every rank."""
+    """Return a step of our model: forward, backward and update on the same two windows on every rank."""
     model = parallelize(GPT(CONFIG), sequence_parallel=mode == "sequence_parallel")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text()
@@ -40,7 +40,7 @@ def our_step(mode: str) -> Step:
 
 
 def their_step(cluster: Cluster, mode: str) -> Step:
-    """The same by DTensor. SGD reads each gradient once, so what is Partial is reduced once, too."""
+    """Return the same step with DTensor. SGD reads each gradient once, so Partial ones are reduced once."""
     model = train_dtensor.shard(GPT(CONFIG), cluster.device, mode == "sequence_parallel")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text()
@@ -57,15 +57,18 @@ def their_step(cluster: Cluster, mode: str) -> Step:
 def alternate(
     cluster: Cluster, plan: list[tuple[str, int]], warmup: int, with_bytes: bool
 ) -> tuple[list[dict[str, list[float]]], dict[str, int]]:
-    """For each link of the plan, with so many runs: seconds of each step on this rank, by "ours MODE" and
-    "dtensor MODE"; and the bytes that one more step of each sends, if asked for."""
+    """Return the seconds of each step on this rank for each link of the plan, and the bytes of one more step.
+
+    The plan lists (link, number of runs). Keys are "ours MODE" and "dtensor MODE". Without `with_bytes` there
+    are no bytes.
+    """
     steps = {f"ours {mode}": our_step(mode) for mode in MODES}
     steps |= {f"dtensor {mode}": their_step(cluster, mode) for mode in MODES}
     side_by_side.alternate(steps, 0, warmup=warmup)
     seconds = []
     for link, runs in plan:
         slow = None if link == "loopback" else slow_link.parse(link)
-        # On loopback DTensor is as any user has it; on a slow link it is comm that can be slowed down.
+        # On loopback DTensor is unchanged. Only comm can be slowed down, so on a slow link it uses comm.
         with contextlib.nullcontext() if slow is None else train_dtensor.by_comm():
             seconds.append(side_by_side.alternate(steps, runs, slow, warmup=0))
     sent = {}
@@ -77,13 +80,16 @@ def alternate(
     return seconds, sent
 
 
-def loss_of_parts(cluster: Cluster, kind: str) -> tuple[Step, torch.Tensor]:
-    """Forward and backward of the cross entropy, and the logits it is of: all words' for "full", this rank's
-    words' for "ours" and "dtensor"."""
-    words = WORDS if kind == "full" else WORDS // cluster.world_size
-    logits = torch.randn(TOKENS, words, generator=torch.Generator().manual_seed(cluster.rank))
+def loss_of_shards(cluster: Cluster, kind: str) -> tuple[Step, torch.Tensor]:
+    """Return forward and backward of the cross entropy as one function, and its logits.
+
+    The logits are those of the full vocabulary for "full", and those of this rank's shard for "ours" and
+    "dtensor".
+    """
+    entries = ENTRIES if kind == "full" else ENTRIES // cluster.world_size
+    logits = torch.randn(TOKENS, entries, generator=torch.Generator().manual_seed(cluster.rank))
     logits.requires_grad_()
-    targets = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(ENTRIES, (TOKENS,), generator=torch.Generator().manual_seed(1))
     mesh = init_device_mesh(cluster.device.type, (cluster.world_size,))
 
     def step() -> None:
@@ -94,25 +100,24 @@ def loss_of_parts(cluster: Cluster, kind: str) -> tuple[Step, torch.Tensor]:
             F.cross_entropy(logits, targets).backward()
         else:
             with loss_parallel():
-                whole = DTensor.from_local(logits, mesh, [Shard(1)], run_check=False)
-                F.cross_entropy(whole, targets).backward()
+                full = DTensor.from_local(logits, mesh, [Shard(1)], run_check=False)
+                F.cross_entropy(full, targets).backward()
 
     return step, logits
 
 
 def losses(cluster: Cluster, runs: int) -> dict[str, list[float]]:
-    """Seconds of each forward and backward of the cross entropy on this rank."""
-    steps = {kind: loss_of_parts(cluster, kind)[0] for kind in ("ours", "dtensor")}
+    """Return the seconds of each forward and backward of the cross entropy on this rank."""
+    steps = {kind: loss_of_shards(cluster, kind)[0] for kind in ("ours", "dtensor")}
     return side_by_side.alternate(steps, runs)
 
 
 def loss_peak(cluster: Cluster, kind: str) -> int:
-    """Bytes that this process has more, at most, in a forward and backward of the cross entropy, than with
-    the logits alone."""
-    # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
+    """Return the peak bytes of a forward and backward of the cross entropy, beyond the logits."""
+    # glibc keeps freed memory unless it is a mapping of its own, which would hide what a step needs.
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
-    step, logits = loss_of_parts(cluster, kind)
-    step()  # what is made only once is no part of it
+    step, logits = loss_of_shards(cluster, kind)
+    step()  # memory that is allocated only once does not count
     logits.grad = None
     meter.reset_peak_memory(cluster.device)
     before = meter.peak_memory(cluster.device)

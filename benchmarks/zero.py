@@ -1,23 +1,25 @@
-"""ZeRO's stages, ours against FSDP2 and plain data parallel: step times, memory, bytes sent.
+"""Compare our stages of ZeRO with FSDP2 and with data parallelism: step times, memory, bytes sent.
 
     python benchmarks/zero.py                  a table; --json for one JSON line
     python benchmarks/zero.py --quick          4 ranks only, and fewer rows
-    python benchmarks/zero.py --plot FOLDER    draws memory and step time against stage and world size
+    python benchmarks/zero.py --plot FOLDER    draws memory and step time for each stage and world size
 
-2 and 4 ranks train a GPT of 12.9 million parameters with AdamW. All variants live in one process group and
-take turns, step by step (benchmarks/side_by_side.py). The slow link is a software link
-(comm/transport/slow_link.py), the same for all. On loopback `fsdp2` is FSDP2 as any user has it; behind the
-slow link it sends through comm (data_parallel/train_fsdp.py), since nothing else can be slowed down; gloo
-still does the work.
+2 and 4 ranks train a GPT of 12.9 million parameters with AdamW. All variants share one process group and take
+turns, step by step (benchmarks/side_by_side.py). The slow link is a software link
+(comm/transport/slow_link.py), the same for all variants. On loopback `fsdp2` is unchanged FSDP2. On the slow
+link FSDP2 sends through comm (data_parallel/train_fsdp.py), because only comm can be slowed down; gloo still
+moves the bytes.
 
-`peak memory` is the process's; most of it is Python and torch, so `above start` says what training added.
-`lasting at the peak` is the largest sum, at any time of a step, of shards, optimizer state and whole
-parameters; beside it ZeRO's formula, (P+G+O)/n, and the two blocks that are whole while one computes and the
-next is gathered. `everything at the peak` has the tensors on their way too: beside it three more blocks, as
-two blocks' gradients are reduced while a third one's come (what also counts, and is in no formula here, are
-the root, the shards that arrive, and the wire's scratch memory).
-`bytes sent` stand beside 2 or 3 times P (n-1)/n. FSDP2's are counted as the best-known algorithm would send
-them; gloo's own reduce-scatter sends twice as many.
+`peak memory` is the peak of the process. Most of it is Python and torch, so `above start` is the memory that
+training added.
+`lasting at the peak` is the largest sum, at any time in a step, of shards, optimizer state and gathered
+parameters. It is compared with ZeRO's formula (P+G+O)/n plus two blocks: one computes while the next one is
+gathered.
+`everything at the peak` includes the tensors that are being sent. It is compared with three more blocks: the
+gradients of two blocks are reduced while those of a third are computed. Not in the formula are the root, the
+shards that arrive, and scratch memory.
+`bytes sent` is compared with 2 or 3 times P (n-1)/n. FSDP2's bytes are counted as the best-known algorithm
+would send them; gloo's reduce-scatter sends twice as many.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+    sys.path.pop(0)  # this folder: this file would hide the package of the same name
 
 import tyro
 from matplotlib.figure import Figure
@@ -43,37 +45,37 @@ from lab.ranks import run_ranks
 
 LINKS = ("loopback", "1gbit")
 PASSES = {"naive": 2, "bucket_overlap": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp2": 3}  # times P (n-1)/n
-SIZES = (1, 2, 3, 4)  # of the world, in the pictures
+SIZES = (1, 2, 3, 4)  # world sizes in the pictures
 Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass
 class Args:
-    """ZeRO 1, 2 and 3 against FSDP2 and plain data parallel."""
+    """Compare ZeRO 1, 2 and 3 with FSDP2 and with data parallelism."""
 
     quick: bool = False
-    """4 ranks only, fewer rows and runs."""
+    """Measure 4 ranks only, with fewer rows and runs."""
     plot: Path | None = None
-    """Only draw memory.png and step_time.png into this folder."""
+    """Draw memory.png and step_time.png into this folder, and measure nothing else."""
     json: bool = False
-    """One JSON line instead of a table."""
+    """Print one JSON line instead of tables."""
 
 
 def parameter_bytes() -> tuple[int, int]:
-    """Of the whole model, and of one of its blocks."""
+    """Return the bytes of the parameters of the full model, and of one block."""
     module = GPT(CONFIG)
-    whole, block = (sum(p.nbytes for p in part.parameters()) for part in (module, module.blocks[0]))
-    return whole, block
+    full, block = (sum(p.nbytes for p in part.parameters()) for part in (module, module.blocks[0]))
+    return full, block
 
 
-def held_whole() -> Held:
-    """What one process holds: AdamW keeps two numbers for each parameter."""
-    whole, _ = parameter_bytes()
-    return Held(whole, whole, 2 * whole)
+def held_by_one_process() -> Held:
+    """Return what one process holds; AdamW's state is two numbers for each parameter."""
+    full, _ = parameter_bytes()
+    return Held(full, full, 2 * full)
 
 
 def time_rows(ranks: int, names: list[str], runs: int, warmup: int = 2) -> Rows:
-    """Step times on each link, and what the steps sent."""
+    """Return rows for the step times on each link, and for the bytes sent."""
     row = functools.partial(side_by_side.row, world_size=ranks)
     by_rank = run_ranks(alternate, ranks, [(link, names, runs) for link in LINKS], warmup, timeout=900)
     rows: Rows = []
@@ -82,17 +84,17 @@ def time_rows(ranks: int, names: list[str], runs: int, warmup: int = 2) -> Rows:
         pairs = [("zero3", "fsdp2"), ("zero1", "bucket_overlap"), ("zero2", "bucket_overlap")]
         pairs += [(what, "naive") for what in ("zero1", "zero2", "zero3", "fsdp2")]
         rows += [row(a, b, link, seconds[a], seconds[b]) for a, b in pairs if b in seconds]
-    whole, _ = parameter_bytes()
+    full, _ = parameter_bytes()
     for name in names:
-        # FSDP2's bytes can be counted only where they go through comm.
+        # FSDP2's bytes are counted only on the slow link, where they go through comm.
         sent, link = max(sent[-1][name] for _, sent in by_rank), LINKS[-1]
-        should = PASSES[name] * whole * (ranks - 1) / ranks
+        should = PASSES[name] * full * (ranks - 1) / ranks
         rows.append(row(f"{name} bytes sent", "formula", link, sent, should, unit="bytes"))
     return rows
 
 
 def memory_rows(ranks: int) -> Rows:
-    """Peak memory of zero3 and FSDP2, and what zero3 holds against the formula."""
+    """Return rows for the peak memory of zero3 and FSDP2, and for zero3's tensors against the formula."""
     row = functools.partial(side_by_side.row, link="loopback", world_size=ranks, unit="bytes")
     peaks, added = {}, {}
     for name in ("zero3", "fsdp2"):
@@ -106,7 +108,7 @@ def memory_rows(ranks: int) -> Rows:
     held_most = run_ranks(zero3_at_its_peak, ranks, timeout=300)
     lasting, everything = (max(column) for column in zip(*held_most, strict=True))
     _, block = parameter_bytes()
-    share = sum(dataclasses.astuple(formula(3, held_whole(), ranks)))
+    share = sum(dataclasses.astuple(formula(3, held_by_one_process(), ranks)))
     for what, ours, blocks in (("lasting", lasting, 2), ("everything", everything, 5)):
         against = f"formula + {blocks} blocks"
         rows.append(row(f"zero3 {what} at the peak", against, ours=ours, theirs=share + blocks * block))
@@ -124,16 +126,16 @@ def measure(quick: bool) -> Rows:
 
 
 def plot_memory(path: Path) -> None:
-    """Points for what a rank holds after a step, lines for the formula."""
+    """Draw the bytes that a rank holds after a step as points, and the formula as lines."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     by_size = {ranks: run_ranks(held, ranks, list(STAGES), timeout=300) for ranks in SIZES}
-    whole = held_whole()
-    smooth: list[Any] = [1 + i / 20 for i in range(20 * (SIZES[-1] - 1) + 1)]  # between whole ranks too
+    one_process = held_by_one_process()
+    smooth: list[Any] = [1 + i / 20 for i in range(20 * (SIZES[-1] - 1) + 1)]  # also between integers
     for name, stage in STAGES.items():
         most = [max(sum(dataclasses.astuple(rank[name])) for rank in by_size[ranks]) for ranks in SIZES]
         [points] = axes.plot(SIZES, [size / 1e6 for size in most], "o", label=f"{name}, measured")
-        line = [sum(dataclasses.astuple(formula(stage, whole, ranks))) / 1e6 for ranks in smooth]
+        line = [sum(dataclasses.astuple(formula(stage, one_process, ranks))) / 1e6 for ranks in smooth]
         axes.plot(smooth, line, color=points.get_color(), label=FORMULAS[stage], linewidth=1)
     axes.set(xlabel="world size n", ylabel="tensors of a rank (MB)", ylim=(0, None))
     axes.set_xticks(SIZES)
@@ -144,7 +146,7 @@ def plot_memory(path: Path) -> None:
 
 
 def plot_step_time(path: Path) -> None:
-    """Bars by stage for each world size. More ranks have more to compute, on the same cores."""
+    """Draw a bar for each stage and world size. More ranks compute more on the same cores."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     panels = figure.subplots(1, len(LINKS), sharey=True)
     plan = [(link, list(STAGES), 5) for link in LINKS]
@@ -167,7 +169,7 @@ def plot_step_time(path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    # Forked ranks have everything imported.
+    # Ranks are forked, so they start with all modules imported.
     preload("benchmarks.zero_steps")
     if args.plot is not None:
         args.plot.mkdir(parents=True, exist_ok=True)

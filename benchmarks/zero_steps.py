@@ -1,4 +1,4 @@
-"""What the ranks of benchmarks/zero.py do: training steps of ZeRO's stages, timed, counted and weighed."""
+"""Run the ranks' part of benchmarks/zero.py: steps of ZeRO's stages, with their times, bytes and memory."""
 
 import copy
 import ctypes
@@ -30,17 +30,17 @@ from lab.memory import live_bytes
 from lab.model import GPT, loss_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3}
-WINDOWS = 1  # of text, for each rank and step
+WINDOWS = 1  # windows of text for each rank and step
 STAGES = {"naive": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 @dataclasses.dataclass
 class Training:
-    """A model in training: called, it takes a step, and counts the bytes that this rank sends."""
+    """A model in training. A call takes one step and counts the bytes that this rank sends."""
 
     model: nn.Module
     optimizer: Optimizer
-    sync: Callable[[], object]  # what a variant does between backward and step
+    sync: Callable[[], object]  # what a variant calls between backward and step
     batch: tuple[Tensor, Tensor]
     sent: int = 0
 
@@ -55,12 +55,15 @@ class Training:
 
 @functools.cache
 def model_as_made() -> GPT:
-    """To make it takes longer than to copy it."""
+    """Return the initial model, which takes longer to make than to copy."""
     return GPT(CONFIG)
 
 
 def start(cluster: Cluster, name: str, by_comm: bool = False, module: GPT | None = None) -> Training:
-    """Of "naive", "bucket_overlap", "zero1", "zero2", "zero3" or "fsdp2", which sends by comm if told to."""
+    """Return the training of a variant: "naive", "bucket_overlap", "zero1", "zero2", "zero3" or "fsdp2".
+
+    `by_comm` makes "fsdp2" send through comm.
+    """
     module, batch = module or copy.deepcopy(model_as_made()), text(WINDOWS)
     if name in ("zero1", "zero2"):
         sharded = ZeroOptimizer if name == "zero1" else ZeroGradientOptimizer
@@ -77,7 +80,7 @@ def start(cluster: Cluster, name: str, by_comm: bool = False, module: GPT | None
 
 
 def plain_fsdp2(cluster: Cluster, module: GPT) -> nn.Module:
-    """As any user of FSDP2 has it."""
+    """Return the model with unchanged FSDP2, sharded by block."""
     mesh = init_device_mesh(cluster.device.type, (cluster.world_size,))
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
@@ -88,9 +91,9 @@ def plain_fsdp2(cluster: Cluster, module: GPT) -> nn.Module:
 def alternate(
     cluster: Cluster, plan: list[Turns], warmup: int = 2
 ) -> tuple[list[dict[str, list[float]]], list[dict[str, int]]]:
-    """For one link of the plan after the other: seconds of each step, and bytes sent in the last one.
+    """Return each step's seconds and the last step's bytes on this rank, for each link of the plan.
 
-    Both by variant, of this rank. `fsdp2` sends through comm behind slow links: only comm can be slowed down.
+    Both are by variant. On slow links `fsdp2` sends through comm, because only comm can be slowed down.
     """
     trainings: dict[tuple[str, bool], Training] = {}
     seconds, sent = [], []
@@ -98,7 +101,7 @@ def alternate(
         slow = None if link == "loopback" else slow_link.parse(link)
         keys = {name: (name, name == "fsdp2" and slow is not None) for name in names}
         new = {key: start(cluster, *key) for key in keys.values() if key not in trainings}
-        # Buckets are remade after the first step; FSDP2's second form has nothing more to learn.
+        # Buckets are rebuilt after the first step, so warm up twice; FSDP2 through comm needs it once.
         side_by_side.alternate({str(key): new[key] for key in new}, runs=0, warmup=1 if trainings else warmup)
         trainings |= new
         variants = {name: trainings[key] for name, key in keys.items()}
@@ -108,20 +111,20 @@ def alternate(
 
 
 def peak(cluster: Cluster, name: str) -> tuple[int, int]:
-    """Peak memory of this process in a step, and what it had before there was a model."""
-    # glibc keeps what is freed unless it is mapped on its own, and would hide what a step really needs.
+    """Return the peak memory of this process in a step, and its memory before the model was made."""
+    # glibc keeps freed memory unless it is a mapping of its own, which would hide what a step needs.
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     meter.reset_peak_memory(cluster.device)
     before = meter.peak_memory(cluster.device)
-    training = start(cluster, name, module=GPT(CONFIG))  # one that nobody else holds
-    training()  # from here on there is optimizer state, and zero3 knows which block to prefetch
+    training = start(cluster, name, module=GPT(CONFIG))  # a model without other references
+    training()  # after this step there is optimizer state, and zero3 knows which block to prefetch
     meter.reset_peak_memory(cluster.device)
     training()
     return meter.peak_memory(cluster.device), before
 
 
 def held(cluster: Cluster, names: list[str]) -> dict[str, Held]:
-    """Bytes of tensors after a step, by variant."""
+    """Return the bytes of tensors after a step, by variant."""
     result = {}
     for name in names:
         training = start(cluster, name)
@@ -133,14 +136,14 @@ def held(cluster: Cluster, names: list[str]) -> dict[str, Held]:
 
 
 def zero3_at_its_peak(cluster: Cluster) -> tuple[int, int]:
-    """The most that stage 3 holds at any time in a step of two microbatches, in bytes.
+    """Return stage 3's peak bytes in a step of two microbatches: lasting tensors, and all tensors.
 
-    First of gradient shards, optimizer state and parameters, whole ones among them; then of all tensors,
-    those on their way to other ranks among them. Looked at when a block's forward begins and when a
-    parameter's gradient is there. The second microbatch finds the gradient shards of the first.
+    Lasting tensors are gradient shards, optimizer state and parameters, also gathered ones. All tensors
+    include those that are being sent. Bytes are counted when a block's forward begins and when a gradient is
+    ready. The second microbatch runs beside the gradient shards of the first.
     """
     gc.collect()
-    gc.freeze()  # what was here before is none of it, and need not be searched each time
+    gc.freeze()  # earlier objects do not count, and need not be searched each time
     module = GPT(CONFIG)
     x, y = (tokens[:, :4] for tokens in text(1))  # few activations
     seen: list[tuple[int, int]] = []
@@ -165,7 +168,7 @@ def zero3_at_its_peak(cluster: Cluster) -> tuple[int, int]:
         block.register_forward_pre_hook(look)  # after the wrapper's hook has gathered the block
     optimizer = AdamW(model.parameters(), **OPTIONS)
     for _ in range(2):
-        seen.clear()  # blocks are prefetched, and there is optimizer state, from the first step's end on
+        seen.clear()  # only the second step counts: it prefetches blocks and has optimizer state
         optimizer.zero_grad()
         with model.no_sync():
             loss_of(model(x), y).backward()

@@ -7,8 +7,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, gradients, reference_gradients
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tests.data_parallel.equivalence import WRAPPERS, mine
-from tests.data_parallel.equivalence import square as mean_square
+from tests.data_parallel.equivalence import WRAPPERS, mean_square, mine
 from tests.data_parallel.small_models import Complex, X, layers
 
 

@@ -10,8 +10,7 @@ from lab.ranks import run_ranks
 from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import zb_h1
-from tests.data_parallel.equivalence import OURS, WRAPPERS, mine
-from tests.data_parallel.equivalence import square as mean_square
+from tests.data_parallel.equivalence import OURS, WRAPPERS, mean_square, mine
 from tests.data_parallel.small_models import HasNone, X, layers
 
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))  # of ranks

@@ -12,8 +12,16 @@ from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.data_parallel.equivalence import OURS, WRAPPERS, Odd, accumulate, examples, mine, odd_loss
-from tests.data_parallel.equivalence import square as mean_square
+from tests.data_parallel.equivalence import (
+    OURS,
+    WRAPPERS,
+    Odd,
+    accumulate,
+    examples,
+    mean_square,
+    mine,
+    odd_loss,
+)
 from tests.data_parallel.small_models import X, layers
 
 OVERLAPPING = {
