@@ -1,4 +1,4 @@
-"""What a tensor-parallel model takes as its input, and what its gradient is."""
+"""Test that a tensor parallel model takes one tensor as its input, and gives its gradient."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_an_input_without_a_batch_dimension_works_as_in_nn_linear():
 
 
 def test_second_derivatives_are_refused():
-    """What a collective has added up has no derivative of its own; without a word it would be left out."""
+    """A sum over ranks has no second derivative; without a refusal its terms would be missing silently."""
 
     def work(cluster: Cluster) -> None:
         x = torch.ones(2, 4, requires_grad=True)
