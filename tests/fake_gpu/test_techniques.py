@@ -13,6 +13,9 @@ from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
+from lab.model import loss_of
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import one_f_one_b
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.data_parallel import equivalence as data_parallel
@@ -110,5 +113,22 @@ def test_a_pipeline_by_hand_equals_one_process(schedule: str, lesson: type):
     def compare(cluster: Cluster) -> None:
         make = lambda: pipelines.gpt(num_layers=3)  # noqa: E731
         pipelines.compare_schedule(cluster, schedule, 4, make, pipelines.text, by_hand=lesson)
+
+    on_gpus(compare, ranks=3, FAKE_SLOW=SLOW)
+
+
+def test_a_pipeline_evaluates_as_one_process_does():
+    def compare(cluster: Cluster) -> None:
+        x, y = (part.to(cluster.device) for part in pipelines.text(8))
+        model = pipelines.gpt(num_layers=3, dropout=0.4).to(cluster.device)
+        table = one_f_one_b(cluster.world_size, 4)
+        pipeline = Pipeline(model, table, loss_of, x[:2])
+        loss, outputs = pipeline.evaluate(x, y), pipeline.forward_only(x)
+        model.eval()
+        with torch.no_grad():
+            expected = model(x)
+        torch.testing.assert_close(loss, loss_of(expected, y), rtol=1e-9, atol=0)
+        if outputs is not None:
+            torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-12)
 
     on_gpus(compare, ranks=3, FAKE_SLOW=SLOW)
