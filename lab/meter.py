@@ -90,8 +90,9 @@ class Meter:
         self.windows.append((start_ns, time_when_done(self._cluster.device)))
         self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
         for entry, traffic in LEDGER.rows().items():
-            new = traffic - before.get(entry, Traffic())
-            self.traffic[entry] = self.traffic.get(entry, Traffic()) + new
+            if (earlier := before.get(entry)) is not traffic:
+                new = traffic if earlier is None else traffic - earlier
+                self.traffic[entry] = self.traffic.get(entry, Traffic()) + new
         if self._first_step + len(self._seconds) == self._steps:
             self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
         # Detached, or the loss would keep the step's graph alive through the next one.
