@@ -1,4 +1,4 @@
-"""Gradient accumulation: add up the gradients of several microbatches, and all-reduce them once.
+"""Add up the gradients of several microbatches, and all-reduce them once: gradient accumulation.
 
       rank 0   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step        a step with 3 microbatches
       rank 1   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step
