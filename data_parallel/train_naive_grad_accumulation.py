@@ -1,10 +1,10 @@
-"""Add up the gradients of several microbatches, and all-reduce them once: gradient accumulation.
+"""Gradient accumulation: add up the gradients of several microbatches, and all-reduce them once.
 
       rank 0   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step        a step with 3 microbatches
       rank 1   fwd bwd │ fwd bwd │ fwd bwd │ all-reduce │ step
                   └────────┴─────────┴── gradients add up in param.grad
 
-Only one microbatch has activations in memory, so the batch can be larger than what fits at once. And the
+Only one microbatch has activations in memory, so the batch can be larger than the memory allows at once. The
 all-reduce is paid once in a step, however many microbatches there are. With N microbatches:
 
       step = N (forward + backward) + sum over parameters of 2 (n-1) (alpha + (bytes/n) beta) + optimizer
