@@ -100,8 +100,8 @@ class Training:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             for name, piece in self.pieces.items():
-                whole = piece.parameter.detach().reshape(-1)
-                gradient = (whole + self.rest["mean"].sum()).sin() + self.rest["steps"]
+                value = piece.parameter.detach().reshape(-1)
+                gradient = (value + self.rest["mean"].sum()).sin() + self.rest["steps"]
                 end = piece.start + piece.tensor.numel()
                 piece.tensor.grad = None if name == "never" else gradient[piece.start : end]
             self.optimizer.step()

@@ -187,8 +187,8 @@ def test_a_rank_without_a_backward_contributes_zeros():
                 if cluster.rank == step:
                     mean_square(model, x).backward()
                 model.finish_gradient_sync()
-                whole = reference_gradients(EitherWay(0, True), lambda m: mean_square(m, x) / 3)
-                assert_same(gradients(model.module), whole, what=f"gradient of {name}, step {step},")
+                expected_mean = reference_gradients(EitherWay(0, True), lambda m: mean_square(m, x) / 3)
+                assert_same(gradients(model.module), expected_mean, what=f"gradient of {name}, step {step},")
 
     run_ranks(work, 3, timeout=20)
 

@@ -135,26 +135,26 @@ def test_the_losses_do_not_depend_on_the_number_of_microbatches():
             (name, [train(cluster, name, steps=2, grad_acc_steps=n) for n in (1, 2, 3)]) for name in names
         ]
 
-    for _, (whole, *in_parts) in run_ranks(work, 2)[0]:
+    for _, (full, *in_parts) in run_ranks(work, 2)[0]:
         for summary in in_parts:
-            assert summary["first_loss"] == pytest.approx(whole["first_loss"], rel=1e-5)
-            assert summary["last_loss"] == pytest.approx(whole["last_loss"], rel=1e-4)
-            assert summary["bytes_sent"] == summary["bytes_formula"] == whole["bytes_sent"]
+            assert summary["first_loss"] == pytest.approx(full["first_loss"], rel=1e-5)
+            assert summary["last_loss"] == pytest.approx(full["last_loss"], rel=1e-4)
+            assert summary["bytes_sent"] == summary["bytes_formula"] == full["bytes_sent"]
 
 
 def test_on_two_ranks_all_wrappers_end_with_the_same_bits():
     # a + b is b + a, and both are halved exactly.
     def work(cluster: Cluster) -> list[set[str]]:
-        whole = [train(cluster, name, steps=3, grad_acc_steps=1) for name in ("accumulation", *ASYNCHRONOUS)]
+        full = [train(cluster, name, steps=3, grad_acc_steps=1) for name in ("accumulation", *ASYNCHRONOUS)]
         in_parts = [
             train(cluster, name, steps=3, grad_acc_steps=2) for name in ("accumulation", *ASYNCHRONOUS)
         ]
-        whole.append(train(cluster, "naive", steps=3))
-        return [{summary["replica_digest"] for summary in runs} for runs in (whole, in_parts)]
+        full.append(train(cluster, "naive", steps=3))
+        return [{summary["replica_digest"] for summary in runs} for runs in (full, in_parts)]
 
-    whole, in_parts = run_ranks(work, 2)[0]
-    assert len(whole) == len(in_parts) == 1
-    assert whole != in_parts
+    full, in_parts = run_ranks(work, 2)[0]
+    assert len(full) == len(in_parts) == 1
+    assert full != in_parts
 
 
 def test_every_pattern_trains_and_its_traffic_is_counted():
@@ -180,13 +180,13 @@ def test_compressed_buckets_send_half_the_bytes_and_reach_nearly_the_same_loss()
     def work(cluster: Cluster) -> list[dict[str, Any]]:
         return [train(cluster, "bucket", steps=3, wire_dtype=dtype) for dtype in (None, "bf16", "fp16")]
 
-    for whole, *compressed in run_ranks(work, 2):
+    for full, *compressed in run_ranks(work, 2):
         for half in compressed:
-            assert 0.5 < half["bytes_sent"] / whole["bytes_sent"] < 0.53
+            assert 0.5 < half["bytes_sent"] / full["bytes_sent"] < 0.53
             assert half["bytes_sent"] == half["bytes_formula"]
             assert half["messages_sent"] == half["messages_formula"]
-            assert half["last_loss"] == pytest.approx(whole["last_loss"], rel=0.01)
-            assert half["last_loss"] != whole["last_loss"]
+            assert half["last_loss"] == pytest.approx(full["last_loss"], rel=0.01)
+            assert half["last_loss"] != full["last_loss"]
 
 
 def test_under_the_metronome_all_scripts_but_naive_hide_communication():

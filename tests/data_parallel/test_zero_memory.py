@@ -27,8 +27,8 @@ from lab.ranks import run_ranks
 
 def test_the_formula_gives_the_gigabytes_of_the_papers_figure_1():
     # 7.5 billion parameters on 64 ranks, 2 bytes each, and 12 for Adam in mixed precision.
-    whole = Held(15.0, 15.0, 90.0)
-    totals = [sum(astuple(formula(stage, whole, 64))) for stage in (0, 1, 2, 3)]
+    one_process = Held(15.0, 15.0, 90.0)
+    totals = [sum(astuple(formula(stage, one_process, 64))) for stage in (0, 1, 2, 3)]
     assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
 
 
@@ -63,12 +63,12 @@ def test_shards_add_up_to_the_formula_and_padding_makes_them_equal(
         [flat_share(Flat(group, rank, ranks), trained=i > 0) for i, group in enumerate(parameters)]
         for rank in range(ranks)
     ]
-    whole = of_one_process(shares[0], states)
-    assert whole.parameters == 4 * sum(sum(group) for group in sizes)
-    assert whole.gradients == 4 * sum(sum(group) for group in sizes[1:])
+    one_process = of_one_process(shares[0], states)
+    assert one_process.parameters == 4 * sum(sum(group) for group in sizes)
+    assert one_process.gradients == 4 * sum(sum(group) for group in sizes[1:])
     for stage in (1, 2, 3):
         total = [sum(astuple(owned(stage, s, states))[i] for s in shares) for i in range(3)]
-        assert total == pytest.approx([ranks * part for part in astuple(formula(stage, whole, ranks))])
+        assert total == pytest.approx([ranks * part for part in astuple(formula(stage, one_process, ranks))])
     held = [owned(3, s, states).parameters + padding_of(3, s).parameters for s in shares]
     assert set(held) == {4 * sum(-(-sum(group) // ranks) for group in sizes)}
 

@@ -110,10 +110,10 @@ def test_a_rank_holds_the_bytes_of_the_formula_and_padding(name, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_each_stage_shards_one_more_kind_of_tensor(world_size):
     by_name = {name: summaries[0] for name, summaries in everyones_summaries(world_size).items()}
-    whole = by_name["zero1"]["formula_parameters_bytes"]
+    full = by_name["zero1"]["formula_parameters_bytes"]
     for stage, name in enumerate(OURS, start=1):
         for what, first_stage, times in zip(HELD, (3, 2, 1), (1, 1, 2), strict=True):  # AdamW keeps two
-            share = times * whole / (world_size if stage >= first_stage else 1)
+            share = times * full / (world_size if stage >= first_stage else 1)
             assert by_name[name][f"{what}_bytes"] == pytest.approx(share, rel=2e-3), (name, what)
 
 
@@ -160,8 +160,8 @@ def test_microbatches_add_traffic_in_stages_2_and_3_but_not_in_stage_1():
     for by_name in run_ranks(work, 2):
         # Reductions and gathers: 1 and 1 for stage 1 as before, 3 and 1 for stage 2, 3 and 6 for stage 3.
         for name, times in (("zero1", 1), ("zero2", 4 / 2), ("zero3", 9 / 3)):
-            whole, in_parts = by_name[name]
-            assert in_parts == pytest.approx(times * whole, rel=0.02), name
+            full, in_parts = by_name[name]
+            assert in_parts == pytest.approx(times * full, rel=0.02), name
 
 
 def test_bf16_and_recomputation_save_memory_and_gathered_blocks_save_traffic():

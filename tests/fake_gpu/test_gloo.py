@@ -30,8 +30,8 @@ def test_with_gloo_torchs_own_collectives_take_gpu_tensors_of_any_layout():
         collectives.reduce(made["reduce"], root=0, pattern=pattern)
         collectives.all_reduce(made["all_reduce"], op="mean", pattern=pattern)
         collectives.scatter(made["scatter"], *full, root=0, pattern=pattern)
-        whole = [made["gather"]] if rank == 0 else []
-        collectives.gather(numbers(4, 3).t(), *whole, root=0, pattern=pattern)
+        received = [made["gather"]] if rank == 0 else []
+        collectives.gather(numbers(4, 3).t(), *received, root=0, pattern=pattern)
         collectives.all_gather(made["all_gather"], numbers(4, 3).t(), pattern=pattern)
         collectives.reduce_scatter(made["reduce_scatter"], numbers(4, 3).t(), pattern=pattern)
         collectives.all_to_all(made["all_to_all"], numbers(4, 3).t(), pattern=pattern)

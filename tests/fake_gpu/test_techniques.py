@@ -82,8 +82,8 @@ def test_fully_shard_equals_one_process():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        whole = dict(full_state_dict(ours))
-        assert_same({name: whole[name] for name in parameters(reference)}, parameters(reference))
+        full = dict(full_state_dict(ours))
+        assert_same({name: full[name] for name in parameters(reference)}, parameters(reference))
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 

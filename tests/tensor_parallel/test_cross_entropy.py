@@ -17,37 +17,37 @@ from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.tensor_parallel.equivalence import gathered
 
 
-def batch(words: int = 61, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return logits (3, 5, words) and targets, the first and the last vocabulary entry among them."""
+def batch(num_entries: int = 61, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return logits (3, 5, num_entries) and targets, the first and the last vocabulary entry among them."""
     random = torch.Generator().manual_seed(6)
-    logits = torch.randn(3, 5, words, generator=random).double() * scale
-    targets = torch.randint(words, (3, 5), generator=random)
-    targets[0, :2] = torch.tensor([0, words - 1])
+    logits = torch.randn(3, 5, num_entries, generator=random).double() * scale
+    targets = torch.randint(num_entries, (3, 5), generator=random)
+    targets[0, :2] = torch.tensor([0, num_entries - 1])
     return logits, targets
 
 
 def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-9, **options: Any) -> None:
     """Compare the loss and the gradient of three times the loss; padding gets no gradient."""
-    n, words = cluster.world_size, logits.shape[-1]
+    n, num_entries = cluster.world_size, logits.shape[-1]
     expected = logits.detach().clone().requires_grad_()
     loss = F.cross_entropy(expected.flatten(0, -2), targets.flatten(), **options)
     (3 * loss).backward()
-    padded = F.pad(logits, (0, -words % n), value=12.5)
+    padded = F.pad(logits, (0, -num_entries % n), value=12.5)
     mine = padded.tensor_split(n, -1)[cluster.rank].clone().requires_grad_()
-    ours = vocab_parallel_cross_entropy(mine, targets, words, **options)
+    ours = vocab_parallel_cross_entropy(mine, targets, num_entries, **options)
     (3 * ours).backward()
-    what = f"with {options}, {words} words on {n} ranks, it"
+    what = f"with {options}, {num_entries} entries on {n} ranks, it"
     grad = gathered(mine.grad, -1)
-    assert ours.shape == () and not grad[..., words:].any(), what
-    actual = {"loss": ours.detach(), "gradient": grad[..., :words]}
+    assert ours.shape == () and not grad[..., num_entries:].any(), what
+    actual = {"loss": ours.detach(), "gradient": grad[..., :num_entries]}
     assert_same(actual, {"loss": loss.detach(), "gradient": expected.grad}, rtol, what)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_loss_and_gradient_equal_torchs_for_the_full_logits(n: int):
     def work(cluster: Cluster) -> None:
-        for words in (60, 61, 5, max(2, n)):
-            logits, targets = batch(words)
+        for num_entries in (60, 61, 5, max(2, n)):
+            logits, targets = batch(num_entries)
             compare(cluster, logits, targets)
             compare(cluster, logits, targets, label_smoothing=0.3)
             compare(cluster, logits, targets, ignore_index=int(targets[1, 1]))
@@ -60,10 +60,10 @@ def test_loss_and_gradient_equal_torchs_for_the_full_logits(n: int):
 
 def test_a_rank_whose_entries_are_all_padding_has_no_probability():
     def work(cluster: Cluster) -> None:
-        for words in (1, 2, 5, 6):  # on 4 ranks, 5 are 2 2 1 0
-            compare(cluster, *batch(words))
-            if words > 1:  # one entry has no gradient to compare
-                compare(cluster, *batch(words), label_smoothing=0.2)
+        for num_entries in (1, 2, 5, 6):  # on 4 ranks, 5 are 2 2 1 0
+            compare(cluster, *batch(num_entries))
+            if num_entries > 1:  # one entry has no gradient to compare
+                compare(cluster, *batch(num_entries), label_smoothing=0.2)
 
     run_ranks(work, 4)
 
@@ -158,14 +158,14 @@ class Peak(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_its_peak_memory_is_one_nth_of_the_full_cross_entropys(dtype: torch.dtype):
     """The loss is computed in float32; torch's would need float32 copies of bf16 logits too."""
-    tokens, words = 64, 4096
+    tokens, num_entries = 64, 4096
 
     def measure(cluster: Cluster, smoothing: float) -> tuple[int, int]:
         targets = torch.arange(tokens)
         peaks = []
         for function, width in (
-            (vocab_parallel_cross_entropy, words // cluster.world_size),
-            (F.cross_entropy, words),
+            (vocab_parallel_cross_entropy, num_entries // cluster.world_size),
+            (F.cross_entropy, num_entries),
         ):
             logits = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
             with Peak() as peak:
@@ -176,9 +176,9 @@ def test_its_peak_memory_is_one_nth_of_the_full_cross_entropys(dtype: torch.dtyp
 
     for n in (2, 4):
         for smoothing in (0.0, 0.1):
-            for ours, whole in run_ranks(measure, n, smoothing):
-                assert whole > 2 * tokens * words * dtype.itemsize  # the measurement is not zero
-                assert ours <= 1.2 / n * whole, f"{ours / whole:.3f} of the whole one's, on {n} ranks"
+            for ours, full in run_ranks(measure, n, smoothing):
+                assert full > 2 * tokens * num_entries * dtype.itemsize  # the measurement is not zero
+                assert ours <= 1.2 / n * full, f"{ours / full:.3f} of the full one's, on {n} ranks"
 
 
 def test_a_target_outside_of_the_vocabulary_is_refused_on_all_ranks_unless_it_is_ignored():

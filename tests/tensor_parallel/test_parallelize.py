@@ -202,10 +202,10 @@ def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_mode
                 before = live_bytes({})["other"]
                 model = parallelize(gpt(tied=tied), None, sequence_parallel)
                 held = live_bytes({"parameters": model.parameters()})
-                padding = (2 - tied) * 3 * 24 * 8  # 61 words are 64 for 4 ranks
+                padding = (2 - tied) * 3 * 24 * 8  # 61 entries are padded to 64 on 4 ranks
                 cut = sum(size for name, size in sizes.items() if name in model.dims) + padding
-                whole = sum(size for name, size in sizes.items() if name not in model.dims)
-                assert held == {"parameters": cut // 4 + whole, "other": before}
+                replicated = sum(size for name, size in sizes.items() if name not in model.dims)
+                assert held == {"parameters": cut // 4 + replicated, "other": before}
                 del model
 
     run_ranks(measure, 4)

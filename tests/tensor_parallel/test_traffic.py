@@ -65,9 +65,9 @@ def test_with_sequence_parallel_the_same_bytes_are_gathers_and_scatters(n: int):
             each = times * half
             forward = sent_in_a_step(cluster, layers, True, forward_only=True)
             assert forward == {"all_gather": each, "reduce_scatter": each}
-            whole = (6 * layers + 2) * D + BLOCK_SIZE * D
+            replicated = (6 * layers + 2) * D + BLOCK_SIZE * D
             assert sent_in_a_step(cluster, layers, True) == {
-                "all_reduce": loss + 2 * (n - 1) * whole * ITEM // n,
+                "all_reduce": loss + 2 * (n - 1) * replicated * ITEM // n,
                 "all_gather": 3 * each,  # forward, backward, and those of the forward again
                 "reduce_scatter": 2 * each,
             }

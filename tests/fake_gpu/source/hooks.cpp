@@ -1,5 +1,5 @@
-// What torch asks before it has seen a CUDA device: whether there is one, and for its random numbers. Loaded before
-// anything can ask, since torch remembers the answer.
+// Answers to what torch asks before it uses CUDA: is there a device, and where do random numbers come from. This is
+// loaded before torch asks, because torch remembers the answers.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -23,10 +23,10 @@ struct CUDAHooks : CUDAHooksInterface {
   int getNumGPUs() const override { return count(); }
   DeviceIndex current_device() const override { return 0; }
   DeviceIndex getCurrentDevice() const override { return 0; }
-  bool isPinnedPtr(const void*) const override { return true; } // a copy to here is over when it returns
+  bool isPinnedPtr(const void*) const override { return true; } // a copy to the host is complete when it returns
   Allocator* getPinnedMemoryAllocator() const override { return c10::GetDefaultCPUAllocator(); }
   Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
-  // Kernels are the CPU's, so this is what they draw from.
+  // Kernels are the CPU's, so they draw from the CPU's generator.
   const Generator& getDefaultGenerator(DeviceIndex) const override { return detail::getDefaultCPUGenerator(); }
 };
 

@@ -1,4 +1,4 @@
-// Every kernel is the CPU's, on the same memory: one fallback for all that is not about memory itself.
+// Every kernel is the CPU's, on the same memory. One fallback serves all operators except those of memory itself.
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorShape.h>
@@ -36,7 +36,7 @@ void each_tensor(const IValue& value, F visit) {
   }
 }
 
-// The device of a call, and what is wrong with its arguments.
+// Finds the device of a call, and refuses wrong arguments.
 Maybe<Device> device_of(const std::string& name, const std::vector<IValue>& arguments) {
   Maybe<Device> found;
   bool is_any_on_cpu = false;
@@ -124,7 +124,7 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   if (!device) return;
 
-  // A result that is an argument, as of add_ or with out=, is that very argument again.
+  // If a result is one of the arguments, as for add_ or out=, return that argument.
   size_t first = stack->size() - schema.returns().size();
   for (size_t r = 0; r < schema.returns().size(); r++) {
     auto& result = (*stack)[first + r];
@@ -145,7 +145,7 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// What makes, copies and views memory.
+// Operators that make, copy and view memory.
 
 template <typename F>
 Tensor made_on(Maybe<Device> device, F make) {

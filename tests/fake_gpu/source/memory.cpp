@@ -29,7 +29,7 @@ struct Allocator final : c10::Allocator {
     if (!num_bytes) return {nullptr, nullptr, &release, device};
     auto start = static_cast<char*>(malloc(num_bytes + HEADER));
     *reinterpret_cast<int64_t*>(start) = num_bytes;
-    memset(start + HEADER, 0xCD, num_bytes); // nobody may count on zeros
+    memset(start + HEADER, 0xCD, num_bytes); // fresh memory must not look like zeros
     auto total = allocated += num_bytes;
     if (total > peak) peak = total;
     return {start + HEADER, start + HEADER, &release, device};
@@ -41,7 +41,7 @@ struct Allocator final : c10::Allocator {
 
 Allocator the_allocator;
 
-// What torch asks of a device: which is current, its streams, its events.
+// Answers what torch asks about devices: the current one, streams, events.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   struct Event {
     Clock clock;
@@ -139,7 +139,7 @@ at::Tensor on_device(const at::Tensor& tensor, c10::Device device) {
 }
 
 void resize(const c10::Storage& storage, size_t num_bytes) {
-  before_kernel("resize_", storage.device().index(), {memory_of(storage)}); // what was there is gone
+  before_kernel("resize_", storage.device().index(), {memory_of(storage)}); // the old content is lost
   c10::DeviceGuard guard(storage.device());
   auto block = allocator()->allocate(num_bytes);
   if (auto kept = std::min(num_bytes, storage.nbytes())) memcpy(block.get(), storage.data(), kept);

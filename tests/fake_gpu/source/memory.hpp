@@ -1,4 +1,4 @@
-// The memory of the fake devices: the host's.
+// The fake devices use the host's memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,8 +11,8 @@ int64_t allocated_bytes();
 int64_t peak_bytes();
 void reset_peak();
 
-at::Tensor on_host(const at::Tensor& tensor); // the same memory as a CPU tensor; others as they are
-at::Tensor on_device(const at::Tensor& tensor, c10::Device device); // a copy; what is there already as it is
+at::Tensor on_host(const at::Tensor& tensor); // a CPU tensor of the same memory; CPU tensors are returned as they are
+at::Tensor on_device(const at::Tensor& tensor, c10::Device device); // a copy, unless it is there already
 void resize(const c10::Storage& storage, size_t num_bytes);
 
 } // namespace fake

@@ -1,5 +1,5 @@
-// nccl's process group as torch sees it. Python (nccl.py) does the operations; here they get an Operation each, and a
-// Work whose wait() holds up the stream and not the host.
+// nccl's process group as torch sees it. Python (nccl.py) runs the operations; here each one gets an
+// Operation, and a Work whose wait() holds up the stream, not the host.
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -33,7 +33,7 @@ class Work : public c10d::Work {
   bool isSuccess() const override { return true; }
   Tensors result() override { return outputs_; }
 
-  // Complete at once. It knows the device, and so takes an event in nccl's stream, behind the operation.
+  // The future is complete at once. It knows the device, so it records an event in nccl's stream, after the operation.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto here = stream_here();
     auto future = c10::make_intrusive<c10::ivalue::Future>(
@@ -52,7 +52,7 @@ class Work : public c10d::Work {
   bool blocks_host_;
 };
 
-// DistributedDataParallel wants to measure itself.
+// DistributedDataParallel's timer for its own statistics.
 struct Timer final : c10d::Timer {
   Timer(c10::Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }

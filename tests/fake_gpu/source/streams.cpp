@@ -14,7 +14,7 @@ namespace {
 
 struct Lane {
   int64_t launched = 0;
-  std::vector<int64_t> done_at; // of operation k at k - 1: when
+  std::vector<int64_t> done_at; // done_at[k - 1] is the time when operation k ended
 };
 
 std::mutex mutex;
@@ -22,7 +22,7 @@ std::condition_variable changed;
 std::map<int64_t, Lane> lanes;
 std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Clock> clocks;
 Clock host;
-std::list<std::shared_ptr<Operation>> under_way; // or done, and not everyone has waited
+std::list<std::shared_ptr<Operation>> under_way; // running, or ended and not yet waited for by all
 thread_local c10::DeviceIndex device_of_thread = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> stream_of_thread;
 c10::StreamId streams_made = 0;
@@ -60,7 +60,7 @@ Clock known(const c10::Stream& stream) {
   return clock;
 }
 
-// Python's threads do the operations, so whoever waits for one lets them run.
+// Python's threads run the operations, so a thread that waits for an operation releases the GIL.
 struct WithoutGil {
   PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   ~WithoutGil() {
@@ -97,7 +97,7 @@ bool overlap(const Memory& one, const Memory& other) {
       other.begin < one.end;
 }
 
-// Call with the mutex held.
+// The caller holds the mutex.
 void check(const std::string& name, const std::vector<Memory>& memory, const Clock& clock, int64_t own_lane) {
   for (auto& operation : under_way) {
     if (operation->lane == own_lane || covers(clock, operation->lane, operation->number)) continue;

@@ -1,11 +1,11 @@
-// Streams without a GPU. A kernel is done by the host at once, so all that a stream has to remember is which of
-// nccl's operations, done by threads, it has been told to wait for. The next kernel on the stream waits for them.
+// Streams without a GPU. The host runs a kernel at once, so a stream only remembers which of nccl's operations,
+// which run on threads, it must wait for. The next kernel on the stream waits for them.
 //
-//   operation   number k of a lane; a lane does its operations one after the other (nccl.py)
-//   clock       of each lane, up to which operation one has waited: of a stream, of an event, of the host
+//   operation   number k of a lane; a lane runs its operations one after the other (nccl.py)
+//   clock       the last operation of each lane that a stream, an event or the host has waited for
 //
-// What has not waited for an operation must not touch its memory. `check` says so, whether or not the operation
-// happens to be done by then: that does not depend on how fast the machine is.
+// A kernel must not touch an operation's memory unless its stream has waited for the operation. `check` refuses that
+// even if the operation has ended by then, so the verdict does not depend on the speed of the machine.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -27,32 +27,32 @@ struct Memory { // a part of a storage, in bytes
 };
 
 Memory memory_of(const at::Tensor& tensor, bool is_written);
-Memory memory_of(const c10::Storage& storage); // all of it, which is to be freed
+Memory memory_of(const c10::Storage& storage); // the full storage, before it is freed
 
 struct Operation {
   std::string name;
   int64_t lane, number;
-  Clock before; // what the stream that launched it had waited for
+  Clock before; // what the launching stream had waited for
   std::vector<Memory> memory;
 };
 
-// Put an operation into its lane, behind all that the device's current stream waits for.
+// Put an operation into its lane. It runs after everything that the device's current stream waits for.
 std::shared_ptr<Operation> launch(
     const std::string& name, int64_t lane, c10::DeviceIndex device, std::vector<Memory> memory);
 void done(const Operation& operation); // called by the lane's thread
 
 Clock clock_of(const c10::Stream& stream);
-Clock of_everything(); // all that was launched so far
+Clock of_everything(); // every operation launched so far
 Clock after(const Operation& operation);
 void set_clock(const c10::Stream& stream, const Clock& clock);
 void wait_on(const c10::Stream& stream, const Clock& clock); // the stream waits, the host does not
 void wait_here(const Clock& clock);                          // the host waits
-void wait_for(const std::string& what, const Clock& clock);  // the same, and the host does not know it
-bool is_done(const Clock& clock);                            // and if so the host knows it from now on
+void wait_for(const std::string& what, const Clock& clock);  // the host waits, but its clock stays as it is
+bool is_done(const Clock& clock);                            // if it is, the host's clock includes it
 int64_t when_done(const Clock& clock);                       // nanoseconds of a steady clock; waits
 
-// Before a kernel called `name` touches `memory` on the device's current stream: throw if others may be at it, and
-// wait for what the stream waits for.
+// Call this before the kernel `name` touches `memory` on the device's current stream. It throws if an operation may
+// use that memory, and waits for what the stream waits for.
 void before_kernel(const std::string& name, c10::DeviceIndex device, const std::vector<Memory>& memory);
 
 c10::DeviceIndex current_device();
