@@ -172,7 +172,7 @@ class ElsewhereTensor(Tensor):
         return torch.device("cuda")
 
 
-def test_on_a_gpu_the_lookup_refuses_such_a_token():
+def test_on_a_gpu_the_lookup_refuses_a_token_outside_of_the_vocabulary():
     def refuse(cluster: Cluster) -> None:
         for token in (-1, 61, 62, 999):
             tokens = torch.tensor([3, 60, token]).as_subclass(ElsewhereTensor)
