@@ -35,7 +35,7 @@ run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE
 	@exec env TORCHRUN='$(PY) -m lab.torchrun' bash entrypoint.sh
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
-	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadgroup)
+	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)

@@ -90,7 +90,7 @@ def join() -> Cluster:
         # 4. The group.
         _form_group(backend, device, store, rank, world_size, op_timeout)
     except dist.DistError as error:
-        gone = liveness.cause() or "rank 0, which hosts the store, has died; look into its log"
+        gone = liveness.cause() or liveness.Departure(0, "died")  # it hosts the store
         raise CommError(f"The group cannot form: {gone}.") from error
     return Cluster(rank, world_size, local_rank, device, WatchedStore("lab", store, op_timeout))
 

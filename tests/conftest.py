@@ -20,14 +20,6 @@ settings.register_profile(
 settings.load_profile("workbook")
 
 
-# These wait most of the time: for processes that import torch, and for timeouts. `make test` runs them beside
-# the others, which compute, and would only slow each other down.
-WAITING = {
-    *("test_failures", "test_leaving", "test_liveness", "test_lost_rank", "test_rendezvous", "test_script"),
-    *("test_entrypoint", "test_makefile", "test_run", "test_two_checkouts", "test_ways_in"),
-}
-
-
 def pytest_sessionstart(session):
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # only the workers run tests
@@ -37,12 +29,6 @@ def pytest_sessionstart(session):
     import torch  # only now, beside the forkserver, which imports it too
 
     torch.set_num_threads(1)  # two for small tensors wait for each other more than they compute
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        waits = item.path.parent.name == "lab" or item.path.stem in WAITING
-        item.add_marker(pytest.mark.xdist_group("waiting" if waits else "computing"))
 
 
 @pytest.hookimpl(wrapper=True)

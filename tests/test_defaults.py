@@ -62,12 +62,13 @@ def reports(world_size: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("mode", [mode for mode in NAMES if mode not in ("comm", "point_to_point")])
-def test_a_mode_trains_with_its_defaults(mode: str, world_size: int):
-    report = reports(world_size)[mode]
-    assert (report["run_mode"], report["world_size"], report["steps"]) == (mode, world_size, 1)
-    assert math.isfinite(report["last_loss"])
-    assert report["replicas_equal"] is (mode != DRIFTS)
+def test_every_mode_trains_with_its_defaults(world_size: int):
+    for mode in NAMES:
+        if mode not in ("comm", "point_to_point"):
+            report = reports(world_size)[mode]
+            assert (report["run_mode"], report["world_size"], report["steps"]) == (mode, world_size, 1)
+            assert math.isfinite(report["last_loss"]), mode
+            assert report["replicas_equal"] is (mode != DRIFTS), mode
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 6, 8])

@@ -23,8 +23,11 @@ def checkout(tmp_path):
     return tmp_path
 
 
+MADE = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")  # what `make test ARGS=...` hands down
+
+
 def make_run(checkout: Path, *arguments: str, **env: str) -> list[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    clean = {name: value for name, value in os.environ.items() if name not in (*SETTINGS, *MADE)}
     command = ["make", "-C", str(checkout), "--no-print-directory", "run", *arguments]
     done = subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
@@ -65,7 +68,9 @@ def set_up(checkout: Path, *arguments: str) -> tuple[str, str]:
     python = checkout / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if name not in (*SETTINGS, "TORCH_INDEX_URL")}
+    clean = {
+        name: value for name, value in os.environ.items() if name not in (*SETTINGS, *MADE, "TORCH_INDEX_URL")
+    }
     command = ["make", "-C", str(checkout), "--no-print-directory", "setup", f"PYTHON={python}"]
     if not any(argument.startswith("KFD=") for argument in arguments):
         command.append("KFD=/dev/null/no-driver")

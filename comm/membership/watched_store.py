@@ -70,5 +70,5 @@ class WatchedStore(dist.PrefixStore):
         try:
             return question(*args)
         except dist.DistError as error:
-            gone = liveness.cause() or "rank 0, which hosts it, has died; look into its log"
+            gone = liveness.cause() or liveness.Departure(0, "died")  # it hosts the store
             raise CommError(f"The ranks' store is lost: {gone}.") from error
