@@ -214,6 +214,12 @@ def _last_line(text: str) -> str:
 
 
 def _tag(rank: int, stream: TextIO) -> str:
-    coloured = stream.isatty() or "ipykernel" in sys.modules
     tag = f"[rank {rank}]"
+    coloured = stream.isatty() or _is_in_a_notebook()
     return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{tag}\033[0m " if coloured else f"{tag} "
+
+
+def _is_in_a_notebook() -> bool:
+    """Return whether this process is a kernel of Jupyter; a program may import ipykernel without being one."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

@@ -5,6 +5,7 @@ import re
 import sys
 import textwrap
 import time
+import types
 
 import nbformat
 import pytest
@@ -68,6 +69,12 @@ def test_timeouts_that_no_clock_can_count_are_refused():
         for name in ("timeout", "group_timeout"):
             with pytest.raises(ValueError, match=rf"^{name} must be a number of seconds above 0 and at most"):
                 run_ranks(print, 1, **{name: seconds})
+
+
+def test_tags_have_no_colour_in_a_file_also_after_a_program_has_imported_ipykernel(capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    run_ranks(lambda cluster: print("here"), 1)
+    assert capfd.readouterr().out == "[rank 0] here\n"
 
 
 def test_output_is_tagged_by_rank_line_by_line(capfd):
