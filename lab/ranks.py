@@ -220,6 +220,6 @@ def _tag(rank: int, stream: TextIO) -> str:
 
 
 def _is_in_a_notebook() -> bool:
-    """Return whether this process is a kernel of Jupyter; a program may import ipykernel without being one."""
+    """Return whether this process is a kernel of Jupyter, which is more than having imported ipykernel."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
