@@ -1,7 +1,8 @@
-"""Every RUN_MODE runs without any option on 1, 2, 3, 4, 6 and 8 ranks."""
+"""Every RUN_MODE runs without options on 1, 2, 3, 4, 6 and 8 ranks, and READMEs explain its report."""
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,10 +15,12 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.meter import Meter
 from lab.ranks import run_ranks
-from tests.run_modes import MODES, few_steps, start_of
+from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of
 from training.run import Run
 
 NAMES = [mode for mode, _, _ in MODES]
+TOP = (ROOT / "README.md").read_text()
+WITH_README = {script.partition("/")[0] for script in SCRIPTS.values()} - {"comm"}
 DRIFTS = "train"  # its replicas do not stay equal, and it shows that
 
 
@@ -94,3 +97,19 @@ def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
     alone = {"point_to_point"} if world_size == 1 else set()
     for begun in run_ranks(work, world_size, timeout=300):
         assert set(begun) == set(NAMES) - alone
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_each_row_of_a_report_is_explained(mode: str):
+    folder = SCRIPTS[mode].partition("/")[0]
+    texts = TOP + ((ROOT / folder / "README.md").read_text() if folder in WITH_README else "")
+    first_cells = re.findall(r"^\| (`\w+`[^|]*) \|", texts, re.MULTILINE)
+    explained = set(re.findall(r"`(\w+)`", "\n".join(first_cells)))
+    shown = {name for name, value in reports(2).get(mode, {}).items() if value is not None}
+    assert shown <= explained, shown - explained
+
+
+def test_the_sample_report_has_the_rows_of_a_run():
+    [sample] = re.findall(r"^[│┌├└].*[│┐┤┘]$(?:\n[│┌├└].*$)*", TOP, re.MULTILINE)
+    named = re.findall(r"^│ (\w+) +│", sample, re.MULTILINE)
+    assert named == [name for name, value in reports(2)["data_parallel_naive"].items() if value is not None]
