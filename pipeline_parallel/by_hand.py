@@ -44,9 +44,10 @@ from pipeline_parallel.batches import (
     microbatches_of_targets,
     refuse_without_gradients,
 )
-from pipeline_parallel.executor import Outcome, named_error
+from pipeline_parallel.executor import Outcome
 from pipeline_parallel.failure import SharedFailure, failure_mark, validate_result
 from pipeline_parallel.forward_with_graph import forward_of
+from pipeline_parallel.message_waits import MessageWaits, naming
 from pipeline_parallel.messages import Message, neighbours, received_by, sent_by, with_messages
 from pipeline_parallel.stage_runner import StageRunner, without_autocast
 
@@ -105,7 +106,7 @@ class ByHand:
         )
 
     def _begin_step(self) -> None:
-        self._waited = 0.0
+        self._waits = MessageWaits()
         self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
         self._numbers: Counter[tuple[str, int]] = Counter()  # of the messages from each stage so far
         self._sent: set[Message] = set()
@@ -161,7 +162,7 @@ class ByHand:
     def _action(self, text: str) -> Iterator[None]:
         """Time an action of the step, such as "F3", and measure the activations that are held after it."""
         [action] = parse_row(text, self._rank)
-        self._runner.add_wait(self._waited)
+        self._runner.add_wait(self._waits.seconds)
         start = timeline.mark()
         try:
             with self._around(action):
@@ -169,7 +170,7 @@ class ByHand:
         except Exception as error:
             self._failure.record(error, action)
             raise _Failed from error
-        self._waited = 0.0
+        self._waits = MessageWaits()
         self._done.append((action, self._runner.last_span() or (start, timeline.mark())))
         if self.watch is not None:
             self.watch.update_peak()
@@ -214,40 +215,27 @@ class ByHand:
 
     def _send(self, message: Message, tensor: Tensor) -> None:
         group = self._channels.of(self._rank, message.receiver)
-        try:
+        with naming(message):
             self._leaving[message] = point_to_point.isend(tensor.contiguous(), message.receiver, group)
-        except CommError as error:
-            raise named_error(message, error) from error
         self._sent.add(message)
 
     def _post(self, message: Message, tensor: Tensor) -> None:
         group = self._channels.of(message.stage, self._rank)
-        try:
+        with naming(message):
             self._arriving[message] = point_to_point.irecv(tensor, message.stage, group)
-        except CommError as error:
-            raise named_error(message, error) from error
 
     def sent(self, message: Message) -> None:
         """Wait until a message has left and its memory is free."""
         if message in self._leaving:
-            self._wait(message, self._leaving.pop(message))
+            self._waits.wait(message, self._leaving.pop(message))
 
     def received(self, message: Message, tensor: Tensor) -> None:
         """Wait until a message is in `tensor`. Leave the step if it says that its sender has failed."""
-        self._wait(message, self._arriving.pop(message))
+        self._waits.wait(message, self._arriving.pop(message))
         self._received.add(message)
-        self._failure.check_message(tensor, message.kind)
+        self._waits.check(message, tensor, self._failure)
         if self._failure.has_failed:
             raise _Failed
-
-    def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
-        start = timeline.now()
-        try:
-            with timeline.span("wait", "wait"):
-                transfer.wait()
-        except CommError as error:
-            raise named_error(message, error) from error
-        self._waited += (timeline.now() - start) / 1e9
 
     def _finish_messages(self) -> None:
         """Receive and send, in order, what is left of this step; send failure marks."""
@@ -257,7 +245,7 @@ class ByHand:
                 if needed not in self._arriving:
                     like = self._boundary_of(needed)
                     self._post(needed, torch.empty(like.shape, dtype=like.dtype, device=self._device))
-                self._wait(needed, self._arriving.pop(needed))
+                self._waits.wait(needed, self._arriving.pop(needed))
             if made is not None and made not in self._sent:
                 self._send(made, failure_mark(self._boundary_of(made), self._device))
         for message in list(self._leaving):

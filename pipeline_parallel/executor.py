@@ -20,7 +20,7 @@ the input of stage 1 for microbatch 0. Rank 1 of 2 does this in 1F1B with two mi
       WaitForSend 1I0  WaitForSend 1I1      their memory may be used again
 
 `with_messages` derives these steps from the table, and messages.py says why they cannot deadlock. The loop is
-`Executor._run`, and `_act` does an action. The methods below `_wait` complete a step: checks of the batch,
+`Executor._run`, and `_act` does an action. The methods below `_take` complete a step: checks of the batch,
 evaluation, timeline, activations. When one rank fails, all of them raise (failure.py).
 """
 
@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comm.errors import CommError
 from comm.point_to_point import SlowTransfer, irecv, isend
 from comm.transport.channels import Channels
 from comm.transport.wire import Group, Transfer
@@ -54,6 +53,7 @@ from pipeline_parallel.batches import (
     refuse_without_gradients,
 )
 from pipeline_parallel.failure import SharedFailure
+from pipeline_parallel.message_waits import MessageWaits, naming
 from pipeline_parallel.messages import (
     Message,
     Receive,
@@ -146,14 +146,14 @@ class Executor:
                 case Send(message, peer):
                     self._send(message, peer)
                 case WaitForSend(message):
-                    self._wait(message, self._leaving.pop(message))
+                    self._waits.wait(message, self._leaving.pop(message))
         self._finish(end())
 
     def _act(self, action: Action) -> None:
         """Wait for what the action needs, compute, and keep the result for the message that comes next."""
         message = received_by(action, self.last_stage)
         received = None if message is None else self._take(message)
-        self.runners[action.stage].add_wait(self._waited)
+        self.runners[action.stage].add_wait(self._waits.seconds)
         start = timeline.mark()
         sent = sent_by(action, self.last_stage)
         like = None if sent is None else self._boundary_of(sent)
@@ -187,38 +187,23 @@ class Executor:
         """Post the receive of a message."""
         like = self._boundary_of(message)
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        try:
+        with naming(message):
             self._arriving[message] = buffer, irecv(buffer, peer, self._channels.of(peer, self._rank))
-        except CommError as error:
-            raise named_error(message, error) from error
 
     def _send(self, message: Message, peer: int) -> None:
         """Start sending a result."""
         tensor = self._ready.pop(message).contiguous()
-        try:
+        with naming(message):
             self._leaving[message] = isend(tensor, peer, self._channels.of(self._rank, peer))
-        except CommError as error:
-            raise named_error(message, error) from error
 
     def _take(self, message: Message) -> Tensor:
         """Return what another stage has made. If that is a stage of another rank, wait for its message."""
         if message in self._ready:
             return self._ready.pop(message)
         tensor, transfer = self._arriving.pop(message)
-        self._wait(message, transfer)
-        start = timeline.now()
-        self._failure.check_message(tensor, message.kind)  # which waits for the message, where it is on a GPU
-        self._waited += (timeline.now() - start) / 1e9
+        self._waits.wait(message, transfer)
+        self._waits.check(message, tensor, self._failure)
         return tensor
-
-    def _wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
-        start = timeline.now()
-        try:
-            with timeline.span("wait", "wait"):
-                transfer.wait()
-        except CommError as error:
-            raise named_error(message, error) from error
-        self._waited += (timeline.now() - start) / 1e9
 
     def _boundary_of(self, message: Message) -> Tensor:
         return self._boundaries[max(message.stage, message.receiver)]
@@ -239,7 +224,7 @@ class Executor:
 
     def _start(self) -> None:
         self._failure.begin_step()
-        self._waited = 0.0
+        self._waits = MessageWaits()
         self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
         self._results: dict[int, Tensor] = {}  # of the last stage, by microbatch: losses or outputs
         self._input_gradients: dict[int, Tensor] = {}
@@ -263,7 +248,7 @@ class Executor:
             self._ys = microbatches_of_targets(y, self.microbatches, self._rows)
 
     def _after(self, action: Action, start: timeline.Moment) -> None:
-        self._waited = 0.0
+        self._waits = MessageWaits()
         runner = self.runners[action.stage]
         self._done.append((action, runner.last_span() or (start, timeline.mark())))
         if self.watch is None or not self._trains or self._failure.has_failed:
@@ -288,12 +273,3 @@ class Executor:
 
 def _in_order(by_microbatch: dict[int, Tensor]) -> list[Tensor]:
     return [tensor for _, tensor in sorted(by_microbatch.items())]
-
-
-def named_error(message: Message, error: CommError) -> CommError:
-    """Return an error that says which message went wrong, and between which stages."""
-    what = "activation" if message.kind == FORWARD else "gradient"
-    return CommError(
-        f"The {what} of microbatch {message.microbatch} did not get from stage {message.stage} "
-        f"to stage {message.receiver}. {error}"
-    )

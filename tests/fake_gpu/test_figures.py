@@ -1,5 +1,7 @@
 """Test that reported figures measure the GPU, not the host, if each operation takes 10 ms."""
 
+import pytest
+
 from tests.fake_gpu.ranks import SHORT, run_script
 
 SECONDS = 0.01
@@ -21,8 +23,9 @@ def test_communication_beside_the_backward_is_hidden():
     assert figures["compute_seconds"] >= 0.2 * 3 * 2  # two layers
 
 
-def test_a_metronomes_pass_begins_when_its_message_has_arrived():
-    figures = run_script("pipeline_parallel/train_1f1b.py", *SHORT, "--metronome", "20ms", **SLOW)
+@pytest.mark.parametrize("script", ["train_1f1b.py", "train_afab.py"])
+def test_a_metronomes_pass_begins_when_its_message_has_arrived(script: str):
+    figures = run_script(f"pipeline_parallel/{script}", *SHORT, "--metronome", "20ms", **SLOW)
     assert figures["makespan_seconds"] > 0.98 * figures["makespan_simulated_seconds"]
     assert figures["makespan_simulated_seconds"] > figures["makespan_formula_seconds"] + 2 * SECONDS
     assert figures["step_seconds"] >= figures["makespan_seconds"]
