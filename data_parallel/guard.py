@@ -2,15 +2,14 @@
 
       at wrapping         a layer has sparse gradients                 another size on each rank
       in a forward        a parameter is new since the wrapping        no hook, and perhaps other values
-      in a backward       the gradients before are still on their way  autograd adds to what is being sent
+      in a backward       the last gradients are still in flight       autograd adds to what is being sent
       before a step       finish_gradient_sync() was forgotten         each rank has gradients of its own
 
-What a mistake in the program does, it does on all ranks, so each notices it for itself.
+All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from data_parallel.hook_gradients import NO_SPARSE, HookGradients
+from data_parallel.no_sync import NoSync
 from lab.errors import WorkbookError
 
 _hooks = WeakTensorKeyDictionary()  # of each parameter, the hook of its last wrapper
@@ -33,11 +33,8 @@ def replace_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Non
     _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
 
-class ReplicaGuard:
-    """Watches how a wrapper of `module` is used. The wrapper tells it of forwards, gradients and their mean.
-
-    `is_synchronising` is False inside `no_sync()`.
-    """
+class ReplicaGuard(NoSync):
+    """Watches how a wrapper of `module` is used. The wrapper reports forwards, gradients and their mean."""
 
     def __init__(self, module: nn.Module) -> None:
         refuse_sparse_layers(module)
@@ -45,24 +42,14 @@ class ReplicaGuard:
         self._wrapped = {p: _kind(p) for p in module.parameters() if p.requires_grad}
         self._gradients = HookGradients()
         self._has_own_gradients = False
-        self.is_synchronising = True
         for parameter in self._wrapped:
             replace_hook(parameter, self._look)
         for other in [guard for guard in _guards if not guard._wrapped.keys().isdisjoint(self._wrapped)]:
             _guards.discard(other)  # of an earlier wrapper
         _guards.add(self)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Around backwards whose gradients stay on this rank for now."""
-        self.is_synchronising = False
-        try:
-            yield
-        finally:
-            self.is_synchronising = True
-
     def before_forward(self) -> None:
-        """Raise WorkbookError if a parameter would be trained that the wrapper does not know."""
+        """Raise WorkbookError if a trained parameter was not there when the module was wrapped."""
         if not torch.is_grad_enabled():
             return
         for parameter in self._module.parameters():
@@ -99,7 +86,7 @@ class ReplicaGuard:
             )
 
     def synchronised(self) -> None:
-        """All gradients are the mean over ranks."""
+        """Note that all gradients are the mean over ranks."""
         self._has_own_gradients = False
 
     def before_step(self, optimizer: Optimizer) -> None:

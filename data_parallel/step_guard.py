@@ -5,33 +5,22 @@
 All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
 
-import contextlib
-from collections.abc import Iterator
-
+from data_parallel.no_sync import NoSync
 from data_parallel.shard_guard import ANOTHER_BACKWARD
 from lab.errors import WorkbookError
 
 
-class StepGuard:
+class StepGuard(NoSync):
     """Tracks which of a step's calls have been made.
 
-    `is_synchronising` is False inside `no_sync()`; `is_synced` is True once the shards have their gradients.
+    `is_synced` is True once the shards have their gradients.
     """
 
     def __init__(self) -> None:
-        self.is_synchronising, self.is_synced = True, False
+        self.is_synced = False
         self._has_gradients = False
         self._is_over, self._is_stale = False, False  # a step since zero_grad(); then another backward
         self._is_unfinished = False  # a backward outside of no_sync(), and no finish_gradient_sync() since
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Mark backwards whose gradients are not the last ones of the step."""
-        self.is_synchronising = False
-        try:
-            yield
-        finally:
-            self.is_synchronising = True
 
     def before_gradient(self, is_second: bool) -> None:
         """Raise WorkbookError if a gradient cannot be added now; `is_second`: to one that is being sent."""
