@@ -6,12 +6,14 @@ with simulated_gpu() as gpu:
         gpu.launch(5.0)              # takes the host no time, and the device 5 ms
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
 
+from comm.transport import gpu_handover
 from lab import stream_clock, timeline
 
 MS = 1_000_000
@@ -111,4 +113,6 @@ def simulated_gpu(rate: float = 1.0) -> Iterator[SimulatedGpu]:
         # Not by name: to import these modules while torch's classes are stubs is a TypeError.
         patches.enter_context(mock.patch.object(stream_clock, "time", gpu))
         patches.enter_context(mock.patch.object(timeline, "now", gpu.perf_counter_ns))
+        # A thread keeps its stream: that of another simulated GPU would have another clock.
+        patches.enter_context(mock.patch.object(gpu_handover, "_streams", threading.local()))
         yield gpu
