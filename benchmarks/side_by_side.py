@@ -7,9 +7,11 @@
 
 Variants share one process group and alternate, so other load on the machine slows all of them. The time of a
 run is that of its slowest rank. A ratio is ours / theirs of the medians: below 1, ours is faster or smaller.
+gloo's threads are left as PyTorch starts them (lab/gloo_threads.py), unless GLOO_SCHED=batch is set.
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,8 @@ from comm import collectives
 from comm.cost import Link
 from comm.transport import slow_link
 from lab.units import KIB, MIB
+
+os.environ.setdefault("GLOO_SCHED", "other")  # inherited by the ranks
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -36,6 +36,7 @@ from comm.membership.store import meeting_store
 from comm.membership.watched_store import WatchedStore
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
+from lab.gloo_threads import keep_from_displacing
 from lab.interface import LOOPBACK, own_interface
 from lab.launcher import end_with_launcher
 from lab.threads import choose_vector_math, cores_id, share_cores
@@ -141,6 +142,7 @@ def _form_group(
         else:
             why = first_line
         raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from outcome[0]
+    keep_from_displacing()
     if world_size > 1:
         # Wait for all: a rank that failed now would break connections that others are still making.
         meeting.wait_for_all(store, rank, world_size, "formed", deadline)

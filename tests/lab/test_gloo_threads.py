@@ -1,0 +1,74 @@
+"""gloo's threads do not displace the threads that they serve, in ranks of any launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comm.script import joined
+from lab import gloo_threads
+from lab.gloo_threads import keep_from_displacing
+from lab.ranks import run_ranks
+from tests.comm.places import places, set_variables
+
+needs_batch = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+
+
+def may_displace() -> dict[bool, set[str]]:
+    """Return the names of this process's threads: those that may displace others, and those that may not."""
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for task in Path("/proc/self/task").iterdir():
+        names[os.sched_getscheduler(int(task.name)) == os.SCHED_OTHER].add(
+            (task / "comm").read_text().strip()
+        )
+    return names
+
+
+@needs_batch
+def test_only_gloos_loop_gives_way_in_ranks_of_run_ranks():
+    for names in run_ranks(lambda _: may_displace(), 2):
+        assert names[False] == {"gloo_tcp_loop"}
+        assert "gloo_tcp_loop" not in names[True] and names[True]
+
+
+@needs_batch
+def test_it_gives_way_in_ranks_that_join_over_a_store_too():
+    def names_after_joining(cluster) -> dict[bool, set[str]]:
+        set_variables(environments[cluster.rank])
+        with joined():
+            return may_displace()
+
+    environments = places([0, 1], 2)
+    for names in run_ranks(names_after_joining, 2, backend=None):
+        assert names[False] == {"gloo_tcp_loop"}
+        assert "gloo_tcp_loop" not in names[True]
+
+
+@needs_batch
+def test_a_variable_leaves_them_as_torch_starts_them(monkeypatch):
+    monkeypatch.setenv("GLOO_SCHED", "other")
+    monkeypatch.setattr(os, "sched_setscheduler", pytest.fail)
+    keep_from_displacing()
+
+
+@needs_batch
+def test_a_sandbox_may_forbid_it(monkeypatch):
+    def forbid(*_: object) -> None:
+        asked.append(True)
+        raise PermissionError
+
+    asked: list[bool] = []
+    monkeypatch.setattr(os, "sched_setscheduler", forbid)
+    monkeypatch.setattr(gloo_threads, "_NAME", (Path("/proc/self/comm")).read_text().strip())
+    keep_from_displacing()
+    assert asked
+
+
+def test_benchmarks_compare_with_gloo_as_torch_starts_it():
+    code = "import benchmarks.side_by_side, os; print(os.environ['GLOO_SCHED'])"
+    for given, seen in (({}, "other"), ({"GLOO_SCHED": "batch"}, "batch")):
+        environment = {name: value for name, value in os.environ.items() if name != "GLOO_SCHED"}
+        output = subprocess.check_output([sys.executable, "-c", code], env=environment | given, text=True)
+        assert output.strip() == seen
