@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from comm.collectives import all_reduce
-from data_parallel.blocks import Block
+from data_parallel.blocks import ShardedBlock
 from data_parallel.freed import is_in_a_backward
 from data_parallel.sharded_module import ShardedModule
 from data_parallel.unit import ShardedUnit
@@ -33,7 +33,7 @@ from training.clipping import clip_grad_norm_
 class Turn:
     """One forward of a block, or another use of its parameters (`is_use`), until its backward has ended."""
 
-    block: Block
+    block: ShardedBlock
     is_use: bool = False
     has_begun: bool = False
 
@@ -72,7 +72,7 @@ class AnyLoop(ShardedModule):
         finally:
             self._is_in_forward = False
 
-    def _begin_turn(self, block: Block) -> None:
+    def _begin_turn(self, block: ShardedBlock) -> None:
         """Note that a block runs its forward, so that its backward is recognised."""
         if not torch.is_grad_enabled():
             return
@@ -89,7 +89,7 @@ class AnyLoop(ShardedModule):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
 
-    def _on_touch(self, parameter: nn.Parameter, block: Block, unit: ShardedUnit) -> None:
+    def _on_touch(self, parameter: nn.Parameter, block: ShardedBlock, unit: ShardedUnit) -> None:
         """Gather a freed parameter that is used outside of its block's forward, or refuse the use."""
         if is_in_a_backward():
             self._begin_backward()

@@ -12,7 +12,7 @@ from data_parallel.unit import ShardedUnit
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 
-class Block:
+class ShardedBlock:
     """The parameters of a module, as units that are gathered and freed together.
 
     Its gradients are sent unit by unit, so that the first ones leave while others are computed. A unit has

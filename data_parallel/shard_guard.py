@@ -59,7 +59,7 @@ class ShardGuard:
         self._replacements = Replacements()
         self._trouble = ""
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note where the parameters are now; those that are frozen are expected to stay so."""
         for parameter in parameters:
             self._replacements.know(parameter)

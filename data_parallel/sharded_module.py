@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, broadcast, default_pattern
-from data_parallel.blocks import Block, blocks_of
+from data_parallel.blocks import ShardedBlock, blocks_of
 from data_parallel.flat import Piece
 from data_parallel.gradient_shard import InFlightReductions
 from data_parallel.unit import ShardedUnit
@@ -62,12 +62,12 @@ class ShardedModule(nn.Module):
         own = [[p for p in block.parameters() if p not in shared] for block in self._block_modules]
         self._full_units: dict[int, ShardedUnit] = {}
         options = int(unit_mb * MIB), group, pattern, compute_dtype, self._full_units
-        self.root = Block(unit_class, "root", [p for p in self._names if p in shared], *options)
+        self.root = ShardedBlock(unit_class, "root", [p for p in self._names if p in shared], *options)
         self.blocks = [
-            Block(unit_class, f"block {i}", parameters, *options) for i, parameters in enumerate(own)
+            ShardedBlock(unit_class, f"block {i}", parameters, *options) for i, parameters in enumerate(own)
         ]
         self._all = [self.root, *self.blocks]
-        self._place: dict[nn.Parameter, tuple[Block, ShardedUnit, int]] = {}  # where its gradient goes
+        self._place: dict[nn.Parameter, tuple[ShardedBlock, ShardedUnit, int]] = {}  # where its gradient goes
         for block in self._all:
             for unit in block.trained:
                 for position, piece in enumerate(unit.pieces):

@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
             self.buckets.append(added[-1])
             self.pieces += added[-1].pieces
             self._arrivals.add_bucket(added[-1])
-        self._guard.watch(options["params"])
+        self._guard.add(options["params"])
         mine = {piece.parameter: piece.tensor for piece in self.pieces}
         names = options.get("param_names", [None] * len(options["params"]))
         kept = [(p, name) for p, name in zip(options["params"], names, strict=True) if p in mine]

@@ -46,7 +46,7 @@ from torch import nn
 from comm.collectives import Group, all_gather, reduce_scatter
 from comm.script import start
 from data_parallel.any_loop import AnyLoop, Turn
-from data_parallel.blocks import Block
+from data_parallel.blocks import ShardedBlock
 from data_parallel.freed import Notes, hook_gradient, is_in_a_backward, take_gradient
 from data_parallel.unit import ShardedUnit
 from data_parallel.zero_run import ZeroArgs, ZeroRun, recompute_blocks
@@ -139,8 +139,8 @@ class FullyShardedDataParallel(AnyLoop):
             inner.register_forward_hook(lambda _, inputs, out, block=block: self._after_forward(block, out))
         for parameter in self._place:
             hook_gradient(parameter, self._on_gradient)
-        self._seen: list[Block] = []  # the blocks that this forward has run
-        self._order: list[Block] = []  # those of the forward before, which tell what to prefetch
+        self._seen: list[ShardedBlock] = []  # the blocks that this forward has run
+        self._order: list[ShardedBlock] = []  # those of the forward before, which tell what to prefetch
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Gather the root, and run the module, whose hooks gather the blocks one by one."""
@@ -159,7 +159,7 @@ class FullyShardedDataParallel(AnyLoop):
         self._await_backward(output)
         return output
 
-    def _before_forward(self, block: Block) -> None:
+    def _before_forward(self, block: ShardedBlock) -> None:
         """Wait for the block's parameters, and prefetch those of the next block."""
         if is_in_a_backward():  # which recomputes activations
             block.gather()
@@ -171,7 +171,7 @@ class FullyShardedDataParallel(AnyLoop):
         if self._order[:so_far] == self._seen and so_far < len(self._order):
             self._order[so_far].start_gather()
 
-    def _after_forward(self, block: Block, output: Any) -> None:
+    def _after_forward(self, block: ShardedBlock, output: Any) -> None:
         """Free the block, and register what the backward does when it comes back to the block."""
         if is_in_a_backward():
             return

@@ -188,11 +188,11 @@ class Pipeline(nn.Module):
         """Return all parameters and buffers by their names in the full model, on every rank; all call it."""
         own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
         # One message for all tensors of a rank and dtype: each message costs a latency.
-        together: dict[tuple[int, torch.dtype], list[str]] = {}
+        by_owner: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, (stage, like) in self.layout.items():
-            together.setdefault((self.rank_of[stage], like.dtype), []).append(name)
+            by_owner.setdefault((self.rank_of[stage], like.dtype), []).append(name)
         full: dict[str, Tensor] = {}
-        for (owner, dtype), names in together.items():
+        for (owner, dtype), names in by_owner.items():
             shapes = [self.layout[name][1].shape for name in names]
             sizes = [shape.numel() for shape in shapes]
             flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)

@@ -19,13 +19,13 @@ class PartialGradients:
 
     def __init__(self) -> None:
         self._aside: dict[nn.Parameter, Tensor] = {}
-        self._watched: set[nn.Parameter] = set()
+        self._tracked: set[nn.Parameter] = set()
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+    def track(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set a complete gradient aside when a backward is about to add to it, from now on."""
         for parameter in parameters:
-            if parameter not in self._watched and parameter.requires_grad:
-                self._watched.add(parameter)
+            if parameter not in self._tracked and parameter.requires_grad:
+                self._tracked.add(parameter)
                 parameter.register_hook(lambda _, parameter=parameter: self._set_aside(parameter))
 
     def _set_aside(self, parameter: nn.Parameter) -> None:
@@ -37,7 +37,7 @@ class PartialGradients:
     @contextmanager
     def completing(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
         """Yield the gradients that are incomplete; the caller must add each up over the ranks, in place."""
-        self.watch(parameters)  # some may be new, or were frozen before
+        self.track(parameters)  # some may be new, or were frozen before
         gradients = {p: p.grad for p in parameters if p.grad is not None}
         partial = {p: g for p, g in gradients.items() if not getattr(g, "is_complete", False)}
         yield list(partial.values())

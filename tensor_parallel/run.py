@@ -59,7 +59,7 @@ class Run(training.run.Run):
         return config.num_layers * tokens * h * (outside + 24 / n + 5 * a * config.block_size / (h * n))
 
     @contextlib.contextmanager
-    def watched(self, model: TensorParallel, x: Tensor) -> Iterator[None]:
+    def observed(self, model: TensorParallel, x: Tensor) -> Iterator[None]:
         """Count, around the first forward, what autograd keeps and what the first block sends.
 
         The block's traffic is that of its forward and backward. Later forwards run as they are.

@@ -35,7 +35,7 @@ def main(cluster: Cluster, args: Args) -> None:
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                with span("forward", "forward"), run.watched(model, x):
+                with span("forward", "forward"), run.observed(model, x):
                     loss = model.loss(model(x), y)
                 with span("backward", "backward"):
                     loss.backward()
