@@ -1,11 +1,11 @@
-# Two images: `lessons`, which docker-compose.yaml builds, and `notebook`, the same with Jupyter:
+# This makes two images: `lessons`, which docker-compose.yaml builds, and `notebook`, the same with Jupyter:
 #
 #   docker build --target notebook -t workbook-notebook .
 FROM python:3.11-slim AS lessons
 
-# A container shapes its own link with tc, and still nothing in it runs as root: this copy of tc, which
-# only the learner's group may run, brings the one capability along. It takes effect where the container
-# has that capability at all (cap_add: [NET_ADMIN] in docker-compose.yaml).
+# A container shapes its own link with tc, although nothing in it runs as root: this copy of tc, which only
+# the learner's group may run, has the one capability that it needs. The capability takes effect only if the
+# container has it, too (cap_add: [NET_ADMIN] in docker-compose.yaml).
 RUN apt-get update \
  && apt-get install -y --no-install-recommends iproute2 libcap2-bin \
  && rm -rf /var/lib/apt/lists/* \
@@ -14,12 +14,12 @@ RUN apt-get update \
  && setcap cap_net_admin+ep /usr/local/libexec/link-tc
 
 WORKDIR /workbook
-# A volume mounted on checkpoints/ takes over its owner.
+# A new volume that is mounted on checkpoints/ gets this folder's owner.
 RUN install -d -o learner -g learner checkpoints && chown learner:learner .
 
-# Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty switches it off.
+# Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty means no extra index.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-# Before the code, so that a change of the code installs nothing again.
+# This comes before the code is copied, so that a change of the code installs nothing again.
 COPY requirements.txt .
 RUN sed -n '/^# lessons/,/^$/p' requirements.txt > /tmp/requirements.txt \
  && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir \
@@ -27,7 +27,7 @@ RUN sed -n '/^# lessons/,/^$/p' requirements.txt > /tmp/requirements.txt \
 
 COPY --chown=learner:learner . .
 USER learner
-# The path stands in for `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
+# PYTHONPATH replaces `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
 ENV PYTHONPATH=/workbook PYTHONUNBUFFERED=1
 ENTRYPOINT ["bash", "entrypoint.sh"]
 

@@ -1,16 +1,17 @@
-# Needs Python 3.11 or newer and make, nothing else; everything is installed into .venv.
+# This needs only Python 3.11 or newer and make; everything is installed into .venv.
 
 PYTHON   ?= python3
 RUN_MODE ?= data_parallel_naive
 WORLD_SIZE ?= 2
 ARGS ?=
 
-# Where pip may find a torch without gigabytes of CUDA. `auto`: PyTorch's CPU index, but only on Linux without an
-# NVIDIA driver, and only where pip has been given no sources of its own. Empty: none.
+# This is an extra index in which pip finds a torch without gigabytes of CUDA. `auto` means PyTorch's CPU index,
+# but only on Linux without an NVIDIA driver, and only if pip is configured with no other sources. An empty value
+# means no extra index.
 TORCH_INDEX_URL ?= auto
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-# Is there where Linux has the driver of an AMD GPU.
+# This file exists where Linux has the driver of an AMD GPU.
 KFD ?= /dev/kfd
 
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
@@ -40,7 +41,7 @@ test: $(READY) ## run the tests: make test ARGS='-k ring'
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)
 
-rehearse: $(READY) ## test the GPUs' path on fake GPUs (needs a C++ compiler, once for two minutes)
+rehearse: $(READY) ## test the code for GPUs on fake GPUs (needs a C++ compiler, and two minutes once)
 	@$(PY) -m tests.fake_gpu $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check and mypy
@@ -52,14 +53,14 @@ clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# .venv knows the path of this folder: after a move or a copy it is set up again.
+# .venv contains the path of this folder, so it is set up again after the folder was moved or copied.
 ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 
-# The last line comes only after everything has worked, so what was interrupted is taken up again.
+# The last line runs only after everything has worked, so an interrupted set-up starts again.
 $(READY): requirements.txt pyproject.toml hatch_build.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "The workbook needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "The workbook needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); choose another one: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV) (once; torch is some 200 MB, a minute or two)" >&2
 	@rm -f $@
 	@$(PYTHON) -m venv $(VENV)

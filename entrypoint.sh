@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs one lesson: RUN_MODE names it, the table says which script that is. Two ways lead here:
+# This script runs one lesson: RUN_MODE names it, and the table below has its script. Two commands call it:
 #
-#   docker-compose up    this container is one rank; RANK, WORLD_SIZE and MASTER_ADDR say which, and of what
-#   make run             TORCHRUN is set too, and starts WORLD_SIZE ranks on this machine
+#   docker-compose up    this container is one rank: RANK of WORLD_SIZE, and rank 0 is at MASTER_ADDR
+#   make run             the command in TORCHRUN starts WORLD_SIZE ranks on this machine
 #
 # ARGS goes to the script. In a container LINK=100mbit and LINK_DELAY=2ms slow its link down before the start.
 set -eu
@@ -43,16 +43,16 @@ main() {
         refuse "WORLD_SIZE is '$WORLD_SIZE'; it must be a number of ranks, 1 or more."
     fi
     check_link
-    # Unset, torchrun warns, and the containers' ranks would all claim every core of the machine.
+    # If it is unset, torchrun warns, and each container's rank uses every core of the machine.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    set -f # a * in ARGS is an argument, not the files here
+    set -f # a * in ARGS is passed on as it is, and not replaced by file names
     if [ -n "${TORCHRUN:-}" ]; then
         # shellcheck disable=SC2086 # TORCHRUN and ARGS are several words each
         exec $TORCHRUN --nproc-per-node="${WORLD_SIZE:-2}" "$script" "$@" ${ARGS:-}
     fi
     [[ ,${COMPOSE_PROFILES:-}, == *,more,* ]] && NODES=8
     if [ -n "${NODES:-}" ] && [ "${WORLD_SIZE:-1}" -gt "$NODES" ]; then
-        refuse "WORLD_SIZE is $WORLD_SIZE, but docker-compose.yaml starts only $NODES nodes; take fewer, or start 8 by COMPOSE_PROFILES=more."
+        refuse "WORLD_SIZE is $WORLD_SIZE, but docker-compose.yaml starts only $NODES nodes; choose fewer ranks, or start 8 nodes with COMPOSE_PROFILES=more."
     fi
     if [[ ${RANK:-} =~ ^[0-9]+$ ]] && [ "$RANK" -ge "${WORLD_SIZE:-1}" ]; then
         say "$HOSTNAME is not needed: its rank would be $RANK, and WORLD_SIZE is ${WORLD_SIZE:-1}."
@@ -89,13 +89,14 @@ check_link() {
     fi
     shopt -u nocasematch
     if [ -n "${LINK:-}${LINK_DELAY:-}" ] && ! [ -x "$LINK_TC" ]; then
-        say "LINK and LINK_DELAY are left out here, for they shape the links of containers only; where a script has the option --link, take ARGS='--link ${LINK:-1gbit}${LINK_DELAY:+,$LINK_DELAY}'."
+        say "LINK and LINK_DELAY are ignored here, because they shape the links of containers only; where a script has the option --link, use ARGS='--link ${LINK:-1gbit}${LINK_DELAY:+,$LINK_DELAY}'."
         LINK='' LINK_DELAY=''
     fi
 }
 
-# What this container sends waits in a token bucket (rate), behind a delay line where there is one. The
-# large bucket is for the network card's offloading: with 64kb four ranks get half of the rate.
+# A token bucket filter (tbf) limits the rate at which this container sends, and netem, if LINK_DELAY is set,
+# delays each packet before that. The bucket is large because of the network card's offloading: with 64kb,
+# four ranks get half of the rate.
 shape_link() {
     local interface parent=root error
     read -r _ interface _ < <(ip -o -4 address show scope global) || true
@@ -103,13 +104,13 @@ shape_link() {
         if error=$("$LINK_TC" qdisc add dev "$interface" root handle 1: netem delay "$LINK_DELAY" limit 100000 2>&1); then
             parent='parent 1:1'
         else
-            say "LINK_DELAY=$LINK_DELAY is left out: delay is not available in this kernel (${error##*: })."
+            say "LINK_DELAY=$LINK_DELAY is ignored: delay is not available in this kernel (${error##*: })."
         fi
     fi
     if [ -n "${LINK:-}" ]; then
         # shellcheck disable=SC2086 # the parent is two words
         error=$("$LINK_TC" qdisc add dev "$interface" $parent tbf rate "$LINK" burst 256kb latency 100ms 2>&1) ||
-            { say "LINK=$LINK cannot be set on ${interface:-a network}: ${error##*: } (it takes cap_add: [NET_ADMIN])." && exit 2; }
+            { say "LINK=$LINK cannot be set on ${interface:-a network}: ${error##*: } (it needs cap_add: [NET_ADMIN])."; exit 2; }
     fi
 }
 
@@ -120,7 +121,7 @@ refuse() {
     exit 2
 }
 
-# docker-compose.yaml gives all nodes the same settings, so what is wrong with them is said once.
+# docker-compose.yaml gives all nodes the same settings, so only node0 says what is wrong with them.
 is_told_by_node0() { [ -n "${NODES:-}" ] && [ "${RANK:-0}" != 0 ]; }
 
 main "$@"

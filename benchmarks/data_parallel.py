@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: this file would hide the package of the same name
+    sys.path.pop(0)  # it is this folder, in which this file would hide the package of the same name
 
 import tyro
 from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """Compare our pipelines with torch.distributed.pipelining, naive model parallelism, theory and the simulator.
 
     python benchmarks/pipeline.py                    tables; --json for one JSON line
-    python benchmarks/pipeline.py --quick            fewer runs, and only the rows that have a bar
+    python benchmarks/pipeline.py --quick            fewer runs and rows: neither memory nor recomputation
     python benchmarks/pipeline.py --tick 50ms        a slower clock
 
 2 and 4 ranks train a GPT of 6.4 million parameters, tied, on 8 windows of 128 tokens in 8 microbatches. A
@@ -10,17 +10,18 @@ step is the forwards, the backwards, the sum of the tied gradients, and SGD. Bot
 sends its messages itself. `peak memory` is that of the process, each in a fresh one; `above start` leaves out
 Python and torch.
 
-`1f1b` against `naive`: naive model parallelism with the given number of microbatches; 1 is the full batch at
-once. Both have 16 windows.
+`1f1b` is compared with `naive`, which is naive model parallelism with the given number of microbatches; 1 is
+the full batch at once. Both have 16 windows.
 
-`makespan`: a clock replaces computing. On each rank, a microbatch's forward, input gradient and weight
-gradient take one tick each, long enough for all ranks to send from the same few cores. The makespan lasts
-from the start of the first action to the end of the last one, on all ranks. Beside it stand the formula and
-the simulator, for these costs and for messages that take no time. The bubble of both sides is in the JSON
-line.
+In `makespan` rows a clock replaces computing. On each rank, a microbatch's forward, input gradient and weight
+gradient take one tick each, which is long enough for all ranks to send from the same few cores. The makespan
+lasts from the start of the first action to the end of the last one, on all ranks. It is compared with the
+formula and with the simulator, for these costs and for messages that take no time. These rows also show the
+bubble, and the expected bubble in parentheses.
 
-`recompute`: the same schedule, in which a stage keeps only its input. The bytes are the most activations that
-a rank held. If W is put off, they include what W needs, with recomputation or without.
+`recompute` is the same schedule, in which a stage keeps only its input. The bytes are the most activations
+that a rank held. If a schedule defers weight gradients, they include what these need, with recomputation or
+without.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, where this file would stand for the package of its name
+    sys.path.pop(0)  # it is this folder, in which this file would hide the package of the same name
 
 import tyro
 
@@ -62,11 +63,11 @@ class Args:
     """Compare pipeline schedules with those of torch, and with the theory."""
 
     quick: bool = False
-    """Fewer runs, and only the rows that have a bar."""
+    """Measure fewer rows, without memory and recomputation, with fewer runs."""
     tick: str = "20ms"
-    """The clock's."""
+    """Tick of the clock that replaces computing in the makespan rows, such as 20ms."""
     json: bool = False
-    """One JSON line instead of tables."""
+    """Print one JSON line instead of tables."""
 
 
 def step_rows(ranks: int, runs: int, warmup: int) -> Rows:
@@ -115,7 +116,7 @@ def recompute_rows(ranks: int, runs: int, warmup: int) -> Rows:
 
 
 def makespan_rows(ranks: int, rounds: tuple[int, ...], tick: float, runs: int) -> Rows:
-    """Return the makespan of each schedule by the clock, with p, 2p, ... microbatches (`rounds`)."""
+    """Return rows for each schedule's makespan by the clock; `rounds` has the microbatches for each rank."""
     plan = [(schedule, times * ranks) for schedule in SCHEDULES for times in rounds]
     by_rank = run_ranks(metronome, ranks, plan, tick, runs, timeout=900)
     rows: Rows = []
@@ -152,9 +153,9 @@ def _row(what: str, against: str, ours: float, theirs: float, **others: Any) -> 
 def measure(args: Args) -> Rows:
     tick = tick_seconds(args.tick)
     runs, warmup = (2, 1) if args.quick else (7, 2)
-    # Against torch's loops the differences are a few per cent, so more runs than elsewhere.
+    # Ours and torch's differ by a few per cent only, so these rows need more runs than the others.
     rows = [row for ranks in (2, 4) for row in step_rows(ranks, 2 if args.quick else 11, warmup)]
-    # In quick runs the better one of the two alone.
+    # A quick run has only the faster one of the two.
     rows += naive_rows((1,) if args.quick else (1, MICROBATCHES), runs, warmup)
     if args.quick:
         return rows + makespan_rows(4, (1,), tick, 2) + makespan_rows(8, (1,), tick, 2)
@@ -167,7 +168,7 @@ def measure(args: Args) -> Rows:
 
 
 def main(args: Args) -> None:
-    # Forked ranks have everything imported.
+    # Ranks are forked, so they start with all modules imported.
     preload("benchmarks.pipeline_steps")
     rows = measure(args)
     if args.json:

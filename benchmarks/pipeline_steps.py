@@ -1,6 +1,4 @@
-"""Do the ranks' part of benchmarks/pipeline.py: training steps by each schedule, ours and torch's, and by a
-clock.
-"""
+"""Run the ranks' part of benchmarks/pipeline.py: steps of each schedule, by ours, by torch and by a clock."""
 
 import copy
 import ctypes
@@ -25,7 +23,7 @@ from pipeline_parallel.train_torch_pipelining import TorchSchedule
 
 CONFIG = GPTConfig(block_size=128, num_layers=8, num_heads=8, width=256)
 MICROBATCHES = 8
-TOY = 8  # the width of an MLP's layers, for the clock, which asks for shapes alone
+TOY = 8  # the width of an MLP's layers, for the clock, which needs only their shapes
 By = dict[str, list[float]]
 
 
@@ -50,7 +48,7 @@ class Training:
     microbatches: int = MICROBATCHES
     windows: int = MICROBATCHES  # of text in a step
     recompute: bool = False
-    alone: bool = False  # in this process, which need not keep a model to copy
+    alone: bool = False  # the only training of this process, so the model need not be a copy
 
     def __post_init__(self) -> None:
         self.x, self.y = text(self.windows)
@@ -81,7 +79,8 @@ def against_torch(cluster: Cluster, schedules: Sequence[str], runs: int, warmup:
 
 def against_naive(cluster: Cluster, microbatches: Sequence[int], runs: int, warmup: int) -> By:
     """Return the seconds of each step of "1f1b", and of "naive 1", which has 1 microbatch, and so on."""
-    # Two windows in each: small matrices are slower to multiply, and the naive one has none with 1.
+    # Each microbatch of 1f1b has two windows: with one, its matrices would be small, and slower to multiply
+    # than those of the full batch.
     windows = 2 * MICROBATCHES
     variants = {"1f1b": Training("1f1b", windows=windows)}
     for m in microbatches:
@@ -123,7 +122,7 @@ def recomputation(
 
 
 class Beat(NamedTuple):
-    """Holds a step by the clock on one rank: start and end of its actions, and their sum.
+    """Holds one rank's times in a step by the clock: start and end of its actions, and their summed duration.
 
     Times are nanoseconds of a clock that the processes of a machine share.
     """
@@ -135,7 +134,7 @@ class Beat(NamedTuple):
 
 def metronome(cluster: Cluster, plan: Sequence[tuple[str, int]], tick: float, runs: int) -> list[list[Beat]]:
     """Return this rank's part of each step, for each schedule and number of microbatches."""
-    _beats(cluster, *plan[0], 1e-3, 1)  # ranks meet, and connect
+    _beats(cluster, *plan[0], 1e-3, 1)  # a first step, in which the ranks connect
     return [_beats(cluster, schedule, microbatches, tick, runs) for schedule, microbatches in plan]
 
 

@@ -1,7 +1,7 @@
 """Compare our tensor and sequence parallelism with PyTorch's DTensor: step times, bytes, cross entropy.
 
     python benchmarks/tensor_parallel.py                     tables; --json for one JSON line
-    python benchmarks/tensor_parallel.py --quick             fewer runs, and only rows with a required ratio
+    python benchmarks/tensor_parallel.py --quick             fewer runs, and no rows of bytes sent
     python benchmarks/tensor_parallel.py --link 200mbit      another slow link than 1gbit
 
 The ranks train a GPT of 12.9 million parameters with tied weights on the same two windows of 256 tokens. A
@@ -26,7 +26,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: this file would hide the package of the same name
+    sys.path.pop(0)  # it is this folder, in which this file would hide the package of the same name
 
 import tyro
 
@@ -44,7 +44,7 @@ class Args:
     """Compare our tensor parallel layers with PyTorch's DTensor."""
 
     quick: bool = False
-    """Measure only the rows with a required ratio, with fewer runs."""
+    """Do fewer runs, and leave out the bytes sent."""
     link: str = "1gbit"
     """The slow link: bandwidth, and optionally latency, such as 1gbit or 200mbit,1ms."""
     json: bool = False

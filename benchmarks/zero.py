@@ -15,9 +15,9 @@ training added.
 `lasting at the peak` is the largest sum, at any time in a step, of shards, optimizer state and gathered
 parameters. It is compared with ZeRO's formula (P+G+O)/n plus two blocks: one computes while the next one is
 gathered.
-`everything at the peak` includes the tensors that are being sent. It is compared with three more blocks: the
-gradients of two blocks are reduced while those of a third are computed. Not in the formula are the root, the
-shards that arrive, and scratch memory.
+`everything at the peak` includes the tensors that are being sent. It is compared with the same plus three
+more blocks: the gradients of two blocks are reduced while those of a third are computed. Not in the formula
+are the root, the shards that arrive, and scratch memory.
 `bytes sent` is compared with 2 or 3 times P (n-1)/n. FSDP2's bytes are counted as the best-known algorithm
 would send them; gloo's reduce-scatter sends twice as many.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: this file would hide the package of the same name
+    sys.path.pop(0)  # it is this folder, in which this file would hide the package of the same name
 
 import tyro
 from matplotlib.figure import Figure

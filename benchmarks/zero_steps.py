@@ -36,7 +36,7 @@ STAGES = {"naive": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 @dataclasses.dataclass
 class Training:
-    """A model in training. A call takes one step and counts the bytes that this rank sends."""
+    """Trains a model: a call takes one step and counts the bytes that this rank sends."""
 
     model: nn.Module
     optimizer: Optimizer

@@ -1,7 +1,7 @@
-"""Lesson 1: rendezvous, point to point, every collective from send and receive.
+"""Lesson 1: find the other ranks, send and receive, and build every collective from these.
 
-Jupyter's kernel imports a package of this name as well and looks in it for `base_comm`. Both are
-served: this package comes first on the path, and the other's submodules are found behind ours.
+Jupyter's kernel imports `comm.base_comm` from another package that is also called `comm`. So the two packages
+share the name: a submodule that is not found here is looked up in the other package.
 """
 
 from pkgutil import extend_path

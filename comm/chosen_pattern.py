@@ -1,4 +1,6 @@
-"""Choose the pattern of the differentiable collectives of a group (comm/functions.py take no pattern).
+"""Choose the pattern of a group's all-reduces, all-gathers and reduce-scatters in comm/functions.py.
+
+The functions there take no `pattern`, and their other collectives run in the default one.
 
 use_pattern("ring")                      # the textbook's ring, in the group of all ranks
 chosen_pattern("all_reduce")             # "ring"
@@ -15,7 +17,7 @@ _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDi
 
 
 def use_pattern(pattern: str | None, group: Group = None) -> None:
-    """Let a group use this pattern from now on, or the fastest one for None. All its ranks must call it."""
+    """Let a group use this pattern from now on, or for None the fastest one. All its ranks must call it."""
     if pattern is None:
         _chosen.pop(group_of(group), None)
     else:
@@ -23,6 +25,6 @@ def use_pattern(pattern: str | None, group: Group = None) -> None:
 
 
 def chosen_pattern(op: str, group: Group = None) -> str:
-    """Return the pattern that was chosen for the group, or the fastest one if `op` has no such pattern."""
+    """Return the pattern chosen for the group; if none is chosen or `op` lacks it, the fastest one."""
     pattern = _chosen.get(group_of(group))
     return pattern if pattern in ("torch", *PATTERNS[op]) else fastest_pattern(op, group)

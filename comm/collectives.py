@@ -1,4 +1,4 @@
-"""The collectives, each made of non-blocking sends and receives, with torch.distributed's own beside them.
+"""Run collectives: our own, made of non-blocking sends and receives, or torch.distributed's.
 
                   before          after                        patterns
   broadcast       root: x         all: x                       tree  flat
@@ -14,14 +14,15 @@
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
 to which (comm/algorithms/). "tcp" and "cma" are the pipelined ring over connections of our own
-(transport/socket_ring.py). "cma" is cross-memory attach: a rank reads the memory of its neighbour on the same
-machine. `pattern=None` takes the first pattern listed on gloo, and "torch", torch.distributed's own, on nccl.
+(transport/socket_ring.py). With "cma" (cross-memory attach) a rank reads the memory of its neighbour on the
+same machine. If the group uses gloo, `pattern=None` means the first pattern listed. If it uses nccl,
+`pattern=None` means "torch": torch.distributed's own collectives.
 
-Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` ends the
-operation: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max", "min"
-or "product". A full tensor is divided among the ranks as `comm.shards` says, so any size is allowed. All
-errors are CommErrors. If the ranks' calls do not fit together, all ranks raise the same one; with "torch" a
-rank can only check its own tensors.
+Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
+operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
+"min" or "product". A full tensor is divided among the ranks as `comm.shards` says, so any size is allowed;
+"torch" needs equal shards. All errors are CommErrors. If the ranks' calls do not fit together, all ranks
+raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def broadcast(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Copy the root's `tensor` to every rank's. All have the same number of elements, in any shape."""
+    """Copy the root's `tensor` to every rank's. All must have the same number of elements, in any shape."""
     pattern = _choose("broadcast", pattern, group, root)
     if pattern == "torch":
         return native.broadcast(tensor, root, group, async_op)
@@ -82,7 +83,7 @@ def scatter(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Write each rank's part of the root's `full` to its `shard`. The other ranks pass no `full`."""
+    """Write to each rank's `shard` its part of the root's `full`. The other ranks' `full` is ignored."""
     pattern = _choose("scatter", pattern, group, root)
     full = _at_root("scatter", full, root, group)
     if pattern == "torch":
@@ -102,7 +103,7 @@ def gather(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Write the shards of all ranks, in rank order, to the root's `full`. The others pass no `full`."""
+    """Write the shards of all ranks, in rank order, to the root's `full`. The others' `full` is ignored."""
     pattern = _choose("gather", pattern, group, root)
     full = _at_root("gather", full, root, group)
     if pattern == "torch":
@@ -224,7 +225,7 @@ def all_to_all(
     """Send part p of `full` to rank p, and receive part p of `output` from rank p.
 
     Sizes count the elements of each part, in rank order. Without them the tensors are divided as in
-    `comm.shards`. That fits on all ranks only if the number of ranks divides the number of elements.
+    `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements.
     """
     pattern = _choose("all_to_all", pattern, group)
     n = dist.get_world_size(group)
@@ -233,7 +234,7 @@ def all_to_all(
     for name, sizes, tensor in (("output", outs, output), ("input", ins, full)):
         if len(sizes) != n or sum(sizes) != tensor.numel():
             raise CommError(
-                f"all_to_all: {name}_sizes {sizes} are not {n} parts of {tensor.numel()} elements."
+                f"all_to_all: {name}_sizes {sizes} do not divide {tensor.numel()} elements into {n} parts."
             )
     if pattern == "torch":
         return native.all_to_all(output, full, outs, ins, group, async_op)
@@ -247,7 +248,7 @@ def all_to_all(
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
-    """Wait until every rank has called it. The exchange of headers (transport/handshake.py) does that."""
+    """Wait until every rank has called this. The exchange of headers (transport/handshake.py) does that."""
     pattern = _choose("barrier", pattern, group)
     if pattern == "torch":
         return native.barrier(group, async_op)
@@ -260,9 +261,9 @@ def default_pattern(op: str, group: Group = None) -> str:
 
 
 def fastest_pattern(op: str, group: Group = None) -> str:
-    """Return the fastest pattern for large tensors, which training uses: "cma" where there is a ring.
+    """Return the fastest pattern for large tensors, which training uses: "cma" if `op` has it.
 
-    It is not the default, because with "cma" a rank that calls another pattern is noticed at the timeout.
+    It is not the default: with "cma" a rank that calls another pattern is noticed only at the timeout.
     """
     default = default_pattern(op, group)
     return "cma" if default == "pipelined_ring" and "cma" in PATTERNS[op] and CAN_POLL else default
@@ -279,7 +280,7 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
     if pattern in ("tcp", "cma") and not CAN_POLL:
-        raise CommError(f"{op}: pattern {pattern!r} polls sockets, which Windows cannot; take 'ring'.")
+        raise CommError(f"{op}: pattern {pattern!r} polls sockets, which Windows cannot do; take 'ring'.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(
             f"{op}: pattern {pattern!r} needs gloo, and this group uses nccl; take 'torch' or BACKEND=gloo."

@@ -21,9 +21,10 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
     all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
 
-The patterns pipelined_ring, tcp and cma cost as much as ring. The two doublings are for powers of two:
-another n costs as the largest power below it, and 2 (alpha + B beta) more. Every collective also exchanges
-headers (transport/handshake.py), which takes L alpha, and (n-1) alpha with tcp and cma.
+The patterns pipelined_ring, tcp and cma cost as much as ring. The formulas of the two doublings hold if
+n is a power of two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta)
+more. Every collective also exchanges headers (transport/handshake.py), which takes L alpha, (n-1) alpha with
+tcp and cma, and 2 L alpha in an all_to_all.
 """
 
 from dataclasses import dataclass
@@ -42,11 +43,11 @@ class Link:
 
 
 def header_traffic(op: str, ranks: int, pattern: str = "") -> Traffic:
-    """Return the traffic of a rank for the headers of one collective, of any size."""
+    """Return what a rank sends as headers in one collective. The size of the tensors does not matter."""
     if pattern in ("tcp", "cma"):  # around the ring: these patterns have no other connections
         return Traffic((ranks - 1) * ROW_BYTES, ranks - 1)
     traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
-    if op == "all_to_all":  # a second exchange: how many elements each rank sends to each other
+    if op == "all_to_all":  # a second exchange: each rank's `output_sizes` and `input_sizes`
         traffic += Traffic((ranks - 1) * 2 * ranks * 8, _log2_up(ranks))
     return traffic
 
@@ -56,7 +57,7 @@ def traffic(
 ) -> Traffic:
     """Return the exact payload that `rank` sends. `numel` counts the full tensor: all shards together.
 
-    For the pattern "torch" it is the payload of the best-known algorithm: the ring, or a tree from a root.
+    For the pattern "torch" it is the payload of the best-known algorithm, see `model_of`.
     """
     if pattern == "torch":
         pattern = model_of(op, pattern)
@@ -115,7 +116,7 @@ def traffic(
 def per_rank(
     op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
 ) -> Traffic:
-    """Return the traffic that the ledger will show for a collective: payload and, but for torch, header."""
+    """Return the traffic that the ledger will show for a collective. With "torch" it has no headers."""
     payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
     return payload if pattern == "torch" else payload + header_traffic(op, ranks, pattern)
 

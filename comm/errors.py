@@ -4,7 +4,7 @@ from lab.errors import WorkbookError
 
 
 class CommError(WorkbookError):
-    """A communication failed. The text names the operation and the peer, and says where to look."""
+    """A communication failed or cannot start. The text says what is wrong, and where to look."""
 
 
 class Mismatch(CommError):

@@ -1,11 +1,11 @@
-"""Exchange small values of Python among all ranks, and make an error of one rank an error of all.
+"""Exchange small Python values among all ranks, and make an error of one rank an error of all.
 
       rank 0    3.5 ──┐             ┌── [3.5, 4.0, 1.2]
       rank 1    4.0 ──┼─ exchange ──┼── [3.5, 4.0, 1.2]
       rank 2    1.2 ──┘             └── [3.5, 4.0, 1.2]
 
 A rank that raised an error alone would leave the others waiting for it. So `on_all` and `on_main` run a
-function, exchange what came of it, and raise on all ranks:
+function, exchange the outcomes, and raise on all ranks:
 
       rank 0    action()  ─── fine ───────┐              ┌── raises "the disk is full"
       rank 1    action()  ─── disk full ──┼── exchange ──┼── raises "the disk is full"
@@ -32,16 +32,17 @@ T = TypeVar("T")
 
 
 def exchange(value: Any, group: Group = None) -> list[Any]:
-    """Return the `value` of every rank of `group`, in rank order. All of them call it.
+    """Return the `value` of every rank of `group`, in rank order. All ranks must call it.
 
-    A value is what torch.load takes with weights_only: numbers, texts, bytes, tensors, and tuples, lists and
-    dicts of these; tensors arrive on the CPU. torch's all_gather_object would unpickle, and so run, anything.
+    A value is what torch.load accepts with weights_only: numbers, strings, bytes, tensors, and tuples, lists
+    and dicts of these. Tensors arrive on the CPU. (torch's all_gather_object unpickles what it receives, and
+    so could run any code.)
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     file = io.BytesIO()
     torch.save(value, file)
     mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
-    with slow_link.slowed(None):  # a lesson's link is for what the lesson sends
+    with slow_link.slowed(None):  # a simulated slow link must not delay this
         sizes = _gathered(torch.tensor([len(mine)], device=device), group).tolist()
         padded = mine.new_zeros(max(sizes))
         padded[: len(mine)] = mine
@@ -57,11 +58,11 @@ def _gathered(shard: Tensor, group: Group) -> Tensor:
 
 
 def on_all(what: str, action: Callable[[], T], group: Group = None) -> list[T]:
-    """Return what `action` returned on each rank of `group`. All call it, and all raise if it failed on any.
+    """Return what `action` returned on each rank of `group`. All call this, and raise if it failed on any.
 
-    The action returns what `exchange` takes. All raise a WorkbookError, the first rank's. An error of the
-    operating system becomes one that says "cannot `what`: ...", and so does a rank that is gone. A rank where
-    another error came up raises that one.
+    The action must return a value that `exchange` accepts. All ranks raise the WorkbookError of the lowest
+    rank that failed. An error of another kind becomes a WorkbookError "cannot `what`: ...", and so does a
+    lost rank. Only a rank whose own error is neither a WorkbookError nor an OSError raises that error itself.
     """
     mine: Exception | None = None
     outcome: tuple[Any, str] = None, ""

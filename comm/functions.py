@@ -1,4 +1,4 @@
-"""Collectives that autograd can differentiate: one collective forward, its conjugate backward.
+"""Let autograd differentiate collectives: one collective runs forward, its conjugate backward.
 
       forward    x on the root        ──broadcast──►  a copy on each rank      ──►  a term of the loss
       backward   the gradient of x    ◄────sum──────  the copies' gradients    ◄──  on each rank
@@ -76,7 +76,7 @@ class _Pair(Function):
 
 
 def broadcast_from_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
-    """Broadcast forward, reduce backward. Of the other ranks' `x` only the shape counts: it gets zeros."""
+    """Broadcast forward, reduce backward. Of other ranks' `x` only the shape counts; its gradient is zero."""
     return _Pair.apply(x, lambda x: _broadcast(x, root, group), lambda grad: _reduce(grad, root, group))
 
 
@@ -86,7 +86,7 @@ def sum_to_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
 
 
 def scatter_from_root(x: Tensor, dim: int, root: int = 0, group: Group = None) -> Tensor:
-    """Scatter along `dim` forward, gather backward. Of the other ranks' `x` only the shape counts."""
+    """Scatter along `dim` forward, gather backward. Only the shape of the other ranks' `x` counts."""
     return _Pair.apply(
         x, lambda x: _scatter(x, dim, root, group), lambda grad: _gather(grad, dim, root, group)
     )
@@ -118,7 +118,7 @@ def scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor:
 
 
 def sum_to_each_rank(x: Tensor, group: Group = None) -> Tensor:
-    """All-reduce forward, all-reduce backward: each rank computes something different from the sum."""
+    """All-reduce forward, all-reduce backward: each rank uses the sum in a different computation."""
     return _Pair.apply(x, lambda x: summed(x, group), lambda grad: summed(grad, group))
 
 
@@ -132,7 +132,8 @@ def exchange_shards(
     """All-to-all along `dim` forward, all-to-all backward: shard p of `x` goes to rank p.
 
     Return the shards that this rank receives, in rank order along `dim`. `sent[p]` is the size along `dim` of
-    the shard that goes to rank p, `received[p]` that of the shard from rank p. Without them all are equal.
+    the shard that goes to rank p, `received[p]` that of the shard from rank p. Without `sent` all shards have
+    the same size, and without `received` it equals `sent`.
     """
     sent = _equal_shards(x.shape[dim], dim, group) if sent is None else sent
     received = sent if received is None else received
@@ -149,7 +150,7 @@ def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, dim: int, group: Group = None, size: int | None = None) -> Tensor:
-    """All-gather along `dim` forward, own shard backward. `size` is the full size, if shards differ."""
+    """All-gather along `dim` forward, own shard backward. If shards differ, `size` is the full size."""
     return _Pair.apply(
         x, lambda x: InFlightAllGather(x, dim, group, size).wait(), lambda grad: own_shard(grad, dim, group)
     )
@@ -161,7 +162,7 @@ def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
 
 
 def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """Own shard along `dim` forward, all-gather backward."""
+    """Keep this rank's shard along `dim` forward, all-gather backward."""
     size = x.shape[dim]
     return _Pair.apply(
         x,
@@ -170,7 +171,7 @@ def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
     )
 
 
-# Below, the functions of comm.collectives return a new tensor and work along any dim.
+# The functions below call those of comm.collectives, but return a new tensor and work along any dim.
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
@@ -181,12 +182,12 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 
 def own_shard(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's shard of `x` along `dim`, a view."""
+    """Return this rank's shard of `x` along `dim`, as a view."""
     return x.split(shard_sizes(x.shape[dim], dist.get_world_size(group)), dim)[dist.get_rank(group)]
 
 
 class InFlightAllGather:
-    """An all-gather along `dim` that is in flight from the start."""
+    """An all-gather along `dim`. The constructor starts it, and `wait` returns the full tensor."""
 
     def __init__(self, shard: Tensor, dim: int, group: Group, size: int | None = None) -> None:
         ranks = dist.get_world_size(group)
@@ -198,8 +199,8 @@ class InFlightAllGather:
                 f"The shard of rank {dist.get_rank()} has size {shard.shape[dim]} along dim {dim}, "
                 f"but its part of {size} has size {own} (see comm.shards.shard_sizes)."
             )
-        # An all-gather puts shards one behind the other, so `dim` becomes the first. All are padded to the
-        # longest.
+        # An all-gather puts shards one behind the other, so `dim` becomes the first dim. All shards are
+        # padded to the longest.
         rows = shard.movedim(dim, 0)
         if shard.shape[dim] < self._sizes[0]:
             rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
@@ -219,11 +220,11 @@ class InFlightAllGather:
 
 
 class InFlightReduceScatter:
-    """A reduce-scatter along `dim` that is in flight from the start."""
+    """A reduce-scatter along `dim`. The constructor starts it, and `wait` returns the shard."""
 
     def __init__(self, full: Tensor, dim: int, group: Group) -> None:
         size, *_ = _equal_shards(full.shape[dim], dim, group)
-        # Kept, because the reduce-scatter reads it until it ends.
+        # This tensor is kept, because the reduce-scatter reads it until the end.
         self._rows = full.movedim(dim, 0).contiguous()
         self._dim, self._shard = dim, self._rows.new_empty(size, *self._rows.shape[1:])
         self._work: Work = collectives.reduce_scatter(

@@ -11,8 +11,8 @@ tiny messages. (MPI may buffer small messages, and then the mistake shows only w
       rank 0 ─send─► rank 1 ─send─► rank 2 ─send─► rank 0 ...        no rank receives
 
 The first cure breaks the symmetry: even ranks send first, odd ranks receive first. It works for any number of
-ranks: if n is odd, ranks n-1 and 0 are both even, and their message follows when rank 0 has sent its own. The
-second cure does not block.
+ranks: if n is odd, ranks n-1 and 0 both send first, and rank n-1 waits until rank 0 has sent and receives.
+The second cure uses non-blocking calls.
 
 A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta the time of a byte (Hockney,
 1994). A ping-pong with a tiny message measures alpha, and one with a large message beta.
@@ -140,7 +140,7 @@ class Args:
 
 
 def validate_message(megabytes: float) -> None:
-    """Raise WorkbookError for a message of less than a number, or of more than a machine can hold."""
+    """Raise WorkbookError if a message cannot hold one element, or if it is too large for a machine."""
     if not 1e-5 <= megabytes <= MAX_MESSAGE_MB:
         raise WorkbookError(f"--mb {megabytes:g}: choose a size from 0.00001 to {MAX_MESSAGE_MB} MiB.")
 

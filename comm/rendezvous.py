@@ -6,18 +6,20 @@
       4. group    torch.distributed connects all ranks
 
 The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one. A worker
-that torchrun restarts after a crash finds the keys of the dead worker in it, so each attempt has a key prefix
+that torchrun restarts after a crash finds the keys of the dead worker there, so each attempt has a key prefix
 of its own. If a rank finds an error, it writes the reason into the store, and all ranks give up with the same
 sentence instead of waiting for their timeouts.
 
-    RANK, WORLD_SIZE            the number of this rank, and of all ranks; without both: one process alone
+These environment variables are read; defaults are in parentheses:
+
+    RANK, WORLD_SIZE            the index of this rank, the number of ranks; if both are unset: one process
     MASTER_ADDR, MASTER_PORT    the address of the store (localhost, 29500)
-    LOCAL_RANK                  the number of this rank's GPU on its machine (0)
+    LOCAL_RANK                  the index of this rank's GPU on its machine (0)
     BACKEND                     gloo or nccl (nccl if there is a GPU)
     JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the other ranks (60), and in one operation (60)
     OMP_NUM_THREADS             threads of a rank (the machine's cores, divided by its ranks)
 
-The details stand in membership/: store.py (1), meeting.py (2), liveness.py (3).
+The details are in membership/: store.py (1), meeting.py (2), liveness.py (3).
 """
 
 import os
@@ -36,7 +38,7 @@ from comm.membership.store import meeting_store
 from comm.membership.watched_store import WatchedStore
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
-from lab.gloo_threads import keep_from_displacing
+from lab.gloo_threads import keep_from_preempting
 from lab.interface import LOOPBACK, own_interface
 from lab.launcher import end_with_launcher
 from lab.threads import choose_vector_math, cores_id, share_cores
@@ -46,7 +48,7 @@ _POLL = 0.05  # seconds between two checks of the other ranks while the group fo
 
 
 def join() -> Cluster:
-    """Meet the other ranks, form the group of all ranks, and return this rank's place in it.
+    """Meet the other ranks, form the group of all ranks, and return this rank's Cluster.
 
     Raise CommError if a variable has an invalid value, if the store cannot be opened or reached, if a rank is
     missing or has died, if two processes claim the same rank, or if the world sizes differ. An error that one
@@ -91,7 +93,7 @@ def join() -> Cluster:
         # 4. The group.
         _form_group(backend, device, store, rank, world_size, op_timeout)
     except dist.DistError as error:
-        gone = liveness.cause() or liveness.Departure(0, "died")  # it hosts the store
+        gone = liveness.cause() or liveness.Departure(0, "died")  # rank 0 hosts the store
         raise CommError(f"The group cannot form: {gone}.") from error
     return Cluster(rank, world_size, local_rank, device, WatchedStore("lab", store, op_timeout))
 
@@ -107,7 +109,7 @@ def leave(cluster: Cluster) -> None:
 def _form_group(
     backend: str, device: torch.device, store: dist.Store, rank: int, world_size: int, op_timeout: float
 ) -> None:
-    """Let torch connect all ranks, in a thread: torch waits for a dead rank until the timeout."""
+    """Let torch connect all ranks, in a thread because torch waits for a dead rank until the timeout."""
     outcome: list[RuntimeError | None] = []
 
     def form() -> None:
@@ -142,14 +144,14 @@ def _form_group(
         else:
             why = first_line
         raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from outcome[0]
-    keep_from_displacing()
+    keep_from_preempting()
     if world_size > 1:
         # Wait for all: a rank that failed now would break connections that others are still making.
         meeting.wait_for_all(store, rank, world_size, "formed", deadline)
 
 
 def _listen_on_one_interface(world_size: int) -> None:
-    """Let gloo listen on one interface: the loopback if all ranks are here, else that to MASTER_ADDR."""
+    """Let gloo listen on one interface: loopback if all ranks are here, else the one to MASTER_ADDR."""
     if sys.platform == "win32":
         return  # gloo uses other names for interfaces there
     host, _ = master()

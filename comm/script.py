@@ -41,8 +41,8 @@ def start(main: Callable[[Cluster, Arguments], object], arguments: type[Argument
 def joined() -> Iterator[Cluster]:
     """Join the other ranks for a `with` block, and leave them at its end.
 
-    A WorkbookError is printed as one line, and the process exits with its exit code. If all ranks raise the
-    same one, rank 0 alone prints it.
+    A WorkbookError is printed as one line, and the process exits with the error's code. If all ranks raise
+    the same one, rank 0 alone prints it.
     """
     try:
         cluster = join()

@@ -1,4 +1,4 @@
-"""A tour of the collectives: run each in every pattern, and show what it does, sends and takes.
+"""Show each collective in every pattern: what it does, what it sends and how long it takes.
 
     RUN_MODE=comm docker-compose up --build          make run RUN_MODE=comm WORLD_SIZE=4
 
@@ -8,13 +8,14 @@ the time that is predicted from this link's alpha and beta (comm/cost.py). The t
 comm/algorithms/ring.py) stands beside the same ring with chunks in segments (row `pipelined_ring`).
 
 If each rank has a network interface of its own, as in a container, the column "on eth0" shows how many bytes
-left through it. It also holds for torch's own collectives, whose messages we cannot count.
+left through it. This also includes torch's own collectives, whose messages we cannot count.
 
-On GPUs the tour shows nccl, by torch's own operations; with BACKEND=gloo it shows our patterns there.
+On GPUs the tour shows torch's own collectives on nccl; with BACKEND=gloo it also shows our patterns.
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
-bus, so a pattern that keeps all links busy is slower than predicted. And LINK slows down what a container
-sends, not what it receives, so many ranks that send to one root are faster than predicted.
+bus, so a pattern that keeps all links busy is slower than predicted. And LINK, the rate of each container's
+network (see the main README.md), slows down what a container sends, not what it receives. So many ranks that
+send to one root are faster than predicted.
 """
 
 import dataclasses
@@ -126,7 +127,7 @@ def show(cluster: Cluster, op: str, console: Console) -> None:
 def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link) -> dict:
     """Return time and traffic of one operation on the large tensor. The time is the slowest rank's."""
     n = cluster.world_size
-    numel = int(args.mb * (1 << 18)) // n * n  # torch's own needs equal shards
+    numel = int(args.mb * (1 << 18)) // n * n  # torch's own collectives need equal shards
     t = tensors(cluster, numel)
     call(op, pattern, t)
     times: list[float] = []

@@ -3,9 +3,9 @@
       forward ─► turns of blocks ─► backward begins ─► ... ─► backward ends ─► gradients of pieces
 
 A backward begins when the first gradient reaches the model. Autograd calls back when it ends, and then the
-gradients that this rank still misses are sent as zeros. So all ranks send the same in each backward. It
-does not matter how many backwards there are, which forwards they follow, or whether an exception ended the
-last one.
+gradients that this rank still misses are sent as zeros. So all ranks send the same messages in each
+backward. It does not matter how many backwards there are, which forwards they follow, or whether an exception
+ended the last one.
 """
 
 import contextlib
@@ -80,8 +80,8 @@ class AnyLoop(ShardedModule):
             raise WorkbookError("A block was called by itself: call the model, which gathers what it needs.")
         block.turn = Turn(block)
         self._turns.append(block.turn)
-        number = self.blocks.index(block) % 256
-        self._order_checksum = zlib.crc32(bytes([number]), self._order_checksum)
+        number = self.blocks.index(block).to_bytes(4)
+        self._order_checksum = zlib.crc32(number, self._order_checksum)
 
     def _await_backward(self, output: Any) -> None:
         """Begin the backward when its first gradient reaches the output of the model."""
@@ -158,7 +158,7 @@ class AnyLoop(ShardedModule):
         return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
 
     def _free_stale(self) -> None:
-        """Free blocks that were gathered before the last optimizer step, for a forward without a backward."""
+        """Free blocks that a forward without a backward gathered before the last optimizer step."""
         for block in self._all:
             if any(unit.is_stale for unit in block.units):
                 block.free()
@@ -196,8 +196,8 @@ class AnyLoop(ShardedModule):
         self._order_checksum = 0
         if most != -minus_least:
             raise WorkbookError(
-                "The ranks ran different blocks in this step, or in another order; in stage 3 all must run "
-                "the same."
+                "The ranks ran different blocks in this step, or in different orders; in stage 3 all must "
+                "run the same blocks in the same order."
             )
         used_somewhere = iter(used)
         for block in self._all:

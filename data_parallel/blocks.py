@@ -55,7 +55,7 @@ class ShardedBlock:
         return self.is_reduced
 
     def finish(self, reductions: InFlightReductions) -> None:
-        """Free the block, and reduce its other units, with zeros for gradients that are missing."""
+        """Free the block, and reduce its remaining units, with zeros for gradients that are missing."""
         self.free()
         if not self.is_reduced:
             self.is_reduced = True
@@ -86,7 +86,7 @@ class ShardedBlock:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the containers in `module`, and of containers in these, that have parameters.
+    """Return the members that have parameters, of each ModuleList, ModuleDict and Sequential in `module`.
 
     A list or dict has no forward of its own, so a member that is one is replaced by its own members. So is a
     Sequential of composite modules, while a Sequential of single layers is one block.

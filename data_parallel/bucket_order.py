@@ -1,10 +1,10 @@
 """Choose the order of the gradients in the buckets: a guess for the first step, then what rank 0 observed.
 
       first step    the reverse of registration    rank 0 notes the order in which gradients come
-      afterwards    the order that rank 0 noted    gradients that it did not see are the last
+      afterwards    the order that rank 0 noted    gradients that it did not see come last
 
 All ranks need the same order, or their buckets would not match. Later backwards usually complete the
-gradients in the same order as the first one. PyTorch's DistributedDataParallel does this too: Li et al.,
+gradients in the same order as the first one. PyTorch's DistributedDataParallel does the same: Li et al.,
 VLDB 2020, section 3.2.3.
 """
 
@@ -40,7 +40,7 @@ class BucketOrder:
             self._seen = []
 
     def adopt_observed(self, group: Group) -> bool:
-        """Adopt, after the first step, the order that rank 0 observed. Return whether that changed it."""
+        """After the first step, adopt the order that rank 0 observed. Return whether the order changed."""
         self.was_sent = self._seen is not None
         if self._seen is None:
             return False

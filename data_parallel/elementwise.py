@@ -10,7 +10,7 @@ from lab.errors import WorkbookError
 
 
 def refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> None:
-    """Raise WorkbookError unless a parameter takes the same steps in two halves as in one."""
+    """Raise WorkbookError unless the optimizer updates a parameter in two parts as it updates all of it."""
     random = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(3, 4, 6, generator=random, dtype=torch.float64)
     full, halves = (
@@ -33,6 +33,6 @@ def refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[s
         is_elementwise = False
     if not is_elementwise:
         raise WorkbookError(
-            f"{optimizer_class.__name__} does not work element by element, so it cannot have a shard of a "
+            f"{optimizer_class.__name__} does not work element by element, so it cannot train a shard of a "
             "parameter; take one that does, such as SGD, Adam or AdamW."
         )

@@ -2,7 +2,7 @@
 
       parameters   |     weight 0      | bias 0 |      weight 1     |.|
       shards       |     rank 0     |     rank 1     |     rank 2     |    equal, with padding at the end
-      pieces       |   weight 0     |w 0| bias 0 |w1 |   weight 1   | |    the part of a parameter in a shard
+      pieces       |   weight 0     |w0| bias 0 |w 1 |   weight 1   |.|    the part of a parameter in a shard
 
 A shard may begin and end in the middle of a parameter, so any parameters fit on any number of ranks. A
 rank's *piece* of a parameter is a flat tensor; it is empty if the parameter is not in the rank's shard. An
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
     """Divide parameters into buckets of neighbours of one dtype; return their positions, bucket by bucket.
 
-    A bucket takes parameters until it has `bucket_bytes`, the first one `first_bytes`. So it may have more
-    bytes than that, by a part of its last parameter.
+    A bucket takes parameters until it has `bucket_bytes` (the first bucket: `first_bytes`). So its last
+    parameter may make it larger than that.
     """
     buckets: list[list[int]] = []
     space = 0
@@ -62,7 +62,7 @@ class Flat:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def pieces(self, shard: Tensor) -> list[tuple[int, Tensor]]:
-        """Return for each parameter its piece, a view of `shard`, and before it where the piece starts."""
+        """Return for each parameter at which element its piece starts, and the piece, a view of `shard`."""
         pieces, offset = [], 0
         for size in self._sizes:
             begin, end = max(self.mine.start, offset), min(self.mine.stop, offset + size)
@@ -73,7 +73,7 @@ class Flat:
 
 
 class ParameterBucket:
-    """A flat tensor `full` that holds parameters, this rank's `shard` of it, and its `pieces` of each."""
+    """A flat tensor `full` of parameters, this rank's `shard` of it, and the shard's `pieces` of each."""
 
     def __init__(self, name: str, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
         self.name, self.flat = name, Flat(parameters, rank, ranks)

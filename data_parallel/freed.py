@@ -20,7 +20,7 @@ from lab.errors import WorkbookError
 
 
 class Gathers(Protocol):
-    """An object that gathers parameters into `full`: a unit. A step changes the version of `shard`."""
+    """An object that gathers parameters into `full`: a unit. An optimizer step changes `shard._version`."""
 
     full: Tensor | None
     shard: Tensor

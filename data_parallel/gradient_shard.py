@@ -1,4 +1,4 @@
-"""Hold the gradients of a unit: full ones until they are sent, then this rank's shard of their mean.
+"""Hold the gradients of a unit of stage 3: in full until they are sent, then the shard of their mean.
 
 backward      gradient ─► [ full buffer ] ── reduce-scatter, mean ───► [shard]; the buffer is freed
 """
@@ -37,7 +37,7 @@ class GradientShard:
         return self.full is not None and not self._missing
 
     def put(self, position: int, gradient: Tensor) -> None:
-        """Copy the gradient of the parameter at that position of the flat tensor."""
+        """Copy a gradient into `full`. `position` is the index of its parameter in `flat.parameters`."""
         if self.full is None:
             self._allocate(gradient.device)
         self._missing.remove(position)
@@ -58,7 +58,7 @@ class GradientShard:
         self._missing = set(range(len(self._views)))
 
     def keep(self, arrived: Tensor) -> None:
-        """Add the shard that has arrived to those of earlier backwards; give the full gradients back."""
+        """Add the shard that has arrived to those of earlier backwards; free the full gradients."""
         self.full, self._views = None, []
         if self.shard is None:
             self.shard = arrived.to(self._dtype)

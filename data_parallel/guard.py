@@ -26,7 +26,7 @@ _hooks = WeakTensorKeyDictionary()  # of each parameter, the hook of its last wr
 
 
 def replace_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` when the gradient of `parameter` is complete, and no longer an earlier wrapper's."""
+    """Call `hook` when the gradient of `parameter` is complete, instead of an earlier wrapper's hook."""
     earlier: RemovableHandle | None = _hooks.get(parameter)
     if earlier is not None:
         earlier.remove()
@@ -61,7 +61,7 @@ class ReplicaGuard(NoSync):
                 )
 
     def has_gradient(self, parameter: Tensor) -> bool:
-        """Return whether a hook's parameter has its complete gradient. WorkbookError for a sparse one."""
+        """Return whether a hook's parameter has its complete gradient; refuse a sparse one."""
         is_complete = self._gradients.is_complete(parameter)
         if parameter.grad is not None and self.is_synchronising:
             self._has_own_gradients = True
@@ -74,9 +74,8 @@ class ReplicaGuard(NoSync):
         """Raise WorkbookError in a second backward, unless the program has dropped the first one's gradients.
 
         A GAN's loop drops the gradients that the generator's backward leaves in the discriminator. If they
-        are kept, autograd has added to what is being sent. `is_kept` says that of the gradient of the
-        hook's `parameter`, or that messages are left to send, of which other ranks may have sent another
-        number.
+        are kept, autograd has added to what is being sent. `is_kept` is True if the gradient of the hook's
+        `parameter` was kept, or if messages are left to send: other ranks may have sent more or fewer.
         """
         if is_kept or any(p.grad is not None for p in self._wrapped if p is not parameter):
             raise WorkbookError(
@@ -96,7 +95,7 @@ class ReplicaGuard(NoSync):
         ):
             raise WorkbookError(
                 "optimizer.step() came before finish_gradient_sync(), and would let the ranks drift apart: "
-                "call that first, after the last backward."
+                "call finish_gradient_sync() first, after the last backward."
             )
 
 

@@ -22,7 +22,7 @@ class HookGradients:
         self._deferred: set[Tensor] = set()
 
     def is_complete(self, parameter: Tensor) -> bool:
-        """Return whether a hook's parameter has its complete gradient. WorkbookError for a sparse one."""
+        """Return whether a hook's parameter has its complete gradient; refuse a sparse one."""
         gradient = parameter.grad
         if gradient is None:
             self._deferred.add(parameter)

@@ -1,17 +1,17 @@
-"""Keep gradients of microbatches on this rank: the context that every data-parallel wrapper offers."""
+"""Mark the backwards of all microbatches but the last: the context that data-parallel wrappers offer."""
 
 import contextlib
 from collections.abc import Iterator
 
 
 class NoSync:
-    """Knows in `is_synchronising` whether a backward may send gradients: False inside `no_sync()`."""
+    """Has `is_synchronising`, which is False inside `no_sync()`: there most wrappers send no gradients."""
 
     is_synchronising = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run all backwards inside but the last one of a step."""
+        """Run all backwards of a step but the last one inside."""
         self.is_synchronising = False
         try:
             yield

@@ -2,12 +2,12 @@
 
       compute   |   forward   |        backward        |            | step |
       ready                        r0    r1       r2
-      link                         |  0  |  1  |  |  2  |
+      link                         |  0  |  1  |  |        2        |
                                                        └── wait ────┘
 
-Every lesson of this folder is a special case. In naive data parallel all gradients are ready at the end of
-the backward; with overlap there is a message for each parameter, with buckets there are fewer. Compute,
-alpha and beta are measured. The rest follows from the formula.
+Each lesson that all-reduces gradients is a special case. In naive data parallel all gradients are ready at
+the end of the backward; with overlap there is a message for each parameter, with buckets there are fewer.
+Compute, and the latency and speed of the link, are measured. The rest follows from the formula.
 """
 
 import statistics

@@ -29,7 +29,7 @@ class Replacements:
         self._known.add(parameter)
 
     def find(self) -> str | None:
-        """Return the name of an attribute whose parameter no watching optimizer has, or None."""
+        """Return the name of an attribute with a parameter that no sharded optimizer has, or None."""
         if not self._places:
             return None
         known = {parameter for one in _watching for parameter in one._known}

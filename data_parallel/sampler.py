@@ -1,12 +1,13 @@
 """Give each rank its examples: shares of equal length that together cover the data, shuffled in each epoch.
 
       epoch 0   shuffled  7 2 9 4 0 3 8 1 6 5     rank 0: 7 4 8 5    rank 1: 2 0 1 7    rank 2: 9 3 6 2
-      epoch 1   shuffled  3 8 5 1 9 0 2 7 4 6     ...                             └ repeated ──────── ┘
+      epoch 1   shuffled  3 8 5 1 9 0 2 7 4 6     ...                              └ repeated ─────── ┘
 
-All ranks shuffle with the same seed, and each takes every world_size-th example, so no example is taken
-twice. Without `set_epoch` every epoch has the order of the first one, and the same batches. Shares must
-have equal length, because a rank with one batch more would wait for the others' gradients. So some examples
-are repeated, or the last ones are left out, as in torch.utils.data.DistributedSampler.
+All ranks shuffle with the same seed, and each takes every world_size-th example, so that ranks have different
+examples. Without `set_epoch` every epoch has the order of the first one, and the same batches. Shares must
+have equal length, because a rank with one batch more would wait for the others' gradients. So if the length
+is not a multiple of the ranks, the first examples are repeated, or the last ones are left out, as in
+torch.utils.data.DistributedSampler.
 """
 
 from collections.abc import Iterator, Sized
@@ -58,9 +59,10 @@ class DistributedSampler(Sampler[int]):
 
 
 def refuse_uneven(batches: Sized, group: Group = None) -> None:
-    """Raise WorkbookError on all ranks unless all have as many batches; call it before an epoch.
+    """Raise WorkbookError unless all ranks have the same number of batches; call it before an epoch.
 
-    Without this check, ranks that have one more would wait for the others' gradients until the timeout.
+    All ranks raise it. Without this check, ranks that have one more would wait for the others' gradients
+    until the timeout.
     """
     mine = torch.tensor([len(batches)], device=message_device(group))
     counts = torch.zeros(dist.get_world_size(group), dtype=mine.dtype, device=mine.device)
@@ -69,6 +71,6 @@ def refuse_uneven(batches: Sized, group: Group = None) -> None:
     if counts[fewest] != counts[most]:
         raise WorkbookError(
             f"The ranks have different numbers of batches (rank {fewest}: {counts[fewest]}, rank {most}: "
-            f"{counts[most]}), and one would wait for another's: give all shares of one length, as "
+            f"{counts[most]}), and one would wait for another: give all ranks shares of one length, as "
             "DistributedSampler does with uneven='pad' or 'drop'."
         )

@@ -1,11 +1,11 @@
 """Refuse uses of a sharded optimizer that would train nothing, or only a part of the model, without an error.
 
-      in a backward      a parameter was cast: its memory is no longer its bucket's
-      at the end of it   a parameter was unfrozen, or replaced by another one: no bucket has it
-      afterwards         a gradient is used that was sent to its owner: clipped by a local norm, for example
+      in a backward              a parameter was cast: its memory is no longer its bucket's
+      in finish_gradient_sync    a parameter was unfrozen, or replaced by another one: no bucket has it
+      after a backward           a gradient that was sent to its owner is used: for a local norm, for example
 
-One rank alone may notice such a mistake. All ranks learn of it at the end of the backward, by an all-reduce
-that is needed anyway.
+One rank alone may notice one of the first two mistakes. All ranks learn of it in finish_gradient_sync, by an
+all-reduce that is needed anyway.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class TakenGradient(Tensor):
         if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
             raise WorkbookError(ANOTHER_BACKWARD)
         raise WorkbookError(
-            "In stages 1 and 2 of ZeRO a gradient leaves for the ranks that own it: clip with the "
+            "In stages 1 and 2 of ZeRO a gradient is sent to the ranks that own it: clip with the "
             "optimizer's own clip_grad_norm_(), and zero with its zero_grad()."
         )
 
@@ -49,7 +49,7 @@ class TakenGradient(Tensor):
 
 
 class ShardGuard:
-    """Notices what happens to the parameters of a sharded optimizer that would make it train wrongly."""
+    """Notices changes of a sharded optimizer's parameters that would make it train wrongly."""
 
     def __init__(self) -> None:
         self._memory: dict[Tensor, int] = {}
@@ -71,7 +71,7 @@ class ShardGuard:
                 self._frozen.add(parameter)
 
     def placeholder(self, parameter: Tensor) -> TakenGradient:
-        """Return what the parameter has in place of its gradient, and what refuses every use."""
+        """Return the placeholder for the parameter's gradient, which refuses every use."""
         return self._placeholders[parameter]
 
     def is_in_place(self, parameter: Tensor) -> bool:

@@ -1,16 +1,16 @@
-"""A training checkpoint of any stage of ZeRO, which another stage, layout or number of ranks can go on from.
+"""Save a run of any stage of ZeRO, and resume it with another stage, layout or number of ranks.
 
       rank 0    weight 0..5     exp_avg 0..5     ┐                ┌  weight 0..3     exp_avg 0..3    rank 0
       rank 1    weight 6..9     exp_avg 6..9     ├── directory ───┤  weight 4..7     exp_avg 4..7    rank 1
                 bias   0..1     exp_avg 0..1     ┘                └  weight 8..9, bias 0..1  ...     rank 2
 
-However its buckets are cut, what a rank owns is a set of pieces: a parameter's name, and a range of its
+In any layout of the buckets, a rank owns a set of pieces. A piece is a parameter's name, and a range of its
 elements. An elementwise optimizer's state has the same ranges. Padding belongs to a layout and is not saved.
 What is equal on all ranks (the optimizer's `step`, buffers, frozen parameters) is written once. PyTorch's own
-fully_shard cuts each parameter between its rows: those are ranges, too. How it is on disk, and why a kill at
-any moment loses nothing: training.range_checkpoint.
+fully_shard cuts each parameter between its rows: those are ranges, too. training.range_checkpoint describes
+the files, and why a kill at any moment loses nothing.
 
-The same idea with the shapes of FSDP and tensor parallelism: ByteCheckpoint, https://arxiv.org/abs/2407.20143.
+ByteCheckpoint does the same for the shapes of FSDP and tensor parallelism: https://arxiv.org/abs/2407.20143.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,8 @@ def save(
 
     All ranks call it; several machines need a file system that they share. `optimizer` is one over the
     pieces' tensors. `rest` is equal on all ranks; `extra` is plain numbers and strings, in lists and dicts.
-    Returns when all is on disk. WorkbookError on all ranks if one has failed; the older checkpoint stays.
+    Returns when all is on disk. Raises WorkbookError on all ranks if one has failed; the older checkpoint
+    stays.
     """
     states = {name: _state(optimizer, piece) for name, piece in pieces.items()}
     header = {
@@ -89,8 +90,8 @@ def load(
 ) -> dict[str, Any]:
     """Fill the pieces and `rest`, give the optimizer its state and hyperparameters; returns `extra`.
 
-    All ranks call it. Only the pieces are filled: gather the parameters from them afterwards. WorkbookError
-    on all ranks if there is no whole checkpoint, or it does not fit the model or the optimizer.
+    All ranks call it. Only the pieces are filled: gather the parameters from them afterwards. Raises
+    WorkbookError on all ranks if there is no complete checkpoint, or it does not fit the model or optimizer.
     """
 
     def refuse_unless_fitting(found: Found) -> None:
@@ -118,13 +119,14 @@ def load(
     flat_rest = _flat(rest or {})
     range_checkpoint.read(found, _items(pieces, states, flat_rest))
     for name, whole in (rest or {}).items():
-        whole.detach().copy_(flat_rest[name].view_as(whole))  # it is a copy, if `whole` is not contiguous
+        # If `whole` is not contiguous, `_flat` has made a copy of it.
+        whole.detach().copy_(flat_rest[name].view_as(whole))
 
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     number = {tensor: i for i, tensor in enumerate(tensors)}
     state = {}
     for name, piece in pieces.items():
-        # Adagrad has a state of frozen parameters, too; nothing was saved of that.
+        # Adagrad has a state of frozen parameters, too, which was not saved.
         known = states[name] if piece.tensor.requires_grad else optimizer.state.get(piece.tensor)
         if known:
             state[number[piece.tensor]] = known
@@ -134,7 +136,7 @@ def load(
             for group, options in zip(optimizer.param_groups, found.header["options"], strict=True)
         ]
         # torch's method moves what must be elsewhere: `step` may be on the CPU, or where the parameter is.
-        # What else is in a state dict says whose it is, and it is this optimizer's.
+        # The other entries of a state dict, such as `shard`, say whose it is: they stay this optimizer's.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state, "param_groups": groups})
         return found.header["extra"]
 
@@ -169,9 +171,10 @@ def _flat(rest: dict[str, Tensor]) -> dict[str, Tensor]:
 def _items(
     pieces: dict[str, Piece], states: dict[str, dict[str, Any]], flat_rest: dict[str, Tensor]
 ) -> Items:
-    """Each rank's share of what is saved, under the same names for all.
+    """Return this rank's share of what is saved, under the same names on all ranks.
 
-    The rest has names and ranges like parameters: stages 1 and 2 have a frozen one in the rest, 3 in pieces.
+    The rest has names and ranges like parameters, because a frozen parameter is in the rest in stages 1 and
+    2, and in the pieces in stage 3.
     """
     items: Items = {f"model/{name}": Range(flat, 0, flat.numel()) for name, flat in flat_rest.items()}
     for name, piece in pieces.items():

@@ -108,7 +108,7 @@ class ShardedModule(nn.Module):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Yield the module with all its parameters full, in the dtype of computing, to look at only."""
+        """Yield the module with all its parameters full, in the dtype of the forward, for reading only."""
         for unit in self.units:
             unit.gather()
         versions = {parameter: parameter._version for parameter in self._names}
@@ -155,13 +155,13 @@ class ShardedModule(nn.Module):
     def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Raise WorkbookError: load a module before it is wrapped."""
         raise WorkbookError(
-            "Every rank has a shard of each parameter, and a state dict has none: load it into the module "
+            "A state dict has full parameters, and every rank has only shards: load it into the module "
             "before wrapping, or read shards with data_parallel.sharded_checkpoint."
         )
 
     def __getstate__(self) -> NoReturn:
         raise WorkbookError(
-            "A sharded model can be neither copied nor pickled, for each rank has a shard only: copy the "
+            "A sharded model can be neither copied nor pickled, because each rank has only shards: copy the "
             "module before wrapping, or load full_state_dict() into another module."
         )
 
@@ -169,8 +169,8 @@ class ShardedModule(nn.Module):
         """Raise WorkbookError if `to()`, `double()` or the like would change a tensor."""
         if any(fn(tensor) is not tensor for tensor in (*self.parameters(), *self.buffers())):
             raise WorkbookError(
-                "A sharded model is neither moved nor cast: do that to the module before wrapping; the dtype "
-                "to compute in is compute_dtype."
+                "A sharded model is neither moved nor cast: do that to the module before wrapping; "
+                "compute_dtype sets the dtype of the forward."
             )
         return self
 

@@ -1,6 +1,6 @@
 """Make an optimizer of shards behave as torch's do: groups, state dicts, clipping, GradScaler, errors.
 
-The cycle of stages 1 and 2 of ZeRO is in train_zero1.py and train_zero2.py. Both optimizers divide their
+How stages 1 and 2 of ZeRO train is in train_zero1.py and train_zero2.py. Both optimizers divide their
 parameters with `_divide`, ask `_has_arrived` about each gradient, and find out with `_agree_on_used` which
 parameters any rank used.
 """
@@ -36,7 +36,7 @@ class ShardedOptimizer(Optimizer):
     work element by element.
     """
 
-    # These are the lesson's: train_zero1.py, train_zero2.py.
+    # The lessons define these: train_zero1.py, train_zero2.py.
     finish_gradient_sync: Callable[[], None]
     _drop_gradients: Callable[[], None]
 
@@ -158,8 +158,9 @@ class ShardedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of the model and of the pieces to None, and wait for what is still being sent.
 
-        Gradients are in flight if a backward was not followed by a step, as the generator's of a GAN is not
-        in the discriminator. `set_to_none=False` does the same: gradients of zeros would have no memory.
+        Gradients are still in flight if no step followed the backward: those that the generator's backward
+        of a GAN leaves in the discriminator, for example. `set_to_none=False` does the same, because
+        gradients of zeros would have no memory.
         """
         self._drop_gradients()
         self._used.clear()
@@ -196,13 +197,13 @@ class ShardedOptimizer(Optimizer):
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state, and whose shard it is of."""
+        """Return this rank's own state, and a description of its shard."""
         return super().state_dict() | {"shard": self._shard()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's own state, of an equal run (of another one: data_parallel.sharded_checkpoint).
+        """Load the state that this rank saved in an equal run; for other runs use sharded_checkpoint.py.
 
-        All ranks call it; all raise WorkbookError if one was given another rank's.
+        All ranks call it; all raise WorkbookError if one was given another state.
         """
         is_other = torch.tensor([state_dict.get("shard") != self._shard()], dtype=torch.uint8)
         is_other = is_other.to(self.buckets[0].full.device)
@@ -210,7 +211,8 @@ class ShardedOptimizer(Optimizer):
         if is_other:
             raise WorkbookError(
                 "The state of a sharded optimizer fits its own rank of an equal run only, and a rank was "
-                "given another: let each save and load its own, or use data_parallel.sharded_checkpoint."
+                "given another state: let each rank save and load its own, or use "
+                "data_parallel.sharded_checkpoint."
             )
         self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

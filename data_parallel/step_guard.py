@@ -1,4 +1,4 @@
-"""Refuse calls of a sharded optimizer in an order in which gradients would be lost.
+"""Refuse calls of a sharded optimizer in an order that would lose gradients.
 
       zero_grad ─► backward, all but the last in no_sync ─► finish_gradient_sync ─► step ─► zero_grad ─► ...
 
@@ -19,11 +19,11 @@ class StepGuard(NoSync):
     def __init__(self) -> None:
         self.is_synced = False
         self._has_gradients = False
-        self._is_over, self._is_stale = False, False  # a step since zero_grad(); then another backward
+        self._is_over, self._is_stale = False, False  # a step() since zero_grad(); a backward after that
         self._is_unfinished = False  # a backward outside of no_sync(), and no finish_gradient_sync() since
 
     def before_gradient(self, is_second: bool) -> None:
-        """Raise WorkbookError if a gradient cannot be added now; `is_second`: to one that is being sent."""
+        """Raise WorkbookError if a gradient cannot be added now. `is_second`: an earlier one has arrived."""
         if self.is_synced and not self._is_over:
             raise WorkbookError("A backward came after finish_gradient_sync(): call zero_grad() in between.")
         self._is_stale, self.is_synced = self._is_over, False
@@ -34,7 +34,7 @@ class StepGuard(NoSync):
     def drops_a_backward(self) -> bool:
         """Return whether this microbatch follows a backward whose gradients were sent and then dropped.
 
-        Had the program kept them, autograd could not have added to their placeholders.
+        If the program had kept them, autograd would have raised an error when it added to a placeholder.
         """
         is_dropped = self._is_unfinished and not self.is_synchronising
         self._is_unfinished &= not is_dropped
@@ -46,7 +46,7 @@ class StepGuard(NoSync):
             raise WorkbookError("A backward came after step(): call the optimizer's zero_grad() in between.")
 
     def synced(self, has_gradients: bool) -> None:
-        """Note that the shards have their gradients, where any rank has some."""
+        """Note that the shards have their gradients; `has_gradients`: any rank has used a parameter."""
         self._has_gradients, self.is_synced, self._is_unfinished = has_gradients, True, False
 
     def before_step(self) -> None:
@@ -59,5 +59,5 @@ class StepGuard(NoSync):
         self._is_over = True
 
     def begin(self) -> None:
-        """Note that the gradients of the step before are forgotten."""
+        """Note that the gradients of the last step are dropped."""
         self.is_synced = self._is_over = self._is_stale = self._is_unfinished = False

@@ -105,6 +105,8 @@ def main(cluster: Cluster, args: Args) -> None:
         table.add_row(
             str(epoch + 1), *("  ".join(f"{value:.3f}" for value in row) for row in (accuracies, drifts))
         )
+        if done == steps:
+            break
 
     if cluster.is_main:
         Console(stderr=args.json).print(table)

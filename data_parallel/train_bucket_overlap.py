@@ -5,9 +5,9 @@
       on the wire        |■0|     |■■■■1■■■■||■■■■2■■■■||■■■■3■■■■||■■■■4■■■■||■■5■■|
                                                                       └─ costs time ─┘
 
-One message for each parameter pays a latency for each. One message for all of them cannot start before the
+With one message for each parameter, each pays a latency. One message for all of them cannot start before the
 backward ends. So gradients share flat buckets, in the order in which the backward computes them, and a
-bucket is sent when all of its gradients are there. The first bucket is small, so that the link gets to work
+bucket is sent when all of its gradients are there. The first bucket is small, so that sending begins
 early. For n ranks in a ring, a latency of alpha seconds, beta seconds per byte and buckets of b bytes
 (comm/cost.py), in seconds from the start of the backward:
 
@@ -19,10 +19,11 @@ all-reduce. After `zero_grad(set_to_none=True)` a parameter has no gradient, so 
 and the hook copies it into the bucket. After `zero_grad(set_to_none=False)` the gradient is still the view,
 so autograd adds to zeros in the bucket; that takes longer.
 
-Production adds four things, which are in other files: the order of the gradients, which is a guess in the
-first step and observed afterwards (bucket_order.py), 16 bits on the wire (wire_format.py), parameters that
-some ranks did not use (used_parameters.py), and errors for wrong use (guard.py). PyTorch's
-DistributedDataParallel is built on the same idea: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704.
+Production code needs four more things, which are in other files: the order of the gradients, which is a
+guess in the first step and afterwards what rank 0 observed in it (bucket_order.py), 16 bits on the wire
+(wire_format.py), parameters that some ranks did not use (used_parameters.py), and errors for wrong use
+(guard.py). PyTorch's DistributedDataParallel is built on the same idea: Li et al., VLDB 2020,
+https://arxiv.org/abs/2006.15704.
 """
 
 import contextlib
@@ -56,8 +57,8 @@ class Bucket:
 
     flat      | gradient 4 | gradient 3 | gradient 2 | flags |      each view is the place of one gradient
 
-    `missing` holds the parameters whose gradient is not there yet. The last bucket has `num_flags` numbers
-    more, which tell which parameters were used.
+    `missing` holds the parameters whose gradient is not there yet. The last bucket has `num_flags`
+    more numbers, which tell which parameters were used.
     """
 
     def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
@@ -68,7 +69,7 @@ class Bucket:
         self.missing: set[Tensor] = set(parameters)
 
     def move_in(self, parameter: Tensor) -> None:
-        """Make the gradient a view of this bucket; without a gradient, fill its place with zeros."""
+        """Make the gradient a view of this bucket; if there is no gradient, fill its place with zeros."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
@@ -130,7 +131,7 @@ class BucketDataParallel(nn.Module):
         return self._guard.no_sync()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Run as a hook in each backward: it has added its gradient of this parameter."""
+        """Run as a hook when a backward has added its gradient of this parameter."""
         if not self._guard.has_gradient(parameter):
             return  # autograd also calls the hook where a backward has returned None
         bucket = self._bucket_of[parameter]
@@ -176,7 +177,7 @@ class BucketDataParallel(nn.Module):
         self._guard.synchronised()
 
     def _wait_for_all(self) -> None:
-        """Wait for all buckets, and make ready for the next backward."""
+        """Wait for all buckets, and prepare for the next backward."""
         for work in self._in_flight:
             work.wait()
         for bucket in self.buckets:
@@ -184,7 +185,7 @@ class BucketDataParallel(nn.Module):
         self._to_launch, self._in_flight = deque(self.buckets), []
 
     def _drop_unfinished(self, parameter: Tensor) -> None:
-        """Let a second backward follow an unfinished one only if the program has dropped its gradients."""
+        """Refuse a second backward, unless the gradients of the first, unfinished one were dropped."""
         is_kept = bool(self._to_launch) or parameter.grad is self._bucket_of[parameter].views[parameter]
         self._guard.refuse_unless_dropped(parameter, is_kept)
         self._wait_for_all()
@@ -203,13 +204,14 @@ class BucketArgs(AccumulationArgs):
     """Bucket overlap: gradients travel in large messages while the backward computes."""
 
     bucket_mb: float = 1.0
-    """Largest size of a bucket in MiB. The first bucket has at most 0.25 MiB."""
+    """Size in MiB at which a bucket takes no more parameters. For the first bucket it is at most 0.25."""
     wire_dtype: Literal["bf16", "fp16", None] = None
-    """Data type in which gradients are sent: 16 bits halve the traffic, and round. None: their own type."""
+    """Data type in which gradients are sent: 16 bits halve the traffic, and round the gradients. None: their
+    own type."""
 
 
 def traffic_per_step(cluster: Cluster, model: BucketDataParallel, pattern: str) -> Traffic:
-    """Return this rank's expected traffic for the last step: its buckets and, if it was sent, their order."""
+    """Return this rank's expected traffic for the last step: buckets, and their order if it was sent."""
     place = (cluster.world_size, cluster.rank)
     sizes = model.sizes_on_wire
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())

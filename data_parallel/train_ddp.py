@@ -7,7 +7,7 @@
       finish_gradient_sync() waits                 a callback at the end of the backward waits
       gradients live in the buckets                only with gradient_as_bucket_view=True; by default they are
                                                    copied out, and take their memory twice
-      a parameter no rank used keeps no gradient   find_unused_parameters=True, else an error a step later;
+      no gradient for a parameter no rank used     find_unused_parameters=True, else an error a step later;
                                                    it walks the graph each time; ours counts the hooks
       mean in the last hop of the ring             each rank divides its bucket before the all-reduce
       a ring on plain sockets                      gloo, or nccl on GPUs
@@ -44,12 +44,13 @@ from training.arguments import AccumulationArgs
 
 @dataclasses.dataclass
 class Args(AccumulationArgs):
-    """PyTorch's DistributedDataParallel, on text (gpt) or handwritten digits (baby_cnn)."""
+    """Train with PyTorch's DistributedDataParallel, on text (gpt) or handwritten digits (baby_cnn)."""
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     bucket_mb: float | None = None
-    """Largest size of a bucket in MiB. None: DDP's own, 1 for the first bucket and 25 for the others."""
+    """Size in MiB at which a bucket takes no more parameters. None: DDP's own, 1 for the first bucket, then
+    25."""
     pattern: Literal["torch"] = "torch"
     """Algorithm of the all-reduce: always PyTorch's own, which DDP uses."""
 
@@ -60,7 +61,7 @@ class HookState:
 
     group: Group = None
     error: BaseException | None = None
-    sizes: list[int] = dataclasses.field(default_factory=list)  # DDP keeps its buckets to itself
+    sizes: list[int] = dataclasses.field(default_factory=list)  # DDP does not show its buckets
 
     def check(self) -> None:
         """Raise the error that the hook has met in the backward, if any."""
@@ -69,10 +70,10 @@ class HookState:
 
 
 def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook: the mean over ranks of a bucket, by comm's all-reduce with pattern "torch"."""
+    """Average a bucket over the ranks: a communication hook that calls comm with pattern "torch"."""
     gradients, bucket_is_last = bucket.buffer(), bucket.is_last()
-    # nccl calls `finish` once its work is in the stream, long before it is done. A future that knows
-    # its device takes note of the stream, and DDP has its own wait for it; with any other it reads too early.
+    # nccl calls `finish` once its work is in the stream, long before it is done. A future that knows its
+    # device records the stream, and DDP's stream waits for it; without a device DDP would read too early.
     devices = [gradients.device] if gradients.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 

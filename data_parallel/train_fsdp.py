@@ -11,8 +11,8 @@
       reduce-scatter of (n-1)/n of the bytes       gloo's is an all-reduce and a slice: twice as many bytes
       gradients are sent in each microbatch        set_requires_gradient_sync(False): full gradients add up
                                                    on each rank, and are sent once
-      zeros for a parameter that some ranks did    set_reduce_scatter_unused_params(True), else messages do
-      not use, no gradient if no rank used it      not match; then all ranks get zeros
+      zeros for a parameter that some ranks did    without set_reduce_scatter_unused_params(True) messages
+      not use, no gradient if no rank used it      do not match; with it all ranks get zeros
       reshard_after_forward                        the same for a block; the root stays full, because
                                                    the backward begins with it
       compute_dtype                                MixedPrecisionPolicy: the dtypes of compute, reductions,
@@ -25,8 +25,9 @@ memory, and parameters that are DTensors already, as in tensor parallelism.
 
 FSDP2 allows other implementations of its all-gather and reduce-scatter. Here they are `comm`'s, so they are
 counted, drawn, and slowed down by --link. With pattern "torch" gloo or nccl still does the work, and the
-link charges what the best-known algorithm sends. With another pattern you see what FSDP2 would gain from
-another reduce-scatter. (The norm of --clip, a few bytes, is torch's own.)
+bytes that are counted, and delayed by --link, are those of the best-known algorithm. With another pattern
+you see what FSDP2 would gain from another reduce-scatter. (The norm for --clip, a few bytes, is sent by torch
+itself and not counted.)
 
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; the idea is from FSDP1: Zhao et al.,
 "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, https://arxiv.org/abs/2304.11277.
@@ -61,12 +62,12 @@ from lab.timeline import span
 
 @dataclasses.dataclass
 class Args(ZeroArgs):
-    """PyTorch's fully_shard, on text (gpt) or handwritten digits (baby_cnn)."""
+    """Train with PyTorch's fully_shard, on text (gpt) or handwritten digits (baby_cnn)."""
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     pattern: Literal["torch", "pipelined_ring", "ring", "tcp", "cma"] = "torch"
-    """Algorithm of the gathers and reductions: torch is PyTorch's own, FSDP2's default; others are ours."""
+    """Algorithm of the gathers and reductions: torch is PyTorch's own, FSDP2's default; the rest are ours."""
     bf16: bool = False
     """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""
     recompute: bool = False
@@ -186,7 +187,10 @@ def shares_of(model: nn.Module, rank: int, ranks: int) -> list[Share]:
 
 
 def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
-    """Return the expected traffic: blocks are gathered twice, the root once, gradients are reduced once."""
+    """Return the traffic to expect of a step.
+
+    Each microbatch gathers the blocks twice and the root once; gradients are reduced once.
+    """
     ranks, itemsize = cluster.world_size, 2 if args.bf16 else 4
 
     def one(op: str, parameters: Sequence[Tensor]) -> Traffic:
@@ -209,7 +213,7 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
 def main(cluster: Cluster, args: Args) -> None:
     run = ZeroRun(cluster, args, "fsdp", args.model)
     if cluster.device.type == "cuda":
-        run.not_measured = "FSDP2 waits on CUDA streams of its own, where no span looks"
+        run.not_measured = "FSDP2 waits on CUDA streams of its own, which no span records"
     model = shard(
         run.model(), cluster.device, args.pattern, args.bf16, args.recompute, args.reshard_after_forward
     )

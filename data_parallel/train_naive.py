@@ -43,10 +43,10 @@ class NaiveDataParallel(nn.Module):
     With several microbatches, divide each loss by their number, as on one process. `pattern` names the
     algorithm of the all-reduce (comm/collectives.py).
 
-    Tied, frozen and unused parameters are supported. Buffers become rank 0's here, and each rank's own
-    afterwards (DDP sends rank 0's before every forward). Sparse gradients are refused, and parameters that
-    are unfrozen, replaced, cast or added after wrapping (guard.py). All ranks must have as many batches
-    (sampler.py).
+    Tied, frozen and unused parameters are supported. Buffers become rank 0's at wrapping, and are not sent
+    again (DDP sends rank 0's before every forward). Sparse gradients are refused, and so are parameters that
+    are unfrozen, replaced, cast or added after wrapping (guard.py). All ranks must have the same number of
+    batches (sampler.py).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
@@ -61,7 +61,7 @@ class NaiveDataParallel(nn.Module):
         return self.module(*inputs, **named_inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Run all microbatches but the last inside, as with other wrappers; here it changes nothing."""
+        """Run all microbatches but the last inside, as with other wrappers; here no backward sends."""
         return self._guard.no_sync()
 
     def finish_gradient_sync(self) -> None:

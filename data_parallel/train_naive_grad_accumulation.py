@@ -5,7 +5,8 @@
                   └────────┴─────────┴── gradients add up in param.grad
 
 Only one microbatch has activations in memory, so the batch can be larger than the memory allows at once. The
-all-reduce is paid once in a step, however many microbatches there are. With N microbatches:
+all-reduce is paid once in a step, however many microbatches there are. With N microbatches, and n,
+alpha and beta as in train_naive.py:
 
       step = N (forward + backward) + sum over parameters of 2 (n-1) (alpha + (bytes/n) beta) + optimizer
 
@@ -31,7 +32,7 @@ from training.arguments import AccumulationArgs
 
 @dataclasses.dataclass
 class Args(AccumulationArgs):
-    """Naive data parallel with gradient accumulation."""
+    """Train with naive data parallel and gradient accumulation."""
 
     batch_size: int = 48
     """Number of windows of text in a step, over all ranks and microbatches: a multiple of ranks times

@@ -9,11 +9,12 @@
 A backward computes the gradients of the last layer first, long before those of the first layer. Each
 parameter has a hook, which autograd calls when the gradient is complete. The hook starts an asynchronous
 all-reduce. A communication thread carries it out while the backward goes on, and `finish_gradient_sync()`
-waits for the rest.
+waits for the rest. A step takes at least the following time. n, alpha and beta are as in train_naive.py, and
+`first gradient` is the time from the start of the backward until the first gradient is complete:
 
-      step = forward + max(backward, first gradient + sum of 2 (n-1) (alpha + (bytes/n) beta)) + optimizer
+      forward + max(backward, first gradient + sum of 2 (n-1) (alpha + (bytes/n) beta)) + optimizer
 
-Overlap can hide all of the waiting, but there are as many messages as before, and each pays a latency.
+Overlap can hide all messages except for the last. But there are as many as before, each with a latency.
 Buckets are the cure: train_bucket_overlap.py. See Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training", VLDB 2020, section 3.2.3, https://arxiv.org/abs/2006.15704.
 """
@@ -71,7 +72,7 @@ class OverlapDataParallel(nn.Module):
         return self._guard.no_sync()
 
     def _on_gradient(self, i: int) -> None:
-        """Run as a hook in the backward: gradient i is complete, with those of earlier microbatches."""
+        """Run as a hook in the backward: gradient i is complete, and holds the sum over microbatches."""
         parameter = self._trained[i]
         if not self._guard.has_gradient(parameter):
             return  # autograd also calls the hook where a backward has returned None
@@ -93,7 +94,7 @@ class OverlapDataParallel(nn.Module):
         self._in_flight.append((gradient, handle))
 
     def _wait_for_all(self) -> None:
-        """Wait for all gradients in flight, and make ready for the next backward."""
+        """Wait for all gradients in flight, and prepare for the next backward."""
         for _, handle in self._in_flight:
             handle.wait()
         self._in_flight.clear()

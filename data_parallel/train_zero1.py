@@ -7,7 +7,7 @@
 In plain data parallel every rank computes the same update from the same optimizer state. It is enough if
 one rank updates each number. So each of the n ranks updates an n-th of the parameters, its shard, and sends
 the result to the others. An all-reduce is a reduce-scatter and then an all-gather; here the optimizer
-stands between the two, so as many bytes are sent as without ZeRO. But nothing hides the all-gather:
+stands between the two. So nothing hides the all-gather, but as many bytes are sent as without ZeRO:
 
       memory of a rank    P + G + O/n      bytes that a rank sends in a step    (n-1)/n (G + P)
       P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
@@ -53,15 +53,15 @@ from lab.timeline import span
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """Trains a model with an optimizer of `optimizer_class`, each rank of `group` a shard of the parameters.
+    """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
 
     The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
     through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
     not. Call `finish_gradient_sync()` after the last backward, or let `step()` call it. With several
     microbatches, divide each loss by their number, and run all but the last inside `no_sync()`.
 
-    Gradients do not stay in the model: clip with `clip_grad_norm_` of this class. What else is refused is in
-    shard_guard.py.
+    Gradients do not stay in the model: clip with `clip_grad_norm_` of this class. shard_guard.py and
+    step_guard.py say what is refused.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ZeroOptimizer(ShardedOptimizer):
         super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters, too. Torch's constructor calls it; later calls need all ranks."""
+        """Train these parameters, too. Torch's constructor calls it; later, all ranks must call it."""
         for bucket in self._divide(param_group):
             self._gradients[bucket] = torch.zeros_like(bucket.full)
             views = bucket.flat.views(self._gradients[bucket])

@@ -3,7 +3,7 @@
       backward       head    block 3    block 2    block 1 ...
       bucket         [ fill ][ send   ]
                              [ fill ][ send   ]
-                                     [ fill ][ send   ]         usually at most three full buckets at a time
+                                     [ fill ][ send   ]         usually at most three buckets in memory
       own shards                      ■       ■       ■         of the mean gradients
 
 Stage 1 has memory for every gradient, although a rank uses only an n-th of them. Here a bucket gets its
@@ -15,9 +15,9 @@ With several microbatches that has a price, because each of them sends its gradi
       bytes sent          (n-1)/n (G + P) in a step, and (n-1)/n G more for each further microbatch
       P, G, O: bytes of parameters, gradients and optimizer state, on n ranks
 
-A parameter that is unused, or used late, holds up its bucket and those after it, because all ranks must
-send the buckets in one order. In the worst case all of them wait for the end of the backward, as in stage
-1.
+A parameter that is unused, or whose gradient comes late, holds up its bucket and those after it, because
+all ranks must send the buckets in one order. In the worst case all buckets stay in memory until the end of
+the backward, as in stage 1.
 
 Parameters are views of flat buckets, and the inner optimizer updates this rank's shard of them, as in stage
 1 (the picture is in train_zero1.py). What differs is where a gradient lives until it is sent (`_view`),
@@ -47,7 +47,7 @@ from lab.model import loss_of
 from lab.text import microbatches
 from lab.timeline import span
 
-MOST_IN_FLIGHT = 2  # without a limit, all buckets would pile up in memory before a slow link
+MOST_IN_FLIGHT = 2  # without a limit, all buckets would wait in memory for a slow link
 
 
 class ZeroGradientOptimizer(ShardedOptimizer):
@@ -72,7 +72,7 @@ class ZeroGradientOptimizer(ShardedOptimizer):
         super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters, too. Torch's constructor calls it; later calls need all ranks."""
+        """Train these parameters, too. Torch's constructor calls it; later, all ranks must call it."""
         for bucket in self._divide(param_group):
             for parameter in bucket.flat.parameters:
                 self._bucket[parameter] = bucket

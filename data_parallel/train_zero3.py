@@ -5,23 +5,23 @@
 
       backward   compute                | last   | block 2 | block 1 | block 0 | first  |
                  all-gather             |        | 1       | 0       |         |        |
-                 reduce-scatter         |        |  2      |  1      |  0      |  root  |
+                 reduce-scatter         |        |  2      |  1      |  0      |        | root
 
 Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
 example) are needed only while the block computes, twice in a step. In between they are freed. While one
-block computes, the next one is gathered (prefetched), in the order that the forward before had; so the
-first forward of all prefetches nothing.
+block computes, the next one is gathered (prefetched), in the order of the previous forward; so the first
+forward prefetches nothing.
 
-The root is what belongs to no block or to several: embeddings (first in the picture), the last norm and the
-head (last). It stays full from the start of the forward to the end of the backward, which begins and ends
-with it.
+The root has the parameters of no block or of several: embeddings (first in the picture), the last norm and
+the head (last). It stays full from the start of the forward to the end of the backward, which begins and
+ends with it.
 
-      memory of a rank    (P + G + O)/n; for a time full parameters and gradients of root and two blocks
+      memory of a rank    (P + G + O)/n, and for a time full parameters and gradients of root and two blocks
       bytes sent          (n-1)/n (3 P - root) for each backward: two gathers (root: one), one reduce-scatter
       P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
 
 `reshard_after_forward=False` keeps the blocks full between forward and backward. That takes up to P more
-memory, and saves their second gather. `no_sync()` changes nothing: there is no place for full gradients, so
+memory, and saves their second gather. `no_sync()` changes nothing: there is no memory for full gradients, so
 each microbatch sends its own.
 
 The algorithm is in two classes. A `Unit` is a flat tensor of parameters that are gathered, freed and
@@ -182,7 +182,7 @@ class FullyShardedDataParallel(AnyLoop):
         if self._reshards or not torch.is_grad_enabled():
             block.free()
             if torch.is_grad_enabled() and self._seen == self._order:
-                block.start_gather()  # the last block, for its backward (to keep it would save this gather)
+                block.start_gather()  # the last block, for its backward (keeping it would save this gather)
 
     def _before_backward(self, turn: Turn) -> None:
         """Finish the blocks whose backward has ended, wait for this block's parameters, and prefetch."""
@@ -207,18 +207,18 @@ class FullyShardedDataParallel(AnyLoop):
             return  # autograd also calls the hook where a backward has returned None
         block, unit, position = self._place[parameter]
         self._used.add(parameter)
-        if block.is_reduced:  # an earlier block's forward has used the parameter: any_loop.py sends this
+        if block.is_reduced:  # an earlier block's forward has used the parameter: any_loop.py sends it later
             self._late.append((unit, position, gradient))
             return
         unit.gradients.put(position, gradient)
-        # Gradients of the root come between those of blocks, and not always at one place: they are sent last.
+        # Gradients of the root come between those of blocks, not always at one point: they are sent last.
         if block is not self.root and block.reduce_complete(self._reductions):
             block.free_trained()
 
 
 @dataclasses.dataclass
 class Args(ZeroArgs):
-    """Train a small GPT on the source of Python's standard library, everything sharded."""
+    """Train a small GPT on the source of Python's standard library, with everything sharded."""
 
     bf16: bool = False
     """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""

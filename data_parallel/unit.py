@@ -91,7 +91,7 @@ class ShardedUnit:
         torch.autograd.graph.increment_version(self.flat.parameters)
 
     def adopt_gradients(self) -> list[nn.Parameter]:
-        """Take over the gradients of the pieces, which the program may have changed; return those without."""
+        """Adopt the pieces' gradients, which the program may have changed; return parameters without one."""
         assert self.gradients is not None
         if all(piece.tensor.grad is None for piece in self.pieces):
             self.gradients.clear()
@@ -108,7 +108,7 @@ class ShardedUnit:
         return cleared
 
     def give_gradients(self) -> None:
-        """Make the gradients that have added up the `grad` of the pieces."""
+        """Set the `grad` of each piece to its part of the gradients that have added up."""
         if self.gradients is None or self.gradients.shard is None:
             return
         for piece, (_, part) in zip(self.pieces, self.flat.pieces(self.gradients.shard), strict=True):

@@ -13,7 +13,7 @@ WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RoundedAllReduce:
-    """An all-reduce of `flat` to the mean, rounded to `dtype` on the wire. It is in flight from the start."""
+    """An all-reduce of `flat` to the mean, rounded to `dtype` on the wire. The constructor starts it."""
 
     def __init__(self, flat: Tensor, dtype: torch.dtype, group: Group, pattern: str | None) -> None:
         self._numbers = real_numbers(flat)
@@ -33,7 +33,7 @@ def to_wire(numbers: Tensor, dtype: torch.dtype, ranks: int) -> tuple[Tensor, st
 
 
 def real_numbers(flat: Tensor) -> Tensor:
-    """Return a view of `flat` in which a complex number is two real ones: rounding wants real numbers."""
+    """Return a view of `flat` in which a complex number is two real ones: rounding needs real numbers."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -1,4 +1,4 @@
-"""Refuse changes to a sharded model, and penalties on its shards, that would be ignored without an error."""
+"""Refuse changes to a sharded model, and penalties on its shards, that would train it wrongly in silence."""
 
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ class Wrapped:
         self._frozen = [piece for unit in units if unit.gradients is None for piece in unit.pieces]
 
     def refuse_changes(self) -> None:
-        """Raise WorkbookError, before a step, for parameters that would not be trained."""
+        """Raise WorkbookError, before a forward, for parameters that would not be trained."""
         for prefix, module, parameters, modules in self._modules:
             for were, are in ((parameters, module._parameters), (modules, module._modules)):
                 if len(were) != len(are) or not all(are.get(name) is value for name, value in were):

@@ -49,9 +49,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of the `full` numbers of some parameters this rank owns: `mine`.
+    """This rank's share of some parameters: it owns `mine` of their `full` numbers.
 
-    A shard has `padding` numbers more, and a tensor of all shards `full_padding`.
+    Its shard has `padding` more numbers, and a tensor of all shards `full_padding` more.
     """
 
     full: int
@@ -94,7 +94,7 @@ def of_one_process(shares: Sequence[Share], states: int) -> Held:
 
 
 def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
-    """Return what this rank should hold, to the byte, without padding; all ranks add up to the formula."""
+    """Return what this rank should hold, to the byte, without padding. The mean over ranks is the formula."""
     full = of_one_process(shares, states)
     mine = sum(share.mine * share.itemsize for share in shares)
     trained = sum(share.mine * share.itemsize for share in shares if share.trained)
@@ -117,7 +117,7 @@ def padding_of(stage: int, shares: Sequence[Share]) -> Held:
 
 
 def states_of(optimizer_class: type[Optimizer], **defaults: Any) -> int:
-    """Return how many numbers an optimizer keeps for each number of a parameter, found by a step."""
+    """Return how many numbers an optimizer keeps for each number of a parameter, found by a trial step."""
     parameter = nn.Parameter(torch.zeros(7))
     parameter.grad = torch.ones(7)
     optimizer = optimizer_class([parameter], **defaults)

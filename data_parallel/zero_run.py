@@ -38,19 +38,19 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 @dataclasses.dataclass
 class ZeroArgs(ClipArgs, AccumulationArgs):
-    """Train a small GPT on the source of Python's standard library, the training state sharded."""
+    """Train a small GPT on the source of Python's standard library, with the training state sharded."""
 
     optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
-    """Optimizer. Its state has the parameters' size twice (adamw), once (momentum) or is empty (sgd)."""
-    metronome: NotOffered = None  # it runs no layer, and what layers use is sharded
+    """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
+    metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
 
 
 @dataclasses.dataclass
 class BucketedZeroArgs(ZeroArgs):
-    """Train a small GPT on the source of Python's standard library, the training state sharded."""
+    """Train a small GPT on the source of Python's standard library, with the training state sharded."""
 
     bucket_mb: float = 4.0
-    """Largest size of a bucket in MiB."""
+    """Size in MiB at which a bucket takes no more parameters. For the first bucket it is at most 0.25."""
 
 
 class ZeroRun(Run):
@@ -92,7 +92,7 @@ class ZeroRun(Run):
         """Compute the loss on held-out data as training.run does, and let FSDP2 free its root again."""
         super().evaluate(step, model)
         if isinstance(model, FSDPModule):
-            model.reshard()  # kept gathered for a backward, it would not be gathered in the next forward
+            model.reshard()  # the next forward would use a root that stays gathered, and not gather it again
 
     def _pieces_and_rest(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -1,15 +1,15 @@
 """Keep freed memory in the process, as the caching allocator of a GPU does.
 
 By default glibc returns large blocks to the kernel when they are freed. A training step frees and allocates
-the same blocks again and again, and each time the kernel must provide and clear new pages: for a model of 13
-million parameters tens of thousands of page faults in a step, a tenth of its time.
+the same blocks again and again, and each time the kernel must provide and clear new pages. For a model of 13
+million parameters this causes tens of thousands of page faults in each step, a tenth of the step's time.
 """
 
 import ctypes
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # mallopt(3) takes no more
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # mallopt(3) accepts no larger value
 
 
 def keep_freed_memory() -> None:

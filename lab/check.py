@@ -2,7 +2,7 @@
 
 The loss alone proves nothing: with a wrong gradient scale Adam trains almost as well. If a tensor differs by
 a constant factor, the message names the factor, because it usually shows the mistake. A factor equal to the
-world size, for example, is a sum instead of a mean.
+world size, for example, shows that the gradients were summed instead of averaged.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ Tensors = Mapping[str, Tensor | None]
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a copy of every parameter's gradient by name, or None. Tied weights appear once."""
+    """Return a copy of every parameter's gradient by name, or None without one. Tied weights appear once."""
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()
@@ -44,7 +44,7 @@ def assert_same(actual: Tensors, expected: Tensors, rtol: float = 1e-9, what: st
     Two tensors agree if no element differs by more than `rtol` times the largest expected element: sums in
     another order differ by rounding, which is relative to the summands. A gradient that is zero except for
     rounding (the bias of the keys in attention) is compared relative to a millionth of the largest element of
-    all tensors. `rtol=0` requires equal bits. A tensor that is missing on one side differs.
+    all tensors. `rtol=0` requires equal values. A tensor that is missing on one side differs.
     """
     floor = 1e-6 * max(
         (t.abs().max().item() for t in expected.values() if t is not None and t.numel()), default=0.0
@@ -85,7 +85,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def module_digest(module: nn.Module) -> str:
-    """Return the SHA-256 of all bits of the parameters and buffers."""
+    """Return the SHA-256 of the names and the bytes of all parameters and buffers."""
     sha = hashlib.sha256()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         sha.update(name.encode())
@@ -94,7 +94,7 @@ def module_digest(module: nn.Module) -> str:
 
 
 def refuse_unequal(digests: list[str]) -> None:
-    """Raise WorkbookError, on all ranks the same, unless all replicas have rank 0's digest."""
+    """Raise WorkbookError, with the same text on all ranks, unless all replicas have rank 0's digest."""
     odd = [str(rank) for rank, one in enumerate(digests) if one != digests[0]]
     if odd:
         raise WorkbookError(

@@ -1,12 +1,12 @@
-"""A training checkpoint: one file that is always complete, whenever the job is killed.
+"""Save a training checkpoint as one file that is always complete, whenever the job is killed.
 
     save(directory, {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
     data = read(directory)                   # rank 0 reads, and sends the bytes to the others
     state = unpack(data, f"the checkpoint in {directory}")
 
-The new file is written beside the old one and then renamed to its name. The file system does that completely
-or not at all. The file ends with the SHA-256 of all bytes before, so loading detects a changed bit;
+The new file is written beside the old one and then renamed to its name. The file system renames completely or
+not at all. The file ends with the SHA-256 of all bytes before it, so loading detects a changed bit;
 torch.load ignores that line. Loading runs no code from the file, which may hold tensors, numbers, strings,
 and lists, tuples and dicts of them.
 """
@@ -32,13 +32,13 @@ except ImportError:  # Windows
 
 NAME = "checkpoint.pt"
 
-_claims: dict[tuple[int, int], int] = {}  # device and number of a directory -> an open descriptor of it
+_claims: dict[tuple[int, int], int] = {}  # st_dev and st_ino of a directory -> its open descriptor
 
 
 def save(directory: Path, state: dict[str, Any]) -> Path:
     """Write `state` to `checkpoint.pt` in `directory`, which is created if needed, and return the path.
 
-    Raise WorkbookError if the file cannot be written or another process saves here, and TypeError if `state`
+    Raise WorkbookError if the file cannot be written or another process saves there, and TypeError if `state`
     holds an object that `unpack` would refuse. After any error an older checkpoint is unchanged.
     """
     try:
@@ -51,7 +51,7 @@ def save(directory: Path, state: dict[str, Any]) -> Path:
 
 
 def write(directory: Path, state: dict[str, Any]) -> Path:
-    """Do what `save` does, in an existing directory that this process has claimed or has just created."""
+    """Write `state` as `save` does, to an existing directory that this process has claimed or created."""
     path = directory / NAME
     partial = directory / f"{NAME}.partial-{secrets.token_hex(4)}"
     try:
@@ -81,8 +81,8 @@ def _cannot_save(path: Path, error: OSError) -> WorkbookError:
 def claim(directory: Path) -> None:
     """Create `directory` if needed, and let no other process save there until this process ends.
 
-    Raise WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. A
-    file system that cannot lock a directory (NFS) does not detect that.
+    Raise WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. On
+    a file system that cannot lock a directory (NFS) this is not detected.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
@@ -141,7 +141,7 @@ SEAL_BYTES = len(seal(hashlib.sha256()))
 
 @contextmanager
 def refusing_misfits(name: object) -> Iterator[None]:
-    """Turn errors of a block that loads a state into a WorkbookError: `name` does not fit this run.
+    """In a `with` block that loads a state, turn errors into a WorkbookError: `name` does not fit this run.
 
     The bytes are undamaged, but another program, or an older version of this one, may have saved them.
     """
@@ -165,9 +165,9 @@ def nothing_in(directory: Path) -> WorkbookError:
 
 
 def disk_error(error: OSError | RuntimeError) -> OSError | None:
-    """Return the disk's error that is the cause of an error of torch.save, or None if there is none.
+    """Return the OSError of the disk that caused an error of torch.save, or None if there is none.
 
-    After an error torch.save closes its archive, and on a full disk that fails too: so the cause is hidden.
+    After an OSError torch.save closes its archive. On a full disk this fails too, and hides the first error.
     """
     behind = error if isinstance(error, OSError) else error.__context__
     return behind if isinstance(behind, OSError) else None
@@ -175,7 +175,7 @@ def disk_error(error: OSError | RuntimeError) -> OSError | None:
 
 def _check_loads(path: Path) -> None:
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: reads no data
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: reads no tensor's data
     except pickle.UnpicklingError as error:
         raise TypeError(
             "a checkpoint takes tensors, numbers, strings, and lists, tuples and dicts of them, nothing else"

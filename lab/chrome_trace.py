@@ -25,13 +25,13 @@ def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
     )
     rows: list[dict[str, Any]] = []
     for rank, by_lane in table.items():
-        # For Perfetto pid 0 and tid 0 are the idle task, and it merges tid 0 with tid 1.
+        # Perfetto takes pid 0 and tid 0 for the idle task, and merges tid 0 with tid 1.
         pid = rank + 1
         rows += [_label("process_name", pid, pid, name=f"rank {rank}")]
         rows += [_label("process_sort_index", pid, pid, sort_index=rank)]
         threads = [(lane, track) for lane, spans in by_lane.items() for track in tracks(spans, nest=True)]
         for i, (lane, track) in enumerate(threads):
-            tid = pid + i * (max(table) + 1)  # unique in the file; the main lane's is the pid, as on Linux
+            tid = pid + i * (max(table) + 1)  # unique in the file; the main lane's tid is pid, as on Linux
             rows += [_label("thread_name", pid, tid, name=lane)]
             rows += [_label("thread_sort_index", pid, tid, sort_index=i)]
             for event in track:

@@ -1,4 +1,4 @@
-"""Describe the place of a rank in the job."""
+"""Describe a rank of the job."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of a rank in the job: its number, the number of ranks, its device, and the store.
+    """Describe a rank of the job: its number, the world size, its device, and the store.
 
-    `store` is a key-value store that all ranks share until the job ends. Equipment uses it, to compare
-    digests or to align clocks for example. Prefix your keys with the name of your module.
+    `store` is a key-value store that all ranks share until the job ends. The modules of `lab` use it, for
+    example to compare digests or to align clocks. Prefix your keys with the name of your module.
     """
 
     rank: int

@@ -11,7 +11,7 @@ def num_gpus() -> int:
 
 
 def device_of(local_rank: int, device: str = "cuda") -> torch.device:
-    """Return the device of a rank: `device` itself, or for "cuda" the GPU of its turn."""
+    """Return the device of a rank: `device`, or for "cuda" the GPU `local_rank` modulo the number of GPUs."""
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", local_rank % num_gpus())
@@ -19,7 +19,7 @@ def device_of(local_rank: int, device: str = "cuda") -> torch.device:
 
 
 def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
-    """Raise WorkbookError if `run_ranks` cannot use that device, or not with that backend."""
+    """Raise WorkbookError if `run_ranks` cannot use `device`, or not with this backend and world size."""
     try:
         chosen = torch.device(device)
     except RuntimeError:

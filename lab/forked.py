@@ -50,7 +50,7 @@ def keep_spares(count: int) -> None:
 
 
 class ForkedProcess:
-    """A process that waits for a job, and the parent's ends of its pipes."""
+    """Start a process that waits for a job, and hold the parent's ends of its pipes."""
 
     def __init__(self) -> None:
         self.pipe, job_pipe = _context.Pipe()
@@ -74,7 +74,7 @@ def start(jobs: list[Job]) -> list[ForkedProcess]:
     with _main_module_hidden():
         processes = [_spares.pop() if _spares else ForkedProcess() for _ in jobs]
         for process, job in zip(processes, jobs, strict=True):
-            with suppress(BrokenPipeError):  # the caller notices its end when it reads the answer
+            with suppress(BrokenPipeError):  # the process has ended; reading its answer will show that
                 process.pipe.send(job)
         while len(_spares) < _num_spares:
             _spares.append(ForkedProcess())
@@ -85,7 +85,7 @@ def end(processes: list[ForkedProcess]) -> None:
     """Kill the processes, and wait until they have ended."""
     for process in processes:
         process.kill()
-    # Wait only after all are killed: to end a process takes milliseconds, and all cores do it in parallel.
+    # Wait only after all are killed: a process takes milliseconds to end, and several end in parallel.
     for process in processes:
         process.process.join()
 

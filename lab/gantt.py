@@ -1,7 +1,7 @@
 """Draw events as a Gantt chart with a row for each rank.
 
     draw([Event("F0", "forward", 0, 2_000_000), Event("B0", "backward", 2_000_000, 4_000_000)], "1f1b.svg")
-    draw_panels({"measured": events, "simulated": others}, "both.svg")    one above the other, one time axis
+    draw_panels({"measured": events, "simulated": others}, "both.svg")    # one above the other
 
 Events may come from a recording (`lab.timeline`) or from a simulator.
 """
@@ -29,12 +29,12 @@ OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100"
 
 # In inches, so that bars and labels have the same size for any number of ranks.
 MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP, NAME_HEIGHT = 0.30, 0.16, 0.03, 0.16, 0.26
-MIN_POINTS = 1.2  # the width of a bar: microseconds are still visible in a picture of a second
+MIN_POINTS = 1.2  # least width of a bar: microseconds are still visible in a picture of a second
 FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
 
 
 class Event(NamedTuple):
-    """A span of time with a name. `lane` is "main" or another thread's name; `args` fits into JSON."""
+    """Describe a named span of time. `lane` is "main", a thread's name or another; `args` fits into JSON."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
     @property
     def end_ns(self) -> int:
-        """The end of the event, on the clock of `start_ns`."""
+        """Return the end of the event, on the clock of `start_ns`."""
         return self.start_ns + self.duration_ns
 
 
@@ -89,7 +89,7 @@ def draw(
 
     The other lanes of a rank are thinner bars below its main lane. Events that overlap in a lane, such as a
     call inside a call, are drawn one below the other. `colors`, by kind, adds to `COLORS`. A name is drawn if
-    it fits into its bar. A very short event is drawn wider than it was, so that it is visible.
+    it fits into its bar. A very short event is drawn wider than its duration, so that it is visible.
     """
     return draw_panels({"": events}, path, title, width, colors)
 
@@ -149,7 +149,7 @@ def draw_panels(
     figure.draw_without_rendering()  # fixes the layout, and so the width of a millisecond in points
     points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
     for top, thickness, track in bars:
-        # Short events last: their ticks are wider than they were, and no bar may cover them.
+        # Short events last: their bars are wider than their durations, and no other bar may cover them.
         track = sorted(track, key=lambda event: -event.duration_ns)
         spans = [(event.start_ns / 1e6, event.duration_ns / 1e6) for event in track]
         fills = [shade(palette[event.kind], _chunk(event)) for event in track]
@@ -159,7 +159,7 @@ def draw_panels(
             for (_, length), fill in zip(spans, fills, strict=True)
         ]
         widths = [max(length, MIN_POINTS / points_per_ms) for _, length in spans]
-        # A tick at the end grows to the left, so that it stays inside the picture.
+        # A widened bar at the end grows to the left, so that it stays inside the picture.
         shown = [
             (min(start, last_ms - width), width) for (start, _), width in zip(spans, widths, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Make forks faster by huge pages: a fork then copies one entry for 2 MiB of memory instead of 512."""
+"""Make forks faster by huge pages: a fork then copies one page-table entry for 2 MiB instead of 512."""
 
 import ctypes
 import re
@@ -10,7 +10,7 @@ _ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 +(?:\[heap\])?\
 
 
 def collapse_memory() -> int:
-    """Move this process's own memory to huge pages, if the kernel can, and return the number of moved bytes.
+    """Move anonymous memory to huge pages, if the kernel can, and return the number of moved bytes.
 
     A process with torch has about 300 MiB of such memory. Afterwards a fork and the end of its child take 4
     ms instead of 17. When the child writes to memory, pages of 4 KiB are copied, as before.

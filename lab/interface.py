@@ -13,7 +13,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def interface_bytes_sent(name: str = "eth0") -> int | None:
-    """Return the bytes that the interface has sent, headers of all layers included; None if it is missing.
+    """Return the bytes that the interface has sent, headers of all layers included, or None if it is missing.
 
     In a container `eth0` carries only the traffic of the job. On a laptop all ranks share `lo`.
     """

@@ -1,11 +1,13 @@
-"""End a rank when its launcher dies. Otherwise it would keep cores, memory and ports, and go on training."""
+"""End a rank when its launcher dies. Otherwise the rank would train on and keep cores, memory and ports."""
 
 import os
 import select
 import threading
 import time
 
-PID = "WORKBOOK_LAUNCHER"  # the process id of make run's launcher, which may die while a rank imports torch
+# The variable with the process id of make run's launcher. If the launcher dies while a rank imports torch,
+# getppid() returns the id of another process.
+PID = "WORKBOOK_LAUNCHER"
 _POLL = 0.5  # seconds between two checks, where the kernel sends no event
 
 
@@ -31,7 +33,7 @@ def _wait_for_the_end_of(launcher: int) -> None:
         ended = os.pidfd_open(launcher)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # not Linux, or older than 5.3
+    except (AttributeError, OSError):  # not Linux, or a kernel older than 5.3
         while os.getppid() == launcher:
             time.sleep(_POLL)
     else:

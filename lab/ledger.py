@@ -1,7 +1,7 @@
-"""The traffic ledger: the bytes and messages that this rank has sent, counted where they leave.
+"""Keep the traffic ledger: the bytes and messages that this rank has sent, counted where they leave.
 
 All traffic of the lessons goes through `comm`, which counts every message here. The messages of torch's own
-collectives cannot be counted. For these the ledger holds the result of a formula, and marks it so.
+collectives cannot be counted. For these the ledger holds the result of a formula, and marks it as such.
 """
 
 import threading
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages that one rank has sent. Two values can be added and subtracted."""
+    """Hold the bytes and messages that one rank has sent. Two values can be added and subtracted."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -25,7 +25,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Entry:
-    """The key of a row: the operation, its pattern, and whether the traffic was counted or is by formula."""
+    """Name a row: the operation, its pattern (such as "ring"), and whether its traffic is by formula."""
 
     op: str
     pattern: str
@@ -33,7 +33,7 @@ class Entry:
 
 
 class Ledger:
-    """The traffic of this process, by entry. Several threads may write to it."""
+    """Hold the traffic of this process, by entry. Several threads may write to it."""
 
     def __init__(self) -> None:
         self._rows: dict[Entry, Traffic] = defaultdict(Traffic)

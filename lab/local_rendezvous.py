@@ -1,4 +1,4 @@
-"""The rendezvous of `make run`: one agent on one machine, so there is no other agent to wait for.
+"""Provide the rendezvous of `make run`: one agent on one machine, so there is no other agent to wait for.
 
 torch's own rendezvous for this case (`torchrun --standalone`) opens its store on all interfaces, and
 unpickles a state from it: a program that reaches the port can run code in the launcher. This rendezvous
@@ -25,7 +25,7 @@ NAME = "local"
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of a single agent, which shares its store with the ranks."""
+    """Implement the rendezvous of a single agent, which shares its store with the ranks."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -41,7 +41,7 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and this agent's place. torchrun also calls it when it restarts the ranks."""
+        """Return the store and this agent's rank. torchrun also calls it when it restarts the ranks."""
         store = dist.PrefixStore(self._run_id, self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._store.port))
 

@@ -9,9 +9,9 @@
         loss = loss_of(model(x), y)
     print(sizes["parameters"], sizes["other"], saved.bytes)
 
-Memory belongs to storages, not to tensors: a tensor is a dtype, a shape and a place in a storage (Edward
-Yang, "PyTorch internals", 2019). All tensors are found by the garbage collector. A storage that ZeRO 3 has
-freed has a size of 0.
+Memory belongs to storages, not to tensors: a tensor is a dtype, a shape, strides and an offset in a storage
+(Edward Yang, "PyTorch internals", 2019). The garbage collector lists Python's tensors. A storage that ZeRO 3
+has freed has a size of 0.
 """
 
 import gc
@@ -31,8 +31,8 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
     """Return the bytes of distinct storages, by class, and of all other storages of this process as "other".
 
     A storage that belongs to several classes counts for the first of them. A DTensor counts as its local
-    tensor. Tensors that only autograd's graph holds are not found: call it when there is no graph, and use
-    `saved_activations` for these. Raise ValueError for a class named "other".
+    tensor. Tensors that only autograd's graph holds are not found: call this when there is no graph, and use
+    `saved_activations` for these tensors. Raise ValueError for a class named "other".
     """
     if "other" in classes:
         raise ValueError('The name "other" is for tensors of no class; give yours another name.')
@@ -53,7 +53,7 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
-    """Return the gradient of a leaf, without calling a tensor subclass's own code."""
+    """Return the gradient of a leaf, None for other tensors, without calling a tensor subclass's own code."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.grad if tensor.is_leaf else None
 
@@ -85,7 +85,7 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
 
 @dataclass
 class Saved:
-    """The number of bytes that autograd has saved for the backward so far."""
+    """Hold the number of bytes that autograd has saved for the backward so far."""
 
     bytes: int = 0
     _seen: set[StorageWeakRef] = field(default_factory=set, repr=False)

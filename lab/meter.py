@@ -1,4 +1,4 @@
-"""Measure the speed, memory and traffic of a training, and print them: progress lines, then a report.
+"""Measure the speed, memory and traffic of a training run, and print progress lines and then a report.
 
     meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
     for step in range(50):
@@ -38,8 +38,8 @@ LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a termin
 class StepRecord:
     """Holds the loss of a step: a float or a 0-d tensor. The caller takes the mean over all ranks.
 
-    A tensor is read only when a progress line shows it, because reading it makes the host wait for the GPU.
-    Do not write to it afterwards.
+    A tensor is read at the end of the first step, for a progress line and in `finish`, and at no other time,
+    because reading it makes the host wait for the GPU. Do not write to it after the step.
     """
 
     loss: Tensor | float | None = None
@@ -49,7 +49,7 @@ class Meter:
     """Times the steps of one rank. `tokens_per_step` counts the tokens of the global batch, over all ranks.
 
     `steps` is the number of the last step; a run that goes on from a checkpoint begins after `first_step`.
-    The first `warmup` steps are not timed, but of few steps at least half are. With `as_json` the last line
+    The times leave out the first `warmup` steps, but at most half of all steps. With `as_json` the last line
     on stdout is the summary as JSON, and everything else goes to stderr.
     """
 
@@ -72,7 +72,7 @@ class Meter:
         self._seconds: list[float] = []
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
-        self.traffic: dict[Entry, Traffic] = {}  # inside of the steps
+        self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps
         self._peak: int | None = None
         reset_peak_memory(cluster.device)
 
@@ -113,9 +113,9 @@ class Meter:
 
         `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
         `bytes_sent` and `messages_sent` are what this rank has sent inside of all steps, warm-up included;
-        traffic between steps is left out. `peak_memory_bytes`, from when the meter was made to the last
-        step, is the process's (CPU) or its tensors' (CUDA). `extras` follow these fields. The table leaves
-        out what is None; README.md explains each row.
+        traffic between steps is left out. `peak_memory_bytes` is the peak between the meter's creation and
+        the end of the last step: of the process's memory on the CPU, of its tensors on a GPU. `extras` follow
+        these fields. The table leaves out what is None; README.md explains each row.
         """
         sent = sum(self.traffic.values(), Traffic())
         summary = {
@@ -206,16 +206,16 @@ def _plain(value: Any) -> Any:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` begin again."""
+    """Reset the peak that `peak_memory` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # not Linux, or not allowed: the peak will be that of the whole process
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): VmHWM begins again at what is resident
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to the current resident size
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes since the last reset: the process's, or its tensors' on a GPU, or None."""
+    """Return the peak in bytes since the last reset: of the process, or on a GPU of its tensors; or None."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

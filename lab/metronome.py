@@ -1,7 +1,7 @@
-"""Replace computing by a clock, so that a laptop with fewer cores than ranks shows the cost of communication.
+"""Replace computing with a clock, so that a laptop with few cores still shows the cost of communication.
 
     model = metronome_of(GPT(config), seconds=0.01)
-    loss_of(model(x), y).backward()         # gradients of zeros, each layer's as late as a real one's
+    loss_of(model(x), y).backward()         # gradients of zeros, each as late as a real layer's
 
 Ranks that compute on the same cores slow each other down, and that hides the cost of communication. Here a
 layer sleeps for a fixed time instead, as if every rank had a device of its own. The forward takes `seconds`
@@ -26,7 +26,7 @@ from lab.model import GPT
 
 
 class Metronome(nn.Module):
-    """A module that takes the time of `model` and has its parameters, but computes nothing.
+    """Stand in for `model`: hold its parameters and sleep a fixed time in each layer, but compute nothing.
 
     `layers` are the parameters of each layer, first layer first. Together they hold every parameter of
     `model` once. A tied parameter belongs to the layer whose backward completes its gradient. `seconds` is
@@ -50,22 +50,22 @@ class Metronome(nn.Module):
 
     @property
     def forward_seconds(self) -> float:
-        """The time of the forward pass."""
+        """Return the time of the forward pass."""
         return len(self.layers) * self.seconds
 
     @property
     def backward_seconds(self) -> float:
-        """The time of the backward pass."""
+        """Return the time of the backward pass."""
         return 2 * self.forward_seconds
 
     @property
     def last_layer_backward_seconds(self) -> float:
-        """The time until the backward has the first gradients."""
+        """Return the time from the start of the backward until it has the first gradients."""
         return 2 * self.seconds
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Return `logits_btv` of zeros: all tokens are equally likely."""
-        # It requires a gradient, so that the backward passes through all layers, even if the first is frozen.
+        """Return `logits_btv` of zeros: all vocabulary entries are equally likely."""
+        # x requires a gradient, so that the backward passes through all layers, even if the first is frozen.
         x = next(self.parameters()).new_zeros(()).requires_grad_()
         for layer in self.layers:
             x = _Tick.apply(x, self.seconds, *layer)
@@ -73,7 +73,7 @@ class Metronome(nn.Module):
 
 
 def metronome_of(gpt: GPT, seconds: float) -> Metronome:
-    """Return a metronome with one layer for each block, which takes `seconds` in the forward.
+    """Return a metronome with one layer for each block; a layer takes `seconds` in the forward.
 
     The embeddings belong to the first layer, the final norm and the head to the last one. A tied head is the
     token embedding, whose gradient is complete in the first layer.
@@ -86,7 +86,7 @@ def metronome_of(gpt: GPT, seconds: float) -> Metronome:
 
 
 class _Tick(torch.autograd.Function):
-    """One layer. Its scalar input and output give the layers their order in autograd's graph."""
+    """Run one layer. Its scalar input and output give the layers their order in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, *parameters: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""The models the lessons train: a small GPT, an MLP and a convolutional network.
+"""Define the models that the lessons train: a small GPT, an MLP and a convolutional network.
 
 Shapes by suffix: b batch, t time (position in the text), d model width, h heads, e width of one head,
 v vocabulary, n images, c channels. `x_btd` is (batch, time, width).
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT. Raise ValueError if the heads do not divide them as attention needs.
+    """Hold the sizes of a GPT. Raise ValueError unless `num_heads` is a divisor of `width`.
 
     `num_kv_heads` below `num_heads` lets several query heads share one key and value head (grouped-query
     attention, Ainslie et al. 2023, arXiv:2305.13245). None means a key and value head for each query head.
+    Raise ValueError unless it is a divisor of `num_heads`.
     """
 
     vocab_size: int = 256
@@ -42,7 +43,7 @@ class GPTConfig:
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> "GPTConfig":
-        """Return the config `name` of `SIZES`, with some fields changed. ValueError if there is none."""
+        """Return `SIZES[name]` with some fields changed. Raise ValueError if there is no such size."""
         if name not in SIZES:
             raise ValueError(f"there is no GPT size {name!r}: choose one of {', '.join(SIZES)}")
         return replace(SIZES[name], **changes)
@@ -55,7 +56,7 @@ class GPTConfig:
 SIZES = {
     "tiny": GPTConfig(block_size=32, num_layers=2, num_heads=4, width=32),
     "small": GPTConfig(block_size=64, num_layers=4, num_heads=4, width=128),
-    # Heads, tokens and features divide among 2, 3, 4, 6 and 8 ranks.
+    # Heads, tokens and features divide evenly among 2, 3, 4, 6 and 8 ranks.
     "24heads": GPTConfig(block_size=48, num_layers=4, num_heads=24, width=192),
     "13m": GPTConfig(block_size=256, num_layers=4, num_heads=8, width=512),
 }
@@ -70,7 +71,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. `x_btd` in and out."""
+    """Apply causal self-attention: `x_btd` in and out."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(self.q_proj(x_btd), self.k_proj(x_btd), self.v_proj(x_btd)))
 
     def attend(self, *projected: Tensor) -> Tensor:
-        """Attend with queries, keys and values of (b, t, heads * e) each; return (b, t, query heads * e)."""
+        """Attend with queries, keys and values, all (b, t, heads * e); return (b, t, query heads * e)."""
         # The number of heads comes from the projections' outputs, so a rank may hold only some heads.
         q_bhte, k_bhte, v_bhte = (y.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for y in projected)
         dropout = self.dropout if self.training else 0.0
@@ -98,7 +99,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers around a GELU, four times as wide in between. `x_btd` in and out."""
+    """Apply two linear layers around a GELU, where the width is 4 * d: `x_btd` in and out."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block. `x_btd` in and out."""
+    """Apply a pre-norm transformer block: `x_btd` in and out."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer like GPT-2 (Radford et al. 2019), with its initialisation."""
+    """Implement a decoder-only transformer like GPT-2 (Radford et al. 2019), with GPT-2's initialisation."""
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ def loss_of(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, from (n, ...) of sizes[0] numbers each to (n, sizes[-1])."""
+    """Apply linear layers with ReLU between them, from n inputs of sizes[0] numbers to (n, sizes[-1])."""
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class MLP(nn.Module):
 
 
 class BabyCNN(nn.Module):
-    """Two convolutions, one pooling, two linear layers: from `x_nchw` of one channel to (n, num_classes)."""
+    """Apply two convolutions, a pooling, two linear layers: from `x_nchw` (c is 1) to (n, num_classes)."""
 
     def __init__(self, image_size: int = 8, num_classes: int = 10, seed: int = 0) -> None:
         super().__init__()

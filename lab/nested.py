@@ -4,8 +4,8 @@
         ...
     inputs = map_tensors(inputs, lambda x: x.to(torch.bfloat16))
 
-These may be nested. Values that are no tensors stay unchanged. torch's pytree knows tuples, lists and dicts;
-DDP also handles dataclasses.
+Containers may be nested. Values that are no tensors stay unchanged. torch's pytree knows tuples, lists and
+dicts; dataclasses are handled here, as in DDP.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, in the order of its fields."""
+    """Yield the tensors in `value`, in the order of its elements and fields."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -1,4 +1,4 @@
-"""Read off a rank's spans how much of its communication was hidden behind its computing.
+"""Compute from a rank's spans how much of its communication was hidden behind its computing.
 
     main             |  forward  |      backward      |  wait  |
     communication                        | bucket 1 | bucket 0 |
@@ -14,7 +14,7 @@ done, lies within the backward's *span*, but nothing is computed meanwhile. It i
 
 So what the main lane spends in spans of kind "wait" and "communication" does not count as computing. Code
 that blocks on another thread's work must record a wait, or the wait counts as computing.
-Intervals are (start_ns, end_ns) on the events' clock; a list of them is sorted, apart and without empty ones.
+Intervals are (start_ns, end_ns) on the events' clock. In a list they are sorted, not empty, and do not touch.
 """
 
 from bisect import bisect_right
@@ -32,7 +32,7 @@ BLOCKED = ("wait", "communication")  # on the main lane
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds in which a rank computed, communicated, did both, and communicated on its main thread."""
+    """Hold seconds in which a rank computed, communicated, did both, and communicated on its main lane."""
 
     compute_seconds: float
     communication_seconds: float
@@ -41,23 +41,23 @@ class Overlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Return the share of the communication's time in which the rank computed, too; None without any."""
+        """Return `hidden_seconds` as a share of `communication_seconds`; None without communication."""
         return self.hidden_seconds / self.communication_seconds if self.communication_seconds else None
 
     @property
     def blocking_share(self) -> float | None:
-        """Return the share of that time in which the main thread itself communicated; None without any."""
+        """Return `blocking_seconds` as a share of `communication_seconds`; None without communication."""
         return self.blocking_seconds / self.communication_seconds if self.communication_seconds else None
 
 
 def overlap_of(events: Sequence[Event]) -> Overlap:
     """Return the overlap in one rank's events. Spans at the same time, or within each other, count once.
 
-    Computing happens on the main lane, communication on any. ValueError for events of several ranks, which
-    would hide one rank's communication behind another's computing.
+    Computing happens on the main lane, communication on any. Raise ValueError for events of several ranks:
+    one rank's communication would seem hidden behind another's computing.
     """
     if len(ranks := {event.rank for event in events}) > 1:
-        raise ValueError(f"overlap is one rank's, and these events are of ranks {sorted(ranks)}; pick one")
+        raise ValueError(f"overlap_of takes one rank's events, not those of ranks {sorted(ranks)}; pick one")
     main = [event for event in events if event.lane == MAIN_LANE]
     compute = difference(busy(main, COMPUTE), busy(main, BLOCKED))
     communication = busy(events, COMMUNICATION)

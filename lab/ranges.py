@@ -1,8 +1,8 @@
-"""Let torch.distributed.checkpoint (DCP) save ranges of flat tensors, and load files that it need not trust.
+"""Save ranges of flat tensors with torch.distributed.checkpoint (DCP), and load files without trusting them.
 
-DCP asks an item for the chunks of a tensor that a rank has, and its planners for the tensors with the data.
-Its own reader unpickles the metadata file, which may run any code. The reader here gets metadata from
-`unpickle`, which allows harmless classes only.
+DCP asks each item of a state which chunks of its tensor this rank holds, and asks a planner for the tensor
+with the data. DCP's own reader unpickles the metadata file, which may run any code. The reader here gets the
+metadata from `unpickle`, which allows harmless classes only.
 """
 
 import io
@@ -30,7 +30,7 @@ from lab.errors import WorkbookError
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """The range of a flat tensor of `numel` elements that a rank holds, from `start` on."""
+    """Hold in `tensor` a rank's range, from element `start` on, of a flat tensor of `numel` elements."""
 
     tensor: Tensor
     start: int
@@ -41,7 +41,7 @@ class Range:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self.tensor.numel() == 0 and self.numel > 0:
-            return []  # an empty range: the next rank's range has the same start
+            return []  # an empty range is no chunk: the next rank's range has the same start
         return [ChunkStorageMetadata(torch.Size([self.start]), self.tensor.shape)]
 
     def __create_write_items__(self, key: str, _: object) -> list[planner.WriteItem]:
@@ -107,7 +107,7 @@ def unpickle(data: bytes, path: Path) -> Metadata:
 
 
 class Unpickler(pickle.Unpickler):
-    """An unpickler that allows the classes of tensor metadata only, because other classes could run any code.
+    """Unpickle only objects of the classes of tensor metadata, because other classes could run any code.
 
     So it also refuses DCP's metadata of pickled objects.
     """

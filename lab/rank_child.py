@@ -24,7 +24,7 @@ from lab import replace
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.devices import device_of
-from lab.gloo_threads import keep_from_displacing
+from lab.gloo_threads import keep_from_preempting
 from lab.interface import LOOPBACK
 
 
@@ -94,7 +94,7 @@ def _call(job: Job) -> Any:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.group_timeout),
         )
-        keep_from_displacing()
+        keep_from_preempting()
         # Wait for all: if a rank failed while a peer is still connecting, the peer's error would hide the
         # cause.
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)

@@ -28,7 +28,10 @@ _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a late
 
 
 class RankError(RuntimeError):
-    """An error of a rank that failed, died or hung. `rank` is the first one, and the text its traceback."""
+    """Report a rank that failed, died or hung. The text is its traceback, or says how it died or hangs.
+
+    `rank` is the rank that failed first or, after a hang, the lowest rank that is stuck.
+    """
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -50,12 +53,12 @@ def run_ranks(
     `fn` may be any function, also one from a notebook cell. `timeout` limits the call, in seconds. A single
     communication gives up after `group_timeout` seconds, by default later than `timeout`, so that the report
     of a hang comes first. `backend=None` starts the ranks without a group. `device` is "cpu", or "cuda" to
-    spread the ranks over the GPUs of this machine. With GPUs `backend` may be "nccl", which needs one for
-    each rank.
+    spread the ranks over the GPUs of this machine. With GPUs `backend` may be "nccl", which needs a GPU
+    for each rank.
 
     Raise RankError with the traceback of the rank that failed first, or with the line where each rank is
     stuck. With `collect_failures` a failing rank does not end the others: its place in the result holds its
-    RankError. Raise WorkbookError if there are too few GPUs.
+    RankError. Raise WorkbookError if this machine cannot offer `device` and `backend`.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}.")
@@ -78,7 +81,7 @@ def run_ranks(
 
 
 class _Supervisor:
-    """The parent's side of one call: the processes, their pipes, and the answers from them."""
+    """Run the parent's side of one call, with the processes, their pipes, and the answers from them."""
 
     def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:
         self.jobs, self.timeout, self.collect_failures = jobs, timeout, collect_failures
@@ -115,7 +118,7 @@ class _Supervisor:
         self.selector.close()
 
     def _turn(self, deadline: float) -> bool:
-        """Handle what has arrived. Return False if the deadline has passed."""
+        """Wait for output or answers, and handle them. Return False if the deadline has passed."""
         ready = self.selector.select(max(0.0, deadline - time.monotonic()))
         for key, _ in ready:
             rank, what, buffer = key.data
@@ -134,8 +137,8 @@ class _Supervisor:
     def _take_answer(self, rank: int, pipe: Any) -> None:
         self.selector.unregister(pipe)
         try:
-            when, result, trace = cloudpickle.loads(pipe.recv_bytes())
-        except EOFError:
+            answer = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
             self.started[rank].process.join(1)
             code = self.started[rank].process.exitcode
             how = (
@@ -146,6 +149,10 @@ class _Supervisor:
             # A death counts as the first failure, because it causes the errors of its peers.
             self.failures[rank] = (0.0, RankError(rank, f"rank {rank} {how} before it returned."))
         else:
+            try:
+                when, result, trace = cloudpickle.loads(answer)
+            except Exception as error:
+                when, trace = time.monotonic(), f"its result cannot be unpickled: {error!r}"
             if trace is None:
                 self.answers[rank] = result
             else:
@@ -155,6 +162,8 @@ class _Supervisor:
     def _take_output(self, rank: int, stream: TextIO, buffer: bytearray, pipe: Any) -> None:
         data = os.read(pipe.fileno(), 65536)
         buffer += data
+        if data and b"\n" not in data:
+            return
         *lines, rest = bytes(buffer).split(b"\n")
         if not data:
             self.selector.unregister(pipe)
@@ -189,7 +198,7 @@ class _Supervisor:
 
 
 def _where(path: str) -> str:
-    """Return the innermost line of the main thread, without library code, from a stack file."""
+    """Return where the main thread is, from a stack file: its lines outside of libraries, innermost first."""
     with suppress(OSError), open(path) as file:
         # faulthandler lists the main thread last and each thread's innermost frame first.
         main_thread = file.read().rsplit("hread 0x", 1)[-1]
@@ -220,6 +229,6 @@ def _tag(rank: int, stream: TextIO) -> str:
 
 
 def _is_in_a_notebook() -> bool:
-    """Return whether this process is a kernel of Jupyter, which is more than having imported ipykernel."""
+    """Return whether this process is a kernel of Jupyter. Having imported IPython is not enough."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

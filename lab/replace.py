@@ -1,8 +1,8 @@
 """Replace a function or a class for a while, in this process and in every rank that it starts.
 
-An exercise replaces a part of a lesson by the learner's implementation, and a mutant replaces it by a wrong
-one. The lesson's own tests judge both. `from module import name` copies a reference, so the replacement is
-written to every module that binds the original, not only to the one that defines it.
+An exercise replaces a part of a lesson with the learner's implementation, and a mutant replaces it with a
+wrong one. The lesson's own tests judge both. `from module import name` copies a reference, so the replacement
+is written to every module that binds the original, not only to the one that defines it.
 """
 
 import contextlib
@@ -98,6 +98,6 @@ def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
 
 
 def _is_library(package: str) -> bool:
-    """Return whether a package is Python's own or installed, not a notebook, a script or made by hand."""
+    """Return whether a package is Python's own or installed, not a notebook, a script or made in memory."""
     file = getattr(sys.modules.get(package), "__file__", None)
     return file is not None and file.startswith(_LIBRARIES)

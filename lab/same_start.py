@@ -28,8 +28,8 @@ def check_same_start(
 ) -> None:
     """Return if all ranks have the same data and arguments. Otherwise raise the same WorkbookError on all.
 
-    Every rank writes a report to `cluster.store`, and waits for the others' reports: `timeout` seconds, by
-    default the store's own timeout.
+    Every rank writes a report to `cluster.store`, and waits for the others' reports: at most `timeout`
+    seconds, by default the store's own timeout.
     """
     store = cluster.store
     prefix = f"lab.same_start/{store.add(f'lab.same_start/calls/{cluster.rank}', 1)}"
@@ -51,7 +51,7 @@ def data_digest(data: Tensor) -> str:
 
 
 def _compare(reports: list[dict[str, Any]]) -> str:
-    """Return an error text if the reports of all ranks differ, else an empty text."""
+    """Return an error text if the ranks' reports are not all equal, else an empty text."""
     odd = [str(rank) for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
     if odd:
         pythons = [f"{report['python']} on rank {rank}" for rank, report in enumerate(reports)]

@@ -57,7 +57,7 @@ def split(corpus: Tensor) -> tuple[Tensor, Tensor]:
 def global_batch(
     corpus: Tensor, seed: int, step: int, batch_size: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (x_bt, y_bt), int64: random windows of the corpus, and the same windows one byte later.
+    """Return (x_bt, y_bt), int64: random windows of `block_size` bytes, and the same windows one byte later.
 
     Raise WorkbookError if the corpus is not longer than a window.
     """

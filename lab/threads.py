@@ -21,7 +21,7 @@ _VECTOR_MATH = (
 
 
 def own_cores() -> frozenset[int]:
-    """Return the numbers of the cores that this process may use."""
+    """Return the ids of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -35,7 +35,10 @@ def cores_id() -> str:
 
 
 def share_cores(num_ranks: int) -> None:
-    """Set the number of threads: OMP_NUM_THREADS, or this rank's share of cores that `num_ranks` use."""
+    """Set the number of threads to this rank's share of its cores, unless OMP_NUM_THREADS is set.
+
+    `num_ranks` is the number of ranks that use these cores.
+    """
     if not os.environ.get("OMP_NUM_THREADS"):
         share = len(own_cores()) // num_ranks
         torch.set_num_threads(max(1, min(share, torch.get_num_threads())))

@@ -42,7 +42,7 @@ Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's st
 # machines have other clocks, and `align` measures the offset.
 now = time.perf_counter_ns
 
-QUICK_NS = 2_000_000  # during which the store is checked without a pause: many round trips
+QUICK_NS = 2_000_000  # how long the store is checked without a pause: many round trips
 PIECE_BYTES = 1 << 20  # a TCPStore closes the connection of a client that sends more than 8 MiB
 
 _recording = False
@@ -113,7 +113,7 @@ def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManage
 
 
 class _Timed:
-    """A span around a block. It is a class, because a generator takes three times as long."""
+    """Record a span around a block. This is a class, because a generator takes three times as long."""
 
     def __init__(self, name: str, kind: str, args: dict[str, Any]) -> None:
         self._name, self._kind, self._args = name, kind, args
@@ -128,7 +128,7 @@ class _Timed:
 def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None = None, **args: Any) -> None:
     """Add a span from its start and end, each `now()` or `mark()`, which may come from two threads.
 
-    `lane` is by default the calling thread's. Spans of a lane may overlap, and are then drawn side by side.
+    `lane` is by default the calling thread's. Spans of a lane that overlap are drawn one below the other.
     """
     if not _recording:
         return
@@ -159,7 +159,7 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
 
     Rank 0 answers the other ranks one after the other, with `rounds` pings each. If a rank does not call it,
     the store's timeout ends the wait with a TimeoutError that names the rank. If the rank has died, a
-    WatchedStore raises at once.
+    WatchedStore (comm.membership) raises an error at once.
     """
     store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), _machine()
     if cluster.is_main:
@@ -184,8 +184,8 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
             ahead_going, ahead_coming = int(received) - sent, int(answered) - back
             trips.append((ahead_going - ahead_coming, (ahead_going + ahead_coming) // 2))
     delay, offset = min(trips)
-    # On one machine the offset is 0. Return exactly 0 if the round trips allow it: over a FileStore each
-    # takes 10 ms.
+    # On one machine the offset is 0. Return exactly 0 if the round trips allow it, because the measured
+    # offset is inexact: over a FileStore each round trip takes 10 ms.
     return 0 if machine == main_machine and abs(offset) <= delay / 2 else offset
 
 
@@ -201,7 +201,7 @@ def gather_events(
     """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
 
     `events` are by default all that the rank recorded. `offset_ns` (from `align`) is added to their times.
-    They travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
+    Events travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
     """
     store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
     own = [
@@ -231,14 +231,15 @@ def gather_events(
 def _fresh_prefix(cluster: Cluster, what: str) -> str:
     """Return a key prefix that no earlier call has used. It is equal on all ranks if all make the same calls.
 
-    A PrefixStore would not do: it waits at torch's store directly, and does not notice a rank's death.
+    A PrefixStore would not do: it calls torch's store directly, so a WatchedStore would not notice a rank's
+    death.
     """
     call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
     return f"lab.timeline/{what}/{call}"
 
 
 def _wait(store: dist.Store, key: str, is_near: bool) -> None:
-    """Wait for a key. With `is_near` check it without pauses first, which are longer than a round trip."""
+    """Wait for a key. If it `is_near`, first check without pauses: a pause is longer than a round trip."""
     deadline = now() + QUICK_NS
     while is_near and now() < deadline:
         if store.check([key]):

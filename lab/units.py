@@ -1,6 +1,7 @@
 """Read times and rates (0.2ms, 1gbit), and show times, sizes and rates (75.97 ms, 1.5 MB, 19.20 Gbit/s).
 
-Input is spelled as in tc and in LINK. Output has four digits, and a space before the unit.
+Input is spelled as in tc(8) and in the variable LINK of docker-compose.yaml. Output has a space before the
+unit. Times and rates are shown with four digits, sizes with one decimal.
 """
 
 import re
@@ -35,9 +36,9 @@ def bytes_per_second(text: str) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return the time in a suitable unit: "1.250 s", "75.97 ms", "31.40 us" or "0.250 ns"."""
+    """Return the time in a suitable unit: "1.250 s", "75.97 ms", "31.40 us" or "0.2500 ns"."""
     for unit, length in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= length:
+        if abs(float(f"{seconds:.4g}")) >= length:
             return f"{_four_digits(seconds / length)} {unit}"
     return f"{_four_digits(seconds * 1e9)} ns" if seconds else "0 s"
 
@@ -55,4 +56,4 @@ def show_rate(seconds_per_byte: float) -> str:
 
 
 def _four_digits(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
+    return f"{value:,.0f}" if abs(value) >= 999.95 else f"{value:#.4g}"

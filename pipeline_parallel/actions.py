@@ -1,4 +1,4 @@
-"""Actions: what a rank of a pipeline does, one after the other, written down before anything runs.
+"""Describe what a rank of a pipeline does, action by action, before anything runs.
 
     F3   forward of microbatch 3              B3   its backward
     I3   its input gradient                   W3   its weight gradient           (B3 = I3 and W3)
@@ -56,7 +56,7 @@ def table_text(table: Table) -> str:
 
 
 def parse_row(text: str, stage: int = 0) -> list[Action]:
-    """Return the actions of a text such as `F0 F1 2B0`. Those without a number in front are of `stage`.
+    """Return the actions of a text such as `F0 F1 2B0`. Those without a number in front are in stage `stage`.
 
     ValueError for any other text.
     """

@@ -22,7 +22,7 @@ class ActivationWatch:
     def __init__(self) -> None:
         self._ignored: set[StorageWeakRef] = set()
         self._noted: dict[Place, dict[StorageWeakRef, int]] = {}
-        self._known: set[StorageWeakRef] = set()  # what two stages of a rank save belongs to the first
+        self._known: set[StorageWeakRef] = set()  # a storage that two stages save counts for the first
         self.peak_bytes = 0
         self.peak_held = 0
         self.kept_by_forward: dict[int, int] = {}

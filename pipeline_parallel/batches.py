@@ -1,4 +1,4 @@
-"""Divide a batch into microbatches of the size of the example, or refuse it in one sentence."""
+"""Divide a batch into microbatches of the size of the example, or raise an error that says why not."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ def microbatches_of_input(x: Tensor | None, count: int, like: Tensor) -> list[Te
     if (parts[0].shape, parts[0].dtype) != (like.shape, like.dtype):
         raise WorkbookError(
             f"A microbatch is {list(parts[0].shape)} of {parts[0].dtype}, but the pipeline was made for "
-            f"{list(like.shape)} of {like.dtype}: give it such an example, or such batches "
-            "(a DataLoader's last one is smaller without drop_last=True)."
+            f"{list(like.shape)} of {like.dtype}: give Pipeline an example like this microbatch, or change "
+            "the batch (a DataLoader's last batch is smaller without drop_last=True)."
         )
     return parts
 
@@ -34,7 +34,7 @@ def validated_loss(loss: Tensor) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     given = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise WorkbookError(f"loss_of must return one number, the mean over a microbatch, and returned {given}.")
+    raise WorkbookError(f"loss_of must return one number, the mean over a microbatch, but returned {given}.")
 
 
 def refuse_without_gradients() -> None:

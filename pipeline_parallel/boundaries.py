@@ -1,9 +1,9 @@
-"""Exchange what the ranks of a pipeline must know before they begin: the stages and the boundaries between
-them.
+"""Agree on the stages of a pipeline before it begins, and exchange the boundaries between them.
 
-Boundary s is the input of stage s. A tensor without memory (device "meta") describes its shape and dtype.
-Each stage receives the description of its input from the stage before, and sends that of its output to the
-stage after. If something is wrong on one rank, all ranks raise.
+Boundary s is the input of stage s; the last boundary is the output of the last stage. A tensor without
+memory (device "meta") describes its shape and dtype. Each stage receives the description of its input from
+the stage before, and sends that of its output to the stage after. If something is wrong on one rank, all
+ranks raise.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def agreed_stages(
         validate_table_and_example(table, example, group)
         full = as_sequential(model)
         agreed.append((full, parts_of(full)))
-        ranges(None if is_timed else costs)  # which may refuse
+        ranges(None if is_timed else costs)  # raises if costs or split do not fit
         names = [part.modules for part in agreed[0][1]]
         sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in full.state_dict().items()]
         given = [each if isinstance(each, str | None) else list(each) for each in (costs, split)]
@@ -74,7 +74,9 @@ def validate_table_and_example(table: Table, example: Tensor, group: Group) -> N
         raise WorkbookError(f"The schedule is for {len(table)} ranks, and there are {ranks}.")
     if not isinstance(example, Tensor) or not example.dim() or example.dim() > MAX_DIMS:
         given = type(example).__name__ if not isinstance(example, Tensor) else f"{example.dim()} dims"
-        raise WorkbookError(f"`example` is a microbatch of the input, one tensor, and not {given}.")
+        raise WorkbookError(
+            f"`example` must be a microbatch of the input: one tensor of 1 to {MAX_DIMS} dims, not {given}."
+        )
 
 
 def exchange_boundaries(
@@ -82,8 +84,9 @@ def exchange_boundaries(
 ) -> tuple[dict[int, Tensor], int]:
     """Return the boundaries of this rank's `stages`, and how many examples a microbatch has.
 
-    `example` counts on the rank of the first stage. WorkbookError on all ranks if a stage cannot take its
-    input, or returns something other than a tensor with gradients.
+    The shape and dtype of `example` matter only on the rank of the first stage. WorkbookError on all ranks if
+    a stage cannot take its input, or does not return one tensor. If another stage follows, the dtype of that
+    tensor must allow a gradient.
     """
     rank, device = dist.get_rank(group), example.device
     likes: dict[int, Tensor | None] = {}
@@ -119,13 +122,14 @@ def _output_like(stage: Stage, index: int, given: Tensor, is_followed: bool) -> 
             f"Stage {index} cannot take its input, {list(given.shape)} of {given.dtype}: {reason(error)}"
         ) from error
     if not isinstance(made, Tensor) or made.dim() > MAX_DIMS:
-        made_name = f"{made.dim()} dims" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        made_name = f"one of {made.dim()} dims" if isinstance(made, Tensor) else f"a {type(made).__name__}"
         raise WorkbookError(
-            f"Stage {index} makes {made_name}; a stage hands on one tensor of at most {MAX_DIMS} dims."
+            f"A stage must return one tensor of at most {MAX_DIMS} dims, but stage {index} returns "
+            f"{made_name}."
         )
     if is_followed and not (made.is_floating_point() or made.is_complex()):
         raise WorkbookError(
-            f"Stage {index} makes {made.dtype}, which has no gradient: cut the model elsewhere."
+            f"Stage {index} returns a tensor of {made.dtype}, which has no gradient: cut the model elsewhere."
         )
     return made
 

@@ -53,14 +53,14 @@ from pipeline_parallel.stage_runner import StageRunner, without_autocast
 
 
 class HandWritten(Protocol):
-    """Is the class of a lesson: one rank's stage, and how a batch goes through it."""
+    """Describes the class of a lesson: one rank's stage, and how a batch goes through it."""
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Add the gradients of the batch to those of the parameters; return the loss on the last rank."""
 
 
 class _Failed(Exception):
-    """Leaves the hand-written step when this rank or another one has failed."""
+    """Ends the hand-written step early when this rank or another one has failed."""
 
 
 class ByHand:
@@ -108,7 +108,7 @@ class ByHand:
     def _begin_step(self) -> None:
         self._waits = MessageWaits()
         self._done: list[tuple[Action, tuple[timeline.Moment, timeline.Moment]]] = []
-        self._numbers: Counter[tuple[str, int]] = Counter()  # of the messages from each stage so far
+        self._numbers: Counter[tuple[str, int]] = Counter()  # messages so far, by kind and stage
         self._sent: set[Message] = set()
         self._received: set[Message] = set()
         self._leaving: dict[Message, Transfer | SlowTransfer] = {}
@@ -191,7 +191,7 @@ class ByHand:
         self.irecv(tensor, src).wait()
 
     def isend(self, tensor: Tensor, dst: int) -> "PendingSend":
-        """Start sending the next activation, or to the rank before, the next gradient."""
+        """Start sending the next activation to the rank after, or the next gradient to the rank before."""
         message = self._next(FORWARD if dst > self._rank else INPUT_GRADIENT, self._rank)
         action = Action(FORWARD if dst > self._rank else BACKWARD, message.microbatch, self._rank)
         try:
@@ -203,7 +203,7 @@ class ByHand:
         return PendingSend(self, message)
 
     def irecv(self, tensor: Tensor, src: int) -> "PendingReceive":
-        """Post the receive of the next activation, or from the rank after, of the next gradient."""
+        """Post the receive of the next activation from the rank before, or gradient from the rank after."""
         message = self._next(FORWARD if src < self._rank else INPUT_GRADIENT, src)
         self._post(message, tensor)
         return PendingReceive(self, message, tensor)
@@ -238,7 +238,7 @@ class ByHand:
             raise _Failed
 
     def _finish_messages(self) -> None:
-        """Receive and send, in order, what is left of this step; send failure marks."""
+        """Receive what this step still expects, and send failure marks for what it still owes, in order."""
         for action in self._row:
             needed, made = received_by(action, self.last_stage), sent_by(action, self.last_stage)
             if needed is not None and needed not in self._received:
@@ -256,7 +256,7 @@ class ByHand:
 
 
 class PendingSend(NamedTuple):
-    """Is a message that a rank has begun to send."""
+    """Holds a message that a rank has begun to send."""
 
     run: ByHand
     message: Message
@@ -267,7 +267,7 @@ class PendingSend(NamedTuple):
 
 
 class PendingReceive(NamedTuple):
-    """Is a message of which a rank has posted the receive."""
+    """Holds a message whose receive a rank has posted."""
 
     run: ByHand
     message: Message

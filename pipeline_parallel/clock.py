@@ -16,18 +16,18 @@ import time
 import torch
 from torch import Tensor
 
-HARDLY = 0.01  # of a tick: who waited less has not waited, but asked
+HARDLY = 0.01  # of an action's seconds: a shorter wait is only the time of the call
 STAMP_BYTES = 8
 PR_SET_TIMERSLACK = 29  # prctl(2): in nanoseconds, for this thread
 
 
 class Clock:
-    """Is the device of one rank, shared by its stages. Times are nanoseconds of time.perf_counter_ns."""
+    """Simulates the device of one rank, shared by its stages. Times are in ns, of time.perf_counter_ns."""
 
     def __init__(self) -> None:
-        self.last: tuple[int, int] | None = None  # start and end of the last pass
+        self.last: tuple[int, int] | None = None  # start and end of the last action
         self._free_at = 0
-        if sys.platform == "linux":  # else it wakes sleepers up to 50 us late, to wake several at once
+        if sys.platform == "linux":  # by default it wakes sleepers up to 50 us late, to wake several at once
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def begin_step(self) -> None:
@@ -35,7 +35,7 @@ class Clock:
         self._free_at = time.perf_counter_ns()
 
     def begin(self, seconds: float, waited: float, made_at: int) -> int:
-        """Compute for `seconds`, and return when that will be done.
+        """Begin an action that takes `seconds`, and return the time of its end.
 
         The host has waited `waited` seconds for the input, which was made at `made_at`.
         """
@@ -99,7 +99,7 @@ class ClockRunner:
         if given is not None and given.nbytes >= STAMP_BYTES:
             asked = time.perf_counter_ns()
             made_at = int(_bytes_of(given).view(torch.int64))
-            if given.is_cuda:  # nccl's wait() holds up the stream alone: it is here that the host waits
+            if given.is_cuda:  # after nccl's wait() only the stream waits; the host waited here
                 waited += (time.perf_counter_ns() - asked) / 1e9
         end = self.clock.begin(ticks * self.seconds, waited, made_at)
         shape, dtype = ((), None) if like is None else (like.shape, like.dtype)

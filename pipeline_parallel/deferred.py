@@ -3,13 +3,13 @@
       y = x W^T       input gradient   dx = dy W        the stage before waits for it
                       weight gradient  dW = dy^T x      only the optimizer's step waits for it
 
-Autograd computes both in one node. Inside of `deferring(deferred)` a linear layer or a convolution becomes a
-node whose backward returns dx and adds the computation of dW to `deferred`. That computation needs x and dy,
-so both stay in memory until it is done. The gradients of biases are computed with dW; those of norms and
+Autograd computes both in one node. Inside of `deferring(deferred)` a linear layer or a 2D convolution becomes
+a node whose backward returns dx and adds the computation of dW to `deferred`. That computation needs x and
+dy, so both stay in memory until it is done. The gradients of biases are computed with dW; those of norms and
 embeddings at once with dx, because they cost next to nothing.
 
-The product adds dW to `weight.grad` without a tensor in between, so hooks on the parameter do not see it.
-After Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
+dW is added to `weight.grad` outside of autograd, so hooks on the parameter do not see it.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass
 class DeferredGradients:
-    """Holds the weight gradients of one microbatch that are still to be computed, and their tensors."""
+    """Holds one microbatch's weight gradients that are still to be computed, and the tensors they need."""
 
     waiting: list[Callable[[], None]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
@@ -37,7 +37,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute them, add them to the gradients of the parameters, and free the tensors."""
+        """Compute the gradients, add them to those of the parameters, and free the tensors."""
         self.tensors.clear()
         while self.waiting:
             self.waiting.pop()()
@@ -51,7 +51,7 @@ def deferring(deferred: DeferredGradients) -> Iterator[None]:
 
 
 class _Deferring(TorchFunctionMode):
-    """Replaces torch.nn.functional.linear and conv2d by our own functions."""
+    """Replaces torch.nn.functional.linear and conv2d with our own functions."""
 
     def __init__(self, deferred: DeferredGradients) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, deferred: DeferredGradients, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Not saved: recomputation would hand back a copy, and the gradient belongs to the parameter itself.
+        # No save_for_backward: recomputation would return a copy, but the parameter itself gets the gradient.
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         ctx.low = low = _autocast_dtype(x)
         return F.linear(x, _cast(weight, low), _cast(bias, low))

@@ -85,7 +85,7 @@ class Executor:
 
     `runners` holds this rank's stages by their numbers. `boundaries[s]` is a tensor without memory that has
     the shape and dtype of the input of stage s, and of its gradient (Pipeline makes it). `rows` is the number
-    of examples in a microbatch. `apart` goes to comm's Channels.
+    of examples in a microbatch. `apart` is passed to comm's Channels.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class Executor:
         self._forwards = with_messages(forward_only(table))[rank]
         self._channels = Channels(group, neighbours(programs), apart)
         self._failure = SharedFailure(group, device)
-        self._ready: dict[Message, Tensor] = {}  # results that are still to be sent, or used by this rank
+        self._ready: dict[Message, Tensor] = {}  # results to send, or for another stage of this rank
         self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
         self._leaving: dict[Message, Transfer | SlowTransfer] = {}
 
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None
     ) -> Outcome:
-        """Do the forward and the backward of all microbatches, and add the gradients to the parameters'.
+        """Do the forward and the backward of all microbatches, and add to the parameters' gradients.
 
         `x` is the full batch, for the rank of the first stage, and `y` its targets, for the rank of the last.
         An error on one rank raises on all of them: a batch that does not fit, an error in a stage, or one
@@ -134,7 +134,7 @@ class Executor:
     def _run(
         self, program: list[Step], begin: Callable[[], None], end: Callable[[], Exception | None]
     ) -> None:
-        """Do a program from its first step to its last one."""
+        """Run all steps of a program in order."""
         self._start()
         self._failure.compute_unless_failed(None, begin)
         for step in program:

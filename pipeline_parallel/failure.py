@@ -6,13 +6,14 @@
 
 If a rank that fails left at once, the others would wait for its messages. So it goes on to the end of its row
 without computing, and each message that it still has to send is a *failure mark*: a NaN that arithmetic does
-not make. A rank that receives a failure mark does the same. Apart from these marks nothing is sent. A step
-that succeeds pays for one look at a few bytes of each message; on a GPU, where a look makes the host wait,
-for one look at the end of the step. The sentence about the error goes through the store of the group.
-Gradients that were added before the error stay: call `zero_grad()`.
+not make. A rank that receives a failure mark does the same. The marks take the place of the usual messages;
+no message is added. A step that succeeds pays for one look at a few bytes of each message. On a GPU a look
+makes the host wait, so the last activation and the last gradient are looked at when the step ends. The
+sentence about the error goes through the store of the group. Gradients that were added before the error
+stay: call `zero_grad()`.
 
-An error after the last message of a rank is raised on that rank alone. When it then leaves, the others lose
-the connection and name it (comm.membership.liveness).
+An error after the last message of a rank is raised on that rank alone. When that rank then exits, the others
+lose the connection to it, and their error names it (comm.membership.liveness).
 """
 
 import ctypes
@@ -31,9 +32,9 @@ from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_
 
 # A NaN if read as 16, 32 or 64 bits, and not the NaN that processors make.
 FAILURE_BITS = 0x7FFD
-CHECKED_BYTES = 16  # bytes of each message
-FLAG = torch.int32  # what ranks exchange after a step without gradients: whether one has failed
-_SECONDS = timedelta(seconds=5)  # for a sentence that was written before the message that led to it
+CHECKED_BYTES = 16  # of each message, from its start
+FLAG = torch.int32  # dtype of the all-reduce that says, after a step without gradients, if a rank failed
+_SECONDS = timedelta(seconds=5)  # limit of the wait for the sentence, which is stored before marks are sent
 _NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
@@ -60,7 +61,7 @@ class SharedFailure:
         self._last_bytes.clear()
 
     def check_message(self, message: Tensor, kind: str) -> None:
-        """Notice whether the sender of an activation or of a gradient has failed."""
+        """Notice whether the sender has failed; on a GPU, keep the first bytes for the end of the step."""
         if message.device.type == "cpu":
             self.has_failed = self.has_failed or is_failure_mark(message)
         else:  # only marks follow a first mark, so the last message is enough
@@ -87,7 +88,8 @@ class SharedFailure:
     def end_step(self) -> Exception | None:
         """Return the error that this rank has to raise, or None.
 
-        That is its own error, or a WorkbookError with the sentence of the first rank that failed.
+        That is the rank's own error, if there is one and it is no WorkbookError. Otherwise it is a
+        WorkbookError with the sentence of the first rank that failed.
         """
         if any(map(is_failure_mark, self._last_bytes.values())):
             self.has_failed = True
@@ -161,7 +163,7 @@ def validate_result(made: Tensor | None, like: Tensor, action: Action | None) ->
     if (made.shape, made.dtype) != (like.shape, like.dtype):
         raise WorkbookError(
             f"The result of {_described(action)} is {list(made.shape)} of {made.dtype}, but the pipeline was "
-            f"made for {list(like.shape)} of {like.dtype}: make it again after a change of the model."
+            f"made for {list(like.shape)} of {like.dtype}: make a new one after a change of the model."
         )
 
 

@@ -34,7 +34,7 @@ def forward_of(runner: StageRunner, is_last: bool) -> tuple[Callable[..., Tensor
 
 
 class _ByTheClock(torch.autograd.Function):
-    """Takes the time of a forward and of a backward, and computes nothing."""
+    """Lasts as long as a forward and a backward on the clock, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, runner: ClockRunner, target: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compute from the events of a run: seconds of each stage, and makespan and bubble of each step.
+"""Compute the seconds of each stage, and the makespan and bubble of each step, from the events of a run.
 
 The events are the actions of all ranks on one clock (lab.timeline.gather_events), and `args["step"]` is the
 number of the step. The makespan of a step is the time from the start of its first action, on any rank, to the

@@ -26,7 +26,7 @@ class MessageWaits:
             transfer.wait()
 
     def check(self, message: Message, received: Tensor, failure: SharedFailure) -> None:
-        """Notice whether the sender has failed. On a GPU the host waits for the message only here."""
+        """Notice whether the sender has failed (SharedFailure.check_message)."""
         with self._counted():
             failure.check_message(received, message.kind)
 

@@ -13,7 +13,7 @@ small:
   - The k-th receive from a rank meets its k-th send. So the receives from a rank are posted in the order of
     its sends, even if this rank needs the messages in another order.
   - A send does not wait, and its memory is free once the message has arrived. An answer proves the arrival: a
-    message that the receiver sends after it has used the first one. So `WaitForSend` stands before the action
+    message that the receiver sends after it has used this one. So `WaitForSend` stands before the action
     that needs the answer, and takes no longer than this action waits anyway. The end of the step waits for
     the messages without an answer.
 """

@@ -1,4 +1,4 @@
-"""Write one HTML file that plays, scrubs and compares schedules. It works from a file, without a network.
+"""Write one HTML file that plays schedules and compares them. It needs no server and no network.
 
     python pipeline_parallel/page.py --out schedules.html
     python pipeline_parallel/page.py --out slow.html --ranks 4 --weight-gradient 0.5 --messages 0 0.25 1
@@ -40,12 +40,12 @@ from pipeline_parallel.simulate import Costs, Simulation, TimedAction, simulate
 TITLES = {
     "naive": ("naive", "one microbatch at a time: one rank works, the others wait"),
     "gpipe": ("GPipe", "all forwards, then all backwards: every microbatch is held at once"),
-    "1f1b": ("1F1B", "a backward as soon as there is one: the same bubble, far less held"),
-    "interleaved": ("interleaved 1F1B", "several thin stages a rank: fills sooner, holds and sends more"),
-    "zb_h1": ("ZB-H1", "the backward in two: weight gradients wait and fill the gaps"),
-    "zb_v": ("ZB-V", "two stages a rank, down and back up: where F = I = W, nearly no gap is left"),
+    "1f1b": ("1F1B", "each backward as soon as possible: the same bubble, far fewer activations held"),
+    "interleaved": ("interleaved 1F1B", "several small stages a rank: a smaller bubble, more held and sent"),
+    "zb_h1": ("ZB-H1", "each backward in two halves: the weight gradients fill idle time"),
+    "zb_v": ("ZB-V", "two stages on each rank, down and back up: almost no bubble where F = I = W"),
 }
-DIGITS = 9  # of a second's fraction; enough to add up, short enough to embed
+DIGITS = 9  # after the decimal point of seconds: exact sums, and a small file
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PageArgs:
     ranks: tuple[int, ...] = (2, 4, 8)
     """Numbers of ranks to choose from."""
     microbatches_per_rank: tuple[int, ...] = (1, 2, 4)
-    """Numbers of microbatches to choose from, divided by the number of ranks."""
+    """Numbers of microbatches to choose from, as multiples of the number of ranks."""
     chunks: int = 2
     """Number of stages that each rank has in interleaved 1F1B."""
     forward: float = 1.0
@@ -82,15 +82,17 @@ def write_page(
     sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
     if not sizes or not args.messages:
         raise ValueError(
-            "The page would be empty: give --ranks, --microbatches-per-rank and --messages a number each."
+            "The page would be empty: give at least one number for each of --ranks, --microbatches-per-rank "
+            "and --messages."
         )
     runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
     real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
     data = {"runs": runs + real, "open": _opening(args, real)}
     fills = {
         "style": _part("page.css") + _colors(max(len(each) for run in runs + real for each in run["stages"])),
-        "costs": f"For one microbatch, a rank's layers take time {args.forward:g} forward, "
-        f"{args.input_gradient:g} for the input's gradient and {args.weight_gradient:g} for the weights'.",
+        "costs": "For one microbatch, the layers of a rank take this time: "
+        f"forward {args.forward:g}, input gradient {args.input_gradient:g}, "
+        f"weight gradient {args.weight_gradient:g}.",
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": _part("page.js") + _part("page_words.js"),
     }

@@ -1,6 +1,6 @@
 // What a cell is and why it started when it did: in words beside it, and as lines through the ranks.
 
-const WORDS = { F: "forward", B: "whole backward", I: "input gradient", W: "weight gradient" };
+const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
 
 /** What the cell is, and why it started when it did. */
 function describe({ run, elements }, cell) {
@@ -13,13 +13,13 @@ function describe({ run, elements }, cell) {
     : "It needs nothing: its input comes from the data.";
   let why = "";
   if (late && cell.start > before.end + tiny) {
-    why = ` The rank was idle for ${number(cell.start - before.end)} until the result of ${late?.name} was there.`;
+    why = ` The rank was idle for ${number(cell.start - before.end)} until the result of ${late?.name} arrived.`;
   } else if (cell.i && cell.start > (late?.end ?? 0) + tiny) {
     why = ` Until ${number(before.end)} the rank was busy with ${before.name}.`;
   }
   return {
     title: `${cell.name}: ${WORDS[cell.kind]} of microbatch ${cell.microbatch} in stage ${cell.stage}, `
-      + `on rank ${cell.rank}, ${number(cell.start)} to ${number(cell.end)}`,
+      + `on rank ${cell.rank}, from ${number(cell.start)} to ${number(cell.end)}`,
     text: needed + why,
     element: elements.get(cell.name),
   };

@@ -50,14 +50,14 @@ class Pipeline(nn.Module):
 
     The model is cut by `costs`: a number for each part (stage.py), "parameters", or "time", which measures
     the parts on the first stage's rank. By default an nn.Sequential is cut by its parameters, and a GPT by
-    its layers. `split` says how many parts each stage takes.
+    its layers. `split` says instead how many parts each stage takes.
 
     `recompute` makes stages keep only their input for the backward: all of them (True), or those given.
-    `tick` replaces computing by a clock: seconds of a forward of all stages of a rank. `by_hand` is the class
-    of a lesson, which runs in place of the executor and does what `table` says. WorkbookError if table and
-    ranks, or parts and stages, do not fit together.
+    `tick` replaces computing by a clock: it is the seconds that a microbatch's forward takes in all stages of
+    a rank. `by_hand` is the class of a lesson, which runs in place of the executor and does what `table`
+    says. WorkbookError if table and ranks, or parts and stages, do not fit together.
 
-    Limits: all batches have the size of the first one (a DataLoader needs drop_last=True). x, y and what
+    Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
     stages send are single tensors. The loss is the mean of the microbatches' means, and BatchNorm sees one
     microbatch at a time. A step under torch.no_grad() is refused. So are GradScaler and torch's
     clip_grad_norm_, which would see the gradients of one rank's stages alone; this class has its own
@@ -95,7 +95,7 @@ class Pipeline(nn.Module):
 
         def runner(stage: int) -> StageRunner:
             is_last = stage == len(stages) - 1
-            microbatches = 1 if by_hand else num_microbatches(table)  # by hand the loss is divided in sight
+            microbatches = 1 if by_hand else num_microbatches(table)  # a lesson divides the loss itself
             if tick is not None:
                 inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
                 return ClockRunner(clock, outputs, inputs, tick / len(own), self.device)
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
     def forward_only(self, x: Tensor | None = None) -> Tensor | None:
         """Return the model's outputs for a batch, on the rank of the last stage; None on the others.
 
-        All ranks call it; `x` counts on the rank of the first stage, and has as many rows as in `step`. The
+        All ranks call it; the rank of the first stage needs `x`, with as many rows as in `step`. The
         microbatches follow each other through the stages (schedules.forward_only), in evaluation mode and
         without gradients. An error on one rank raises on all. Gradients, random numbers and the mode of
         every submodule are afterwards what they were.
@@ -134,7 +134,7 @@ class Pipeline(nn.Module):
     def evaluate(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
         """Return the loss of a batch, on all ranks, in float64: the mean of the microbatches' means.
 
-        All ranks call it, as `forward_only`; the targets `y` count on the rank of the last stage.
+        All ranks call it, as `forward_only`; the rank of the last stage needs the targets `y`.
         """
         with evaluating(self):
             losses = self._evaluator.forward_only(x, y, has_targets=True)
@@ -149,13 +149,13 @@ class Pipeline(nn.Module):
         return self._new.collecting(parameter for parameter, _ in self._shared())
 
     def finish_gradient_sync(self) -> None:
-        """Give both copies of a shared parameter the sum of their gradients since the last call."""
+        """Add what each copy of a shared parameter got since the last call to the other copy's gradient."""
         for mine, peer in [] if self._new.is_complete else self._shared():
             with span("tied gradient", "wait"):
                 gradient = self._new.take(mine)
                 gradient = torch.zeros_like(mine) if gradient is None else gradient
                 others = torch.empty_like(gradient)
-                # nccl has one queue for both directions: what one rank sends first the other receives first.
+                # nccl has one queue for both directions: what one rank sends first, the other receives first.
                 if self.rank < peer:
                     leaving = isend(gradient, peer, self.group)
                 arriving = irecv(others, peer, self.group)
@@ -185,7 +185,7 @@ class Pipeline(nn.Module):
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers by their names in the full model, on every rank; all call it."""
+        """Return the full model's parameters and buffers by name, on every rank. All ranks must call it."""
         own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
         # One message for all tensors of a rank and dtype: each message costs a latency.
         by_owner: dict[tuple[int, torch.dtype], list[str]] = {}
@@ -211,7 +211,7 @@ class Pipeline(nn.Module):
         self._new.forget()
 
     def named_own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by their names in the full model; a copy has its own name."""
+        """Return this rank's parameters by their names in the full model. A tied copy has its own name."""
         return {
             name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()
         }
@@ -219,8 +219,8 @@ class Pipeline(nn.Module):
     def traffic_per_step(self) -> Traffic:
         """Return what this rank sends in a step.
 
-        Over each boundary to another rank that is m activations, or m gradients back, and once the gradient
-        of each parameter that two stages share.
+        Over each boundary to another rank it sends m activations, or m gradients back. It also sends, once,
+        the gradient of each parameter that it shares with another rank.
         """
         sent = messages = 0
         for boundary, like in self.boundaries.items():

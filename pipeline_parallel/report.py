@@ -1,9 +1,9 @@
-"""Report a run: makespan and bubble measured, simulated and by formula; activations held and predicted.
+"""Report a run: makespan and bubble measured, simulated and by formula; activations measured and predicted.
 
       measured     from the events of all ranks, on one clock
       simulated    the same table, with this run's own seconds for each stage (or the clock's) and its link
       formula      theory.py, for stages that take equally long and messages that take no time; if it has no
-                   formula for these f, i and w, the one for three times their mean (ZB-V)
+                   formula for these f, i and w (ZB-V), each of the three is replaced by their mean
 
 If the three differ, something was less regular than the theory: stages of different lengths, messages that
 take time, or ranks that share a core.
@@ -24,7 +24,7 @@ from pipeline_parallel.simulate import Costs, Simulation, simulate
 class RankFigures(NamedTuple):
     """Holds what one rank tells the others for the report.
 
-    The bytes are by stage, and `boundaries` has those of each boundary that the rank knows.
+    The last three are bytes: of activations by stage (ActivationWatch), and of a message by boundary.
     """
 
     peak_bytes: int
@@ -44,7 +44,7 @@ class Report:
     """Computes the report on rank 0.
 
     `events` are the actions of all ranks (from_events.py), `seen` the figures of each rank, `tick` the
-    seconds of the clock under the metronome.
+    seconds of a rank's forward under --metronome, else None.
     """
 
     def __init__(

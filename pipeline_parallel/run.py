@@ -44,7 +44,7 @@ MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to ma
 
 @dataclasses.dataclass
 class Args(training.arguments.Args):
-    """Train a small GPT on the source of Python's standard library, cut into stages."""
+    """Train a small GPT, cut into stages, on the source of Python's standard library."""
 
     microbatches: Annotated[int, tyro.conf.arg(aliases=["--grad-acc-steps"])] = 8
     """Number of equal parts of a batch, which follow each other through the stages."""
@@ -67,19 +67,19 @@ class Args(training.arguments.Args):
 
 @dataclasses.dataclass
 class ChunkedArgs(Args):
-    """Train a small GPT on the source of Python's standard library, cut into several stages for each rank."""
+    """Train a small GPT, cut into several stages per rank, on the source of Python's standard library."""
 
     chunks: int = 2
     """Number of stages that each rank has."""
 
 
 class Run(training.run.Run):
-    """Is one rank's side of a pipeline run. Each rank has the full batch; the first and last stage use it."""
+    """Runs one rank's side of a training. Each rank has the full batch; the first and last stage use it."""
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
         if args.link is None:
-            self.not_measured = "messages between stages leave a span only with --link"
+            self.not_measured = "messages between stages are recorded as spans only with --link"
         self._args: Args = args
         self._config = dataclasses.replace(self._config, num_layers=args.layers)
 
@@ -102,7 +102,7 @@ class Run(training.run.Run):
         return measure_link(device=self._cluster.device)
 
     def model(self) -> nn.Module:
-        """Return the full model, the same on each rank, because stages of several ranks make one."""
+        """Return the full model, the same on each rank, because the ranks' stages are parts of one model."""
         seed = self._args.seed
         model = GPT(self._config, seed=seed) if self._args.model == "gpt" else BabyCNN(seed=seed)
         return model.to(self._cluster.device)
@@ -138,7 +138,7 @@ class Run(training.run.Run):
         return self._pipeline
 
     def step(self) -> AbstractContextManager[StepRecord]:
-        """Time one step. Watch the activations in the first one, which does not count."""
+        """Time one step. Watch the activations in the first one, whose time is not reported."""
         if hasattr(self, "_pipeline"):
             self._pipeline.executor.watch = None if self._steps_done else self._watch
         return super().step()
@@ -182,7 +182,7 @@ class Run(training.run.Run):
         return Report(self._schedule, pipeline.table, events, seen, link, self._tick)
 
     def _draw(self, folder: str, events: list[Event]) -> None:
-        """Write the trace of some steps, and draw one of them as measured above its simulation."""
+        """Write the trace of some steps; draw one, measured above simulated, as a picture and in a page."""
         cluster = self._cluster
         everyones = timeline.gather_events(cluster, timeline.align(cluster), events)
         if everyones is None or self._report_of_ranks is None:
@@ -202,7 +202,7 @@ class Run(training.run.Run):
         return model.forward_only(x)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> FullState:
-        """Return the state as one process has it, but the optimizer's is by name; any schedule goes on."""
+        """Return the full model's state, and the optimizer's by parameter name, which fit any schedule."""
         assert isinstance(model, Pipeline)
         own = model.named_own_parameters()
 
@@ -224,5 +224,5 @@ class Run(training.run.Run):
         return FullState(get, put)
 
     def _made_with(self) -> dict[str, Any]:
-        """Let any schedule, on any number of ranks, go on."""
+        """Let any schedule, on any number of ranks, go on from a checkpoint."""
         return super()._made_with() | {"run_mode": "pipeline", "layers": self._args.layers}

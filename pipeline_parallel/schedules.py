@@ -1,4 +1,4 @@
-"""Schedules: the order in which each rank of a pipeline does its forwards and backwards.
+"""Make schedules: the order in which each rank of a pipeline does its forwards and backwards.
 
 Each function returns a schedule as a table of actions, with a row for each rank. It builds a row phase by
 phase, with one loop for each phase: warmup, steady state, cooldown. `row.add("FB", stage)` adds the next
@@ -19,8 +19,8 @@ of the stage's input, w for the gradients of its weights.
     zb_v         0 where f = i = w               2 p, in stages of half the size
 
 `interleaved` cuts the model into `chunks` times as many stages, so its f and b are `chunks` times shorter;
-its memory is that for a multiple m of p. With few microbatches some ranks are idle for longer: theory.py has
-the exact formulas. All numbers must be at least 1, and a ValueError says which one is not.
+its memory is that for an m that p divides. With few microbatches some ranks are idle for longer: theory.py
+has the exact formulas. All arguments must be at least 1, and a ValueError says which one is not.
 """
 
 from collections import Counter
@@ -72,7 +72,7 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
         tick 3         (2,1) (1,2)
         tick 4               (2,2)
 
-    m + p - 1 ticks. Kim et al., "torchgpipe", 2020, arXiv:2004.09910, section 3.2.
+    There are m + p - 1 ticks, with p stages. Kim et al., "torchgpipe", 2020, arXiv:2004.09910, section 3.2.
     """
     _check(stages=stages, microbatches=microbatches)
     return (
@@ -140,13 +140,12 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Table:
         rank 0   F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
         rank 1   .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
 
-    A microbatch visits every rank `chunks` times, and each visit is `chunks` times shorter. So is the bubble:
-    (p-1)/(chunks m + p-1) of the time, for m >= p. The price: about `chunks` times as many messages, and more
-    activations, those of the warmup and one more. Microbatches go in rounds of p: the microbatches of a round
-    go through all stages of a rank before those of the next round enter. If p does not divide m, the rounds
-    are larger, and as even as possible. Narayanan et al.,
-    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-    2021, arXiv:2104.04473, section 2.2.
+    A microbatch visits every rank `chunks` times, and each visit is `chunks` times shorter. So is the idle
+    time: the bubble is (p-1)/(chunks m + p-1), for m >= p. The price: about `chunks` times as many messages,
+    and more activations, those of the warmup and one more. Microbatches go in rounds of p: the microbatches
+    of a round go through all stages of a rank before those of the next round enter. If p does not divide m,
+    the rounds are larger, and as even as possible. Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters Using Megatron-LM", 2021, arXiv:2104.04473, section 2.2.
     """
     _check(ranks=ranks, microbatches=microbatches, chunks=chunks)
     rounds = _rounds(ranks, microbatches)
@@ -204,7 +203,7 @@ def zb_v(ranks: int, microbatches: int) -> Table:
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 I0 W0 f2 i2 w2 I1 W1 I2 W2 .
         rank 1   .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 I1 i2 I2 W1 w2 W2
 
-    The first and the last stage are on the same rank, so the first backward is soon back. If f = i = w and
+    The first and the last stage are on the same rank, so the first backward comes early. If f = i = w and
     m >= 2p-1, a rank that has started is never idle. Every rank holds 2p microbatches of stages of half the
     size, which is as much as rank 0 holds in 1F1B. With fewer microbatches the order is that for 2p-1, and
     the microbatches that do not exist are left out. Qi et al., 2023, arXiv:2401.10241, section 6.
@@ -254,7 +253,7 @@ def forward_only(table: Table) -> Table:
     return [[action for action in row if action.kind == FORWARD] for row in table]
 
 
-# By the names that scripts use, all with the same arguments. The lambdas find a function that was replaced.
+# By the names that scripts use, all with the same arguments. A lambda also calls a function put in its place.
 SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
     "naive": lambda ranks, microbatches, chunks: naive(ranks, microbatches),
     "gpipe": lambda ranks, microbatches, chunks: gpipe(ranks, microbatches),
@@ -272,7 +271,7 @@ def stages_per_rank(name: str, chunks: int = 2) -> int:
 
 
 def table_of(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Table:
-    """Return the schedule of that name for so many ranks; `chunks` is for `interleaved` alone.
+    """Return the schedule of that name for this number of ranks; `chunks` is for `interleaved` alone.
 
     ValueError for an unknown name, and for a number below 1.
     """
@@ -289,7 +288,7 @@ def _rounds(ranks: int, microbatches: int) -> list[int]:
 def _check(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
-            raise ValueError(f"A pipeline needs {name} of at least 1, not {number}.")
+            raise ValueError(f"A pipeline's number of {name} must be at least 1, not {number}.")
 
 
 def _check_name(name: str) -> None:

@@ -11,7 +11,7 @@ arrived. The first action starts at time 0. Receiving takes no time, and sending
 
 So a rank has one outgoing link, which sends its messages one after the other in the order of its actions. The
 latency alpha delays a message, but not the messages behind it (Hockney's alpha and beta, as in `comm.cost`).
-A message between two stages of one rank takes no time, and without a link no message does.
+A message between two stages of one rank takes no time, and without `link` all messages take none.
 
 Stages may be unequal, links slow, and any table is accepted; `pipeline_parallel.theory` has formulas for the
 regular cases. The simulator looks at each action a constant number of times, so thousands of ranks take

@@ -22,7 +22,7 @@ from pipeline_parallel.stage import Part, Stage, num_parameters, parts_of
 
 
 def costs_of(model: nn.Module, parts: list[Part], costs: Sequence[float] | str | None) -> list[float]:
-    """Return the cost of each part: its own, its number of parameters, or what was given."""
+    """Return the cost of each part: `Part.cost` by default, its number of parameters, or the given number."""
     if costs is None:
         return [part.cost for part in parts]
     if isinstance(costs, str):
@@ -50,7 +50,7 @@ def split_as_given(num_parts: int, split: Sequence[int], stages: int) -> list[ra
 
 
 def cut(costs: Sequence[float], stages: int) -> list[range]:
-    """Return the parts of each stage, so that the most expensive stage is as cheap as can be, the rest even.
+    """Return the parts of each stage: the most expensive stage is as cheap, and all are as even, as can be.
 
     A part that costs nothing, such as an activation function, goes with the part before it where that is no
     worse: it often works in place, or makes the message smaller. Every stage takes at least one part;
@@ -65,8 +65,8 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def best(start: int, stages: int) -> tuple[float, float, int, tuple[int, ...]]:
-        """Return, for the parts from `start` on, the largest stage, the sum of squares, how many of the next
-        stages begin with a part that costs nothing, and where each stage ends."""
+        """Return, for the parts from `start` on, the largest cost of a stage, the sum of squared costs, how
+        many stages but the first begin with a part that costs nothing, and where each stage ends."""
         found = []
         for end in range(start + 1, n - stages + 2) if stages > 1 else [n]:
             cost = until[end] - until[start]
@@ -82,10 +82,13 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
 def measured_costs(model: nn.Module, x: Tensor, repeats: int = 5) -> list[float]:
     """Return the median seconds of each part's forward and backward on this device, on the microbatch `x`.
 
-    Random numbers and buffers, such as the statistics of a BatchNorm, are afterwards what they were.
+    Gradients, random numbers and buffers, such as the statistics of a BatchNorm, are afterwards what they
+    were.
     """
     costs = []
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    model.zero_grad()
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
         for part in parts_of(model):
             stage, seconds = Stage(model, [part]), []
@@ -100,5 +103,6 @@ def measured_costs(model: nn.Module, x: Tensor, repeats: int = 5) -> list[float]
             x = y.detach()
     for name, buffer in model.named_buffers():
         buffer.copy_(before[name])
-    model.zero_grad()
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
     return costs

@@ -27,7 +27,7 @@ from lab.model import GPT, MLP, BabyCNN
 
 
 class Part(NamedTuple):
-    """Holds a link of the chain: the names of its modules, what it computes, and its cost for the cut."""
+    """Holds one part of the chain: the names of its modules, what it computes, and its cost for the cut."""
 
     modules: tuple[str, ...]
     forward: Callable[["Stage", Tensor], Tensor]
@@ -105,7 +105,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def num_parameters(*modules: nn.Module) -> int:
-    """Return how many numbers the modules' parameters have; a shared one counts once."""
+    """Return how many numbers the modules' parameters have; a shared parameter counts once."""
     return sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())
 
 

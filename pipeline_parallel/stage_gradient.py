@@ -31,7 +31,7 @@ _REFUSED = {
 
 
 class StageGradient(Tensor):
-    """Is a gradient that every function takes as a plain tensor, but the refused ones do not."""
+    """Behaves as a plain tensor, except that the refused functions raise."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

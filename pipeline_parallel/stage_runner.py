@@ -29,7 +29,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 class StageRunner(Protocol):
-    """Is what the executor needs of a stage."""
+    """Defines what the executor needs of a stage."""
 
     def begin_step(self) -> None:
         """Begin a step, and forget what an earlier step has left."""

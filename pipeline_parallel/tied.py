@@ -24,7 +24,7 @@ class NewGradients:
         self.is_complete = True
 
     def forget(self) -> None:
-        """Take the present gradients for complete, as after loading new weights."""
+        """Treat the present gradients as complete, as after loading new weights."""
         self._new.clear()
         self._versions.clear()
         self.is_complete = True
@@ -34,7 +34,8 @@ class NewGradients:
         if any(parameter._version != version for parameter, version in self._versions.items()):
             raise WorkbookError(
                 "A parameter that two stages share was changed before finish_gradient_sync() gave both "
-                "copies the same gradient: call it after step(), and begin again, for the copies now differ."
+                "copies the same gradient, so the copies now differ: begin again, and call "
+                "finish_gradient_sync() after each step()."
             )
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward in turn, so that a microbatch's activations are freed early.
+"""1F1B: do one forward and one backward in turn, so that a microbatch's activations are freed early.
 
       rank 0   F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---      F: forward of a microbatch
       rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .       B: its backward, twice as long
@@ -19,7 +19,7 @@ So m can grow until the bubble is small: with microbatches of equal size, the me
 
 What to read, in this order:
   1. `one_f_one_b` in schedules.py: the table above, made by three short loops, one for each phase.
-  2. The docstring of executor.py, then `Executor._run` and `Executor._act`: one loop does any table.
+  2. The docstring of executor.py, then `Executor._run` and `Executor._act`: one loop runs any table.
   3. `main` below. `pipeline.step` runs the table on a batch.
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),

@@ -33,7 +33,7 @@ from pipeline_parallel.run import Args, Run
 
 @dataclasses.dataclass
 class AllForwardAllBackward:
-    """One rank's stage of the model, and the way of a batch's microbatches through it."""
+    """Holds one rank's stage of the model, and runs the microbatches of a batch through it."""
 
     stage: Callable[[Tensor], Tensor]
     """This rank's layers."""

@@ -22,7 +22,7 @@ goes through the second one, and so on; the backwards take the stages in the opp
 What to read, in this order:
   1. `one_f_one_b` in schedules.py, then `interleaved_1f1b`: the same three phases, over pairs of a microbatch
      and a stage.
-  2. The docstring of executor.py: it is the one of 1F1B.
+  2. The docstring of executor.py: the same executor runs 1F1B.
   3. `main` below, which is train_1f1b.py's with another table.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
@@ -40,7 +40,7 @@ from pipeline_parallel.schedules import interleaved_1f1b
 
 @dataclasses.dataclass
 class InterleavedArgs(ChunkedArgs):
-    """Train a small GPT on the source of Python's standard library, cut into several stages for each rank."""
+    """Train a small GPT, cut into several stages per rank, on the source of Python's standard library."""
 
     layers: int = 16
     """Number of the GPT's blocks, whatever its --size. Eight ranks with two stages each need at least 14."""

@@ -37,7 +37,7 @@ from pipeline_parallel.run import Args, Run
 
 @dataclasses.dataclass
 class ModelParallel:
-    """One rank's stage of the model, and the way of a batch through it."""
+    """Holds one rank's stage of the model, and runs batches through it."""
 
     stage: Callable[[Tensor], Tensor]
     """This rank's layers."""

@@ -1,4 +1,4 @@
-"""PyTorch's own: torch.distributed.pipelining in the same loop, on the same stages.
+"""Run the same stages with PyTorch's own torch.distributed.pipelining, in the same loop.
 
       what ours does                               what PyTorch does
       a schedule is a table, and one executor      the same for interleaved and zero bubble; GPipe and 1F1B
@@ -84,7 +84,7 @@ MULTI: dict[str, Any] = {
 
 
 class WatchedStage(PipelineStage):
-    """Is PyTorch's stage. It also reports its actions to the timeline, and its activations to the watch."""
+    """Runs PyTorch's stage, and reports its actions to the timeline and its activations to the watch."""
 
     chunk = 0
     watch: ActivationWatch | None = None
@@ -114,7 +114,7 @@ class WatchedStage(PipelineStage):
 
 
 class TorchSchedule:
-    """Runs the stages of `pipeline` by PyTorch's schedule of that name (see SINGLE and MULTI).
+    """Runs the stages of `pipeline` by the PyTorch schedule that `schedule` names (see SINGLE and MULTI).
 
     `example` is a microbatch of the input. All ranks make it together: neighbouring ranks exchange a number.
     WorkbookError for what PyTorch refuses.
@@ -131,7 +131,7 @@ class TorchSchedule:
             return loss_of(y, target) / microbatches
 
         try:
-            # Without scale_grads: it would divide a weight once for each of the rank's stages that hold it.
+            # Without scale_grads: it would divide a gradient once for each stage that holds the weight.
             stages = self.stages if schedule in MULTI else self.stages[0]
             make = (SINGLE | MULTI)[schedule]
             self.schedule = make(stages, microbatches, loss_fn=share_of_loss, scale_grads=False)
@@ -140,7 +140,7 @@ class TorchSchedule:
             raise WorkbookError(
                 f"PyTorch's {schedule} refuses: {reason}. Make --microbatches a multiple of the ranks."
             ) from error
-        # Before the first step, so that it sends what every step sends: here the stages agree on shapes.
+        # The stages agree on shapes here, so that the first step sends no more than the other steps.
         start = self.schedule._initialize_stages if schedule in MULTI else self.schedule._initialize_stage
         start((example,), {})
 
@@ -169,7 +169,7 @@ class TorchSchedule:
 
 
 class PendingMessage(NamedTuple):
-    """Is what PyTorch gets for a message that is on its way."""
+    """Holds a message on its way, for which PyTorch calls `wait`."""
 
     transfer: Transfer | SlowTransfer
 

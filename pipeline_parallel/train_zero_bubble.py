@@ -37,7 +37,7 @@ from pipeline_parallel.schedules import zb_h1, zb_v
 
 @dataclasses.dataclass
 class ZeroBubbleArgs(Args):
-    """Train a small GPT on the source of Python's standard library, cut into stages, with split backwards."""
+    """Train a small GPT, cut into stages with split backwards, on the source of Python's standard library."""
 
     schedule: Literal["zb_h1", "zb_v"] = "zb_h1"
     """Schedule: zb_h1 has one stage on each rank and 1F1B's memory; zb_v has two, in the shape of a V."""

@@ -5,7 +5,7 @@
 
 A table can have every action, in a good order on each rank, and still deadlock, as this one does: the two
 ranks wait for each other. So the rows are run with messages, each rank as far as it can. When all ranks stop,
-either all are at the end of their rows, or some wait for each other in a circle that no order of running
+either all are at the end of their rows, or some wait for each other in a cycle that no order of running
 could avoid (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978). A rank is
 looked at again only when what it waits for is done, so a large table takes seconds.
 """
@@ -35,16 +35,16 @@ _Place = tuple[int, int]  # rank, index in its row
 
 
 class ScheduleError(WorkbookError):
-    """Says in a sentence what is wrong with a table, and shows the table with these cells in brackets."""
+    """Says in a sentence what is wrong with a table, and shows the table with the wrong cells in brackets."""
 
 
 def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: bool = True) -> None:
     """Raise ScheduleError unless the table trains every stage on every microbatch, and comes to its end.
 
-    Every stage is on one rank, and none is left out; it does F and either B, or I and W, once for each
+    Every stage is on one rank, and none is left out; it does F, and either B or both I and W, once for each
     microbatch; nothing comes before what it needs, and no ranks wait for each other. With `max_held` (for
-    all ranks, or one for each) no rank holds the activations of more stages' microbatches than that. With
-    `trains=False` the table is one for evaluation, and every stage does F alone.
+    all ranks, or one for each) no rank holds the activations of more microbatches than that, counted in each
+    of its stages. With `trains=False` the table is one for evaluation, and every stage does F alone.
     """
     places = _places(table)
     _check_stages(table)
@@ -57,11 +57,10 @@ def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: 
 
 
 def held(row: Sequence[Action]) -> Iterator[int]:
-    """Yield, for each action of the row, how many stages' microbatches the rank holds.
+    """Yield, for each action of the row, how many microbatches the rank holds, counted in each of its stages.
 
-    It holds one from its F to the end of its B or W.
-
-    In a row of forwards alone nothing is kept for a backward, so each F holds one.
+    A stage holds a microbatch from its F to the end of its B or W. In a row of forwards alone nothing is kept
+    for a backward, so each F holds one.
     """
     now, evaluates = 0, is_forward_only([list(row)])
     for action in row:
@@ -165,7 +164,7 @@ def _check_rows(table: Table, places: dict[Action, _Place]) -> None:
 def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
     last_stage = _last_stage(table)
     done: set[Action] = set()
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)  # for the action, the ranks
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)  # by action, the ranks that wait
     at = [0] * len(table)
     can_go_on = list(range(len(table)))
     while can_go_on:
@@ -183,7 +182,7 @@ def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
 
 
 def _deadlock(table: Table, at: list[int], waits_for: dict[int, _Place]) -> ScheduleError:
-    """Return the error: each rank of `waits_for` is at its cell `at`, and waits for that place of another."""
+    """Return the error: each rank of `waits_for` is at its cell `at`, and waits for a cell of another."""
     path = [min(waits_for)]
     while waits_for[path[-1]][0] not in path:
         path.append(waits_for[path[-1]][0])
@@ -207,7 +206,8 @@ def _check_held(table: Table, limits: Sequence[int]) -> None:
         for i, now in enumerate(held(row)):
             if now > limit:
                 raise _error(
-                    f"Rank {rank} holds {now} stages' microbatches in {row[i]}, and its limit is {limit}.",
+                    f"In {row[i]} rank {rank} holds {now} microbatches, summed over its stages, and its "
+                    f"limit is {limit}.",
                     table,
                     [(rank, i)],
                 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class PartialGradients:
-    """Tracks parameters of whose gradient each rank's backward computes one term."""
+    """Tracks parameters for which each rank's backward computes one term of the gradient."""
 
     def __init__(self) -> None:
         self._aside: dict[nn.Parameter, Tensor] = {}

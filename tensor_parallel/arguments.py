@@ -24,5 +24,5 @@ def validate_size(size: str, ranks: int) -> None:
     if heads % ranks:
         raise WorkbookError(
             f"--size {size}: its {heads} heads cannot be divided among {ranks} ranks equally; take "
-            "--size 24heads, or 2, 3, 4, 6, 8, 12 or 24 ranks with it."
+            "--size 24heads on 2, 3, 4, 6, 8, 12 or 24 ranks."
         )

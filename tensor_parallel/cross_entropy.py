@@ -1,14 +1,14 @@
-"""Compute the cross entropy of logits that are divided by vocabulary, with three small reductions.
+"""Compute the cross entropy of logits that are divided by vocabulary, with two small all-reduces.
 
-      rank 0   logits of entries 0..v/n       max ─┐                  sum of exp ─┐
-      rank 1   logits of the following v/n    max ─┴─ max over ranks  sum of exp ─┴─ sum over ranks ─► loss
+      rank 0   logits of the first v entries  max ─┐                  sum of exp ─┐
+      rank 1   logits of the next v entries   max ─┴─ max over ranks  sum of exp ─┴─ sum over ranks ─► loss
                                                                       target's   ─┘
 
       loss of a token = log(sum of exp(logit - max)) + max - logit of the target
 
 The full logits are by far the largest activation of a model with a large vocabulary: n times what a rank
-holds here. What is sent is three or four numbers for each token. After Shoeybi et al., "Megatron-LM", 2019,
-https://arxiv.org/abs/1909.08053, section 3.
+holds here. The ranks all-reduce four numbers for each token; the fourth, the sum of its logits, is for label
+smoothing. After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3.
 
 Shapes by suffix: t is any number of tokens, v is this rank's shard of the vocabulary. Tensors without a
 suffix have one number for each token.
@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(Function):
-    """The full loss forward, on every rank; the gradient of this rank's logits backward."""
+    """Compute the full loss forward, on every rank, and the gradient of this rank's logits backward."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class _CrossEntropy(Function):
         unpadded = min(v, max(0, vocab_size - dist.get_rank(group) * v))
         values_tv = logits_tv[:, :unpadded].float() if logits_tv.itemsize < 4 else logits_tv[:, :unpadded]
 
-        # Without the maximum, exp() would overflow; it has to be the same on all ranks.
+        # Without the maximum, exp() could overflow. The maximum has to be the same on all ranks.
         largest = values_tv.new_full((len(targets),), -torch.inf) if unpadded == 0 else values_tv.amax(-1)
         all_reduce(largest, op="max", group=group, pattern=pattern)
 

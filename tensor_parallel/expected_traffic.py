@@ -4,8 +4,8 @@ A is the number of bytes that a rank sends to all-reduce batch * time * width nu
 
                          tensor parallel         with sequence parallelism
     block, forward       2 A                     2 gathers and 2 scatters: 2 A
-    block, backward      2 A                     the same, and with overlap 2 gathers again: 3 A
-    embedding and head   A forward, A backward   a gather and a scatter each way; the head gathers again
+    block, backward      2 A                     the same: 2 A; with overlap 2 more gathers: 3 A
+    embedding and head   A forward, A backward   2 gathers and 2 scatters; with overlap 3 gathers
     loss                 4 numbers per token     4 numbers per token
     gradients            nothing                 an all-reduce of the replicated parameters
 """
@@ -36,12 +36,12 @@ class ExpectedTraffic:
         stream = self._stream_numel(batch, time)
         if not self.sequence_parallel:
             return self._sum([("all_reduce", stream)] * 4)
-        # Two column layers gather and scatter, and gather again with overlap; two row layers scatter, gather.
+        # Two column layers gather and scatter, with overlap gather again; two row layers scatter and gather.
         gathers = 6 if self.overlap else 4
         return self._sum([("all_gather", stream)] * gathers + [("reduce_scatter", stream)] * 4)
 
     def of_step(self, batch: int, time: int, summed_numel: int, is_clipped: bool) -> Traffic:
-        """Return the traffic of a step that ends with a sum of gradients of `summed_numel` numbers."""
+        """Return the traffic of a step that all-reduces gradients of `summed_numel` numbers at its end."""
         stream, tokens = self._stream_numel(batch, time), batch * time
         # The embedding communicates as a row layer does, the head as a column layer.
         rest = [("all_reduce", stream)] * 2
@@ -54,7 +54,7 @@ class ExpectedTraffic:
         return sum(blocks, self._sum(rest) + norm)
 
     def _stream_numel(self, batch: int, time: int) -> int:
-        """Return the size of the residual stream, including what pads the tokens."""
+        """Return the number of elements of the residual stream, including padding tokens."""
         ranks = dist.get_world_size(self.group)
         padded = time + -time % ranks if self.sequence_parallel else time
         return batch * padded * self.config.width

@@ -21,8 +21,8 @@ full y, so the gradient of y is complete everywhere: another sum would make it n
 
 With `sequence_parallel` each rank holds an n-th of the tokens before and after such a pair of layers.
 Then the column layer all-gathers the tokens of its input, and reduce-scatters the gradient in its
-backward. The row layer reduce-scatters its outputs, and all-gathers in its backward. Each gather with a
-scatter sends as many bytes as one all-reduce, and activations outside of the pairs need an n-th of the
+backward. The row layer reduce-scatters its outputs, and all-gathers in its backward. A gather and a scatter
+together send as many bytes as one all-reduce, and activations outside of the pairs need an n-th of the
 memory.
 
 With `overlap`, the default, `column_parallel` calls overlapped.py, which sends the gradient of the input
@@ -114,7 +114,7 @@ class RowParallelLinear(nn.Module):
 
     With `split_input` the input is full, and is split here. With `sequence_parallel` the output is this
     rank's shard of the tokens, along dim 1; the bias's gradient then covers these tokens only, and
-    parallelize.py adds it up. Raises WorkbookError unless n divides the inputs.
+    parallel_model.py adds it up. Raises WorkbookError unless n divides the inputs.
     """
 
     def __init__(

@@ -4,12 +4,12 @@
       here                       | grad of x | grad of W |
                                              | all-reduce of grad x |
 
-A backward computes two products. The input's gradient comes first, and travels while the second one, the
+A backward computes two products. The input's gradient comes first, and is reduced while the second one, the
 weight's gradient, is computed. Autograd's own order cannot be relied on for that, so the forward and
 backward of the layer are one autograd function here.
 
 With sequence parallelism the function also keeps only this rank's tokens for the backward, and gathers the
-others a second time there, behind the first product: a quarter more bytes, and an n-th of the memory. After
+others a second time there, during the first product: a quarter more bytes, and an n-th of the memory. After
 Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198, section 4.2.2.
 """
 
@@ -38,7 +38,7 @@ def overlapped_column_parallel(
 
 
 class _ColumnParallel(Function):
-    """Identity forward, all-reduce backward (f); with `dim`, all-gather forward, reduce-scatter backward."""
+    """Linear layers with an all-reduce backward; with `dim`, all-gather forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int | None, count: int, *parameters: Any) -> Any:

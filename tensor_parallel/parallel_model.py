@@ -1,8 +1,8 @@
 """Wrap a model whose layers are divided among ranks: complete its gradients, put its shards together.
 
 A parameter that every rank holds in full, and applies to the same tokens, has the same gradient on every
-rank. With sequence parallelism each rank has seen only its shard of the tokens, so the gradients of norms,
-positions and of biases that follow a sum are one term each. `finish_gradient_sync()` adds these terms up.
+rank. With sequence parallelism each rank has seen only its shard of the tokens, so its gradients of norms,
+positions and of biases that follow a sum are only terms. `finish_gradient_sync()` adds the terms up.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ class TensorParallel(nn.Module):
         self._partial, self._pattern = PartialGradients(), chosen_pattern("all_reduce", group)
 
     def shard(self, parameter: nn.Parameter, dim: int, padded: Tensor | None = None) -> nn.Parameter:
-        """Replace the parameter's values by this rank's shard of them, so that its optimizer keeps it."""
+        """Replace the parameter's values by this rank's shard. The object stays, so an optimizer keeps it."""
         if not isinstance(parameter, nn.Parameter):
             raise WorkbookError(
                 "A weight that is computed from others cannot be divided: remove parametrizations."
@@ -62,7 +62,7 @@ class TensorParallel(nn.Module):
     def column(
         self, plain: nn.Linear, gather_output: bool = False, is_vocabulary: bool = False
     ) -> ColumnParallelLinear:
-        """Return the layer divided by its outputs, which are padded for a vocabulary."""
+        """Return the layer divided by its outputs. With `is_vocabulary` these are padded."""
         ranks = dist.get_world_size(self.group)
         layer = ColumnParallelLinear(
             1, ranks, False, self.group, self.sequence_parallel, gather_output, overlap=self.overlap
@@ -134,7 +134,7 @@ class TensorParallel(nn.Module):
         return self._expected_traffic().of_block(batch, time)
 
     def traffic_per_step(self, batch: int, time: int, is_clipped: bool = False) -> Traffic:
-        """Return this rank's expected traffic for a step of a GPT: blocks, ends, loss and gradients."""
+        """Return this rank's expected traffic for a step of a GPT: all layers, loss and gradients."""
         summed = sum(parameter.numel() for parameter in self._with_own_tokens_only())
         return self._expected_traffic().of_step(batch, time, summed, is_clipped)
 

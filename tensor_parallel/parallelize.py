@@ -71,7 +71,7 @@ def _divide_gpt(model: GPT, parallel: TensorParallel) -> None:
         block.mlp.up_proj = parallel.column(block.mlp.up_proj)
         block.mlp.down_proj = parallel.row(block.mlp.down_proj)
     if parallel.sequence_parallel:
-        # A text that is as long as the block may have to be padded.
+        # A text of block_size tokens may have to be padded.
         model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)
         model.position_embedding = PositionsOfOwnTokens(model.position_embedding, parallel.group)
         for module in (model, *model.blocks):

@@ -1,7 +1,7 @@
 """Draw dropout masks that are equal on all ranks where all compute the same, and different elsewhere.
 
       residual stream, full on every rank        one mask for all; else the ranks' activations differ
-      heads, logits and tokens of one rank       a mask of its own; else n shards repeat one mask
+      heads or tokens of one rank                a mask of its own; else n shards repeat one mask
 
 torch's generator has the same seed on all ranks, so it draws the same numbers everywhere. Each rank has a
 second state of the generator, for what it computes alone. Megatron-LM calls this CudaRNGStatesTracker.

@@ -1,4 +1,4 @@
-"""Run the scripts of this folder: all ranks get the same batch, and checkpoints are full."""
+"""Run the scripts of this folder: all ranks get the same batch, and checkpoints hold full tensors."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,14 @@ from training.evaluation import Sums
 
 @dataclasses.dataclass
 class Args(ClipArgs, training.arguments.Args):
-    """Train a small GPT on the source of Python's standard library, its layers cut among the ranks."""
+    """Train a small GPT on the source of Python's standard library, its layers divided among the ranks."""
 
     size: Size = "24heads"
     """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
     have 4, 13m has 8, 24heads has 24."""
     overlap: bool = True
     """Hide the reductions in the backward (overlapped.py); --no-overlap runs what layers.py shows."""
-    metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
+    metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
 
 
 class Run(training.run.Run):
@@ -45,13 +45,14 @@ class Run(training.run.Run):
         self._block_bytes = self._block_formula = 0
 
     def _validate(self, args: training.arguments.TrainArgs) -> None:
+        validate_size(args.size, self._cluster.world_size)  # first: then there is no trace of a refused run
         super()._validate(args)
-        validate_size(args.size, self._cluster.world_size)
 
     def _activations_formula(self, sequence_parallel: bool) -> float:
         """Return a forward's bytes by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
 
-        s b h (10 + 24/n + 5 a s / (h n)) for each layer; with sequence parallelism the 10 are divided too.
+        s b h (10 + 24/n + 5 a s / (h n)) for each layer of s tokens, b examples, width h and a heads on n
+        ranks; with sequence parallelism the 10 is divided by n, too.
         """
         config, n = self._config, self._cluster.world_size
         tokens, h, a = self._args.batch_size * config.block_size, config.width, config.num_heads
@@ -62,7 +63,7 @@ class Run(training.run.Run):
     def observed(self, model: TensorParallel, x: Tensor) -> Iterator[None]:
         """Count, around the first forward, what autograd keeps and what the first block sends.
 
-        The block's traffic is that of its forward and backward. Later forwards run as they are.
+        The block's traffic is that of its forward and backward. Later forwards are not observed.
         """
         if self._activations is not None:
             yield
@@ -73,7 +74,7 @@ class Run(training.run.Run):
             block.register_forward_hook(lambda *_: self._count(1)),
             block.register_full_backward_pre_hook(lambda *_: self._count(-1)),
         ]
-        # The last one is called when the block's backward is over; then all of them go.
+        # The last one is called when the block's backward is over. Then all of them are removed.
         hooks.append(block.register_full_backward_hook(lambda *_: self._count(1, hooks)))
         with saved_activations(model.parameters) as saved:
             yield
@@ -99,13 +100,13 @@ class Run(training.run.Run):
         )
 
     def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
-        """Return the sum of losses, which all ranks compute together from their shards of the logits."""
+        """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
         assert isinstance(model, TensorParallel)
         loss = model.loss(model(x), y).double() * y.numel()
         return torch.stack([loss, torch.zeros_like(loss)]) if self._cluster.is_main else None
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> FullState:
-        """Return the state as one process has it; any number of ranks cuts it again."""
+        """Return the state as one process has it; any number of ranks can divide it again."""
         assert isinstance(model, TensorParallel)
         names = [name for name, _ in model.module.named_parameters()]
 

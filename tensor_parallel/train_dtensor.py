@@ -5,7 +5,7 @@
                                                    placed, and hooks convert inputs and outputs
       a parameter is this rank's shard             a DTensor: a local tensor and a placement, Shard(dim),
                                                    Replicate or Partial (one term of a sum)
-      a collective and its conjugate               redistribute() from one placement to another, and back
+      a collective, its conjugate in the backward  redistribute() from one placement to another, and back
       one all-reduce for q, k and v, because they  PrepareModuleInput makes one DTensor of their input; with
       share one function                           ColwiseParallel alone each gradient would be reduced
       the input's gradient is reduced while the    the reduction is waited for at once
@@ -15,18 +15,18 @@
       norms and positions, all at once             they are read: by AdamW three times; see below
       the embedding's gradient has this rank's     it has all entries, on every rank, and is sharded then
       vocabulary entries
-      the vocabulary is padded                     the last rank has fewer entries; padding only when sent
+      the vocabulary is padded                     the last rank has fewer entries, padded only to be sent
       vocab_parallel_cross_entropy                 loss_parallel() around F.cross_entropy and its backward
       sequence parallelism pads the tokens         hooks assume equal shards: other lengths are refused
       clip_grad_norm_, and random numbers of each  only if all parameters and activations are DTensors; here
-      rank's own                                   norms, and what is dropped, are plain tensors
+      rank's own                                   norms, and the inputs of dropout, are plain tensors
 
 Ours does not have: meshes of several axes (lesson 5), plans for any model, and asynchronous tensor
 parallelism in compiled models.
 
 The collectives of DTensors are operators (`_c10d_functional`), and an operator can have another kernel.
-`by_comm` installs kernels that call comm with pattern "torch". So the collectives are counted, drawn, and
-slowed down by --link as ours are, while gloo or nccl still does the work.
+`by_comm` installs kernels that call comm with pattern "torch". So the collectives are counted, drawn in
+traces, and slowed down by --link as ours are, while gloo or nccl still does the work.
 
 https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -120,7 +120,7 @@ def shard(model: GPT, device: torch.device, sequence_parallel: bool = False) -> 
         broadcast(parameter.detach(), root=0)
     mesh = init_device_mesh(device.type, (ranks,))
     is_tied = model.head.weight is model.token_embedding.weight
-    # Without src_data_rank each parameter would be scattered from rank 0 once more.
+    # By default (src_data_rank=0) each parameter would be scattered from rank 0 once more.
     parallelize_module(model, mesh, plan_of(sequence_parallel), src_data_rank=None)
     if is_tied:
         model.head.weight = model.token_embedding.weight  # each was sharded on its own
@@ -231,23 +231,23 @@ class DTensorRun(Run):
 
 @dataclasses.dataclass
 class Args(TrainArgs):
-    """PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
+    """Train by PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
 
     size: Size = "24heads"
     """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
     have 4, 13m has 8, 24heads has 24."""
     sequence_parallel: bool = False
-    """Also cut what lies between the blocks, by tokens."""
+    """Also divide norms, dropout and residuals among the ranks, by tokens."""
     pattern: Literal["torch"] = "torch"
     """Algorithm of the collectives: always PyTorch's own, which DTensor uses."""
-    metronome: NotOffered = None  # it runs no layer, and there is nothing to cut
+    metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
     checkpoint: NotOffered = None  # not written for DTensors here; tensor_parallel takes it
     resume: NotOffered = None
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = DTensorRun(cluster, args, "tensor_parallel_native", whole_batch=True)
     validate_size(args.size, cluster.world_size)
+    run = DTensorRun(cluster, args, "tensor_parallel_native", whole_batch=True)
     model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
     # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.

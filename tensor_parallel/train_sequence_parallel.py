@@ -5,7 +5,7 @@
       tokens of rank 1  ─► norm ─┘          └─► heads 2..3 ─┘                └─► tokens of rank 1 ─► norm ...
 
 An all-reduce is a reduce-scatter and an all-gather. With the norm between the two, each rank normalises an
-n-th of the tokens and keeps an n-th of those activations, for the same number of bytes. With `--overlap`,
+n-th of the tokens, keeps an n-th of those activations, and sends the same number of bytes. With `--overlap`,
 the default, a rank also keeps only an n-th of the gathered inputs, and gathers them again in the backward:
 a quarter more bytes.
 

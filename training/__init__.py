@@ -1,1 +1,1 @@
-"""Do what every train script needs around its loop and no lesson teaches."""
+"""Provide what every train script needs around its loop, and what no lesson teaches."""

@@ -1,4 +1,4 @@
-"""The arguments that train scripts of all lessons take; each adds its own."""
+"""Define the arguments that the train scripts of all lessons take; each script adds its own."""
 
 import dataclasses
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 import tyro
 
 NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
-"""The type of an option that the base class has and a script cannot honour: it is not on its command line."""
+"""The type of an option of the base class that a script does not offer: its command line lacks it."""
 
 Size = Literal["tiny", "small", "24heads", "13m"]
 """The GPTs of lab/model.py."""
@@ -28,8 +28,8 @@ class TrainArgs:
     seed: int = 0
     """Number from which the initial weights and the batches are drawn; the same seed gives the same run."""
     link: str | None = None
-    """Slow all communication down to that of a link, by software: a rate (100mbit, 1gbit), or a rate and the
-    delay of a message (200mbit,1ms). It needs no root, and works without containers."""
+    """Slow all communication down to the speed of a link, in software: a rate (100mbit, 1gbit), or a rate and
+    the delay of a message (200mbit,1ms). This needs no root, and works without containers."""
     metronome: str | None = None
     """Replace computing by a clock: a layer's forward takes this time, such as 20ms or 1.5s, and its backward
     twice that. Nothing is trained. Communication stays real."""
@@ -66,7 +66,7 @@ class AccumulationArgs(Args):
     """Train a small GPT on the source of Python's standard library, in microbatches."""
 
     grad_acc_steps: int = 1
-    """Number of microbatches in a step: their gradients add up, and are reduced once."""
+    """Number of microbatches in a step. Their gradients add up, and the sum is reduced once."""
 
 
 @dataclasses.dataclass

@@ -24,8 +24,8 @@ def measure_all_reduce(
     """Return the alpha and beta that explain the times of this group's all-reduces, the same on every rank.
 
     They come from medians of `repeats` all-reduces of tensors on `device`. On a slow link there are fewer, of
-    smaller tensors, so that it takes two or three seconds. On a single rank both are 0. All ranks must call
-    it.
+    smaller tensors, so that the measurement takes two or three seconds. On a single rank both are 0. All
+    ranks must call it.
     """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:

@@ -1,13 +1,13 @@
-"""Save and load the checkpoint of a run: one path for all lessons.
+"""Save and load the checkpoint of a run, in the same way for all lessons.
 
       what a lesson says                          what is done here
       FullState: the full state, and how a        rank 0 writes it into one file; it reads the file, sends
       rank takes its part of it                   the bytes to the others, and each takes its part
       ShardedState (data_parallel/                all ranks write what they own, in a folder that they share,
-      sharded_checkpoint.py): what a rank owns    and each reads what it owns then (range_checkpoint.py)
+      sharded_checkpoint.py): what a rank owns    and later each reads what it owns (range_checkpoint.py)
 
 The folder is validated and claimed before the first step. An error of one rank is an error of all. A
-checkpoint of another run, or of a run that has ended, is refused.
+checkpoint of a run with other arguments, or one that already has all steps, is refused.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ class State(Protocol):
 class FullState(NamedTuple):
     """State that is small enough for every rank to have all of it for a moment.
 
-    `get` returns the full state on rank 0; all ranks call it, and may communicate. `put` takes this rank's
-    part of the state, and does not communicate.
+    `get` returns the full state on rank 0; all ranks call it, and may communicate. `put` gets the full state,
+    loads this rank's part of it, and does not communicate.
     """
 
     get: Callable[[], dict[str, Any]]
@@ -75,18 +75,18 @@ class Checkpoint:
     def prepare(self, is_shared: bool, resume: bool) -> None:
         """Refuse, on all ranks, a folder that no checkpoint can be saved in; let no other job save there.
 
-        Otherwise that would show when all is trained, and lost. `is_shared`: all ranks write in the folder.
+        Otherwise the error would appear only after the training. `is_shared`: all ranks write in the folder.
         """
         validate = validate_shared_folder if is_shared else validate_folder
         validate(self._cluster, "--checkpoint", self._folder, resume)
         on_main(self._cluster, f"save in {self._folder}", lambda: checkpoint.claim(Path(self._folder)))
 
     def save(self, state: State, step: int) -> None:
-        """Save the state after `step` steps. WorkbookError on all ranks if that fails on one."""
+        """Save the state after `step` steps. Raise WorkbookError on all ranks if that fails on one."""
         state.save(self._cluster, self._folder, {"made_with": self._made_with, "step": step})
 
     def load(self, state: State, all_steps: int) -> int:
-        """Put the checkpoint in place and return how many steps it has; fewer than `all_steps`."""
+        """Load the checkpoint, and return its number of steps, which is less than `all_steps`."""
         steps = []
 
         def validate(header: Header) -> None:
@@ -109,9 +109,10 @@ class Checkpoint:
 
 
 def _read_on_main(cluster: Cluster, folder: str) -> dict[str, Any]:
-    """Return what rank 0 finds in `folder`, on every rank. WorkbookError on all if it is damaged or missing.
+    """Return what rank 0 finds in `folder`, on every rank.
 
-    Ranks need not share a file system, so the bytes travel over the group.
+    Raise WorkbookError on all ranks if the checkpoint is damaged or missing. Ranks need not share a file
+    system, so the bytes are sent over the group.
     """
     data, name = b"", str(Path(folder) / checkpoint.NAME)
 

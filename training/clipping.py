@@ -1,4 +1,4 @@
-"""Clip gradients by their norm over all ranks, of which each has a part.
+"""Clip gradients by their norm over all ranks, where each rank has a part of them.
 
 on this rank                                   in the norm
 a shard of a gradient, or a stage's own        summed over the ranks

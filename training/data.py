@@ -1,7 +1,7 @@
 """The data that a run trains on, and the held-out data that it is validated on.
 
-      text ("gpt")            the corpus but its last twentieth   |   the last twentieth
-      digits ("baby_cnn")     1500 images                         |   297 images, by other writers
+      text ("gpt")            all but the last 1/20 of the corpus   |   the last 1/20
+      digits ("baby_cnn")     1500 images                           |   297 images, mostly by other writers
 
 A batch is a pure function of the seed and the step, so any number of ranks trains on the same one.
 """
@@ -24,7 +24,7 @@ class TrainingData:
     def __init__(self, model: str, batch_size: int, seed: int, block_size: int) -> None:
         self._batch_size, self._seed, self._block_size = batch_size, seed, block_size
         self._is_text = model == "gpt"
-        self.everything: Tensor  # which the ranks compare
+        self.everything: Tensor  # the ranks compare it before the first step
         if self._is_text:
             self.everything = load_corpus()
             self._corpus, self._held_out_corpus = split(self.everything)
@@ -52,8 +52,9 @@ class TrainingData:
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield global batches (x, y, counts) that are not trained on, the same for each seed.
 
-        All have the shape of a training batch, as a pipeline needs it. Text: windows that lie evenly in the
-        held-out corpus. Digits: all test images; the last batch repeats some, and these do not count.
+        All have the shape of a training batch, as a pipeline needs it. `counts` tells which examples count.
+        Text: windows at equal distances in the held-out corpus. Digits: all test images; the last batch
+        repeats some, and these do not count.
         """
         if self._is_text:
             corpus, size = self._held_out_corpus, self._block_size

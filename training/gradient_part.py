@@ -1,10 +1,10 @@
-"""Gradients of which each rank has a part, but which torch's own tools see as one.
+"""Let torch's own tools see a gradient of which each rank has a part as one gradient.
 
       nn.utils.clip_grad_norm_(model.parameters(), 1.0)    the norm over all ranks
       scaler.step(optimizer)                               skipped by all ranks, or by none
 
-Where GradScaler looks for infinities, and where the norm of one gradient is asked for, the ranks exchange a
-number. FSDP2's DTensors do the same. Everything else sees the part as the plain tensor that it is.
+Where GradScaler looks for infinities, and where the norms of gradients are computed, the ranks all-reduce a
+few numbers. FSDP2's DTensors do the same. Everything else sees the part as the plain tensor that it is.
 """
 
 import math
@@ -17,7 +17,7 @@ from comm.collectives import Group, all_reduce
 
 
 class GradientPart(Tensor):
-    """This rank's part of a gradient. All ranks must ask for the norms of the same gradients."""
+    """This rank's part of a gradient. All ranks must compute the norms of the same gradients."""
 
     group: Group
     pattern: str | None
@@ -44,7 +44,7 @@ class GradientPart(Tensor):
     def norms(
         parts: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None, **_: Any
     ) -> list[Tensor]:
-        """Return the norm of each full gradient, on all ranks: one message for all.
+        """Return the norm of each full gradient, on all ranks, by one all-reduce for all gradients.
 
         Plain tensors among `parts` are full gradients already, as those of replicated parameters are.
         """
@@ -78,7 +78,7 @@ _OF_ALL_RANKS = {
 
 
 def _powers(part: Tensor, ord: float, dtype: torch.dtype | None) -> Tensor:
-    """Return what adds up over ranks: for the infinite norms, what the largest or least is taken of."""
+    """Return the number of this rank that is summed over ranks, or whose maximum or minimum is taken."""
     size = part.abs()
     size = size.to(dtype) if dtype is not None else size.float() if size.itemsize < 4 else size
     if math.isinf(ord):

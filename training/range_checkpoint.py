@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks write together, and that any number of them reads: named tensors, in ranges.
+"""Write a checkpoint of named tensors by all ranks together, and read it on any number of ranks.
 
       a weight, saved by 3 ranks      | 0  1  2 | 3  4  5  6 | 7  8  9 |
                 loaded by 2           | 0  1  2   3  4 | 5  6   7  8  9 |     each reads parts of two files
@@ -9,13 +9,14 @@ ranges of a new layout, the files that hold them. A plain tensor is equal on all
       runs/first/                         on a file system that all machines share
           checkpoint-4/                   the one with the greatest number counts
               __0_0.distcp  __1_0.distcp  what a rank has written
-              .metadata                   DCP's: which range of what stands where
+              .metadata                   DCP's: which range of which tensor is in which file
               checkpoint.pt               the header (lab.checkpoint): plain numbers, strings, lists, dicts,
                                           and the SHA-256 of each file beside it
           checkpoint-5.partial-8c1f03ab/  being written; becomes checkpoint-5 when all ranks are done
 
-A rename happens at once or not at all, and the older checkpoint goes after it: whenever the job is killed,
-there is a complete one. Loading names a file of which a bit has changed, and runs no code from any.
+A rename happens at once or not at all, and the older checkpoint is removed after it: whenever the job is
+killed, there is a complete one. If a bit of a file has changed, loading raises an error that names the file.
+Loading runs no code from the files.
 
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -42,7 +43,7 @@ from lab.ranges import Items, LoadPlanner, Reader, SavePlanner, Writer, unpickle
 
 OURS = re.compile(r"checkpoint-(\d+)(\.partial-[0-9a-f]+)?")
 METADATA = ".metadata"  # DCP's name for it
-FILES = "sha256 of files"  # the header's name for their digests
+FILES = "sha256 of files"  # the header's key for the digests of the files
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Found:
 def save(cluster: Cluster, directory: Path, items: Items, header: dict[str, Any]) -> None:
     """Write the ranges of all ranks and rank 0's `header`; all ranks call it. Returns when all is on disk.
 
-    WorkbookError on all ranks if one has failed or died, or another job saves here; an older checkpoint is
-    then as it was.
+    Raise WorkbookError on all ranks if one has failed or died, or another job saves here; an older checkpoint
+    is then unchanged.
     """
     what = f"save the checkpoint {directory}"
     name, partial = on_main(cluster, what, lambda: _begin(directory))
@@ -81,7 +82,7 @@ def save(cluster: Cluster, directory: Path, items: Items, header: dict[str, Any]
 def find(cluster: Cluster, directory: Path, refuse_unless_fitting: Callable[[Found], None]) -> Found:
     """Return the checkpoint in `directory`, once it is known to be undamaged and to fit; all ranks call it.
 
-    WorkbookError on all ranks if one finds something wrong, or `refuse_unless_fitting` raises it on one.
+    Raise WorkbookError on all ranks if one finds an error, or `refuse_unless_fitting` raises it on one.
     """
     what = f"load the checkpoint {directory}"
     newest = on_main(cluster, what, lambda: _newest(directory))
@@ -101,7 +102,7 @@ def find(cluster: Cluster, directory: Path, refuse_unless_fitting: Callable[[Fou
             _refuse_others(found)
             refuse_unless_fitting(found)
         seen.append(found)
-        return digests[METADATA]  # no two saves have the same: it has the save's id in it
+        return digests[METADATA]  # it differs for each save, because the metadata contains the save's id
 
     if len(set(on_all(what, look))) > 1:
         raise WorkbookError(f"the ranks see different checkpoints in {directory}: all machines must share it")
@@ -134,7 +135,10 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _begin(directory: Path) -> tuple[str, str]:
-    """Return the next checkpoint's name, and the one until it is complete, which no other disk can have."""
+    """Return the next checkpoint's name, and the name that it has until it is complete.
+
+    The latter is random: a rank that sees another disk does not find it there.
+    """
     checkpoint.claim(directory)
     newest = max(_numbers(directory), default=0)
     _remove_all_but(f"checkpoint-{newest}", directory)  # what a killed job has left
@@ -187,13 +191,13 @@ def _refuse_others(found: Found) -> None:
     for place in found.metadata.storage_data.values():
         if place.relative_path not in found.header[FILES]:
             raise WorkbookError(
-                f"{found.folder / METADATA} names {place.relative_path}, a file of another one"
+                f"{found.folder / METADATA} names {place.relative_path}, which is no file of this checkpoint"
             )
 
 
 @contextmanager
 def _in_a_sentence(what: str) -> Iterator[None]:
-    """DCP has all ranks fail together, with the tracebacks of all."""
+    """Raise one sentence as a WorkbookError where DCP raises the tracebacks of all ranks on every rank."""
     try:
         with naming_a_lost_rank(what):
             yield

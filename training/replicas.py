@@ -13,5 +13,5 @@ def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
 
 
 def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
-    """Return whether all ranks hold bitwise the same module. All ranks must call it, and get the answer."""
+    """Return whether all ranks hold bitwise the same module. All must call it, and get the same answer."""
     return len(set(replica_digests(cluster, module))) == 1

@@ -1,8 +1,8 @@
 """Make the report's figures out of recorded spans and counted messages.
 
-hidden_share     the share of the time in which something was communicated that the rank also computed
-blocking_share   the share of that time in which the main thread itself was busy communicating: an operation
-                 that blocks, as naive data parallel's and a row layer's forward, cannot be hidden
+hidden_share     the share of the communication time in which the rank also computed
+blocking_share   the share of the communication time in which the main thread itself communicated: an
+                 operation that blocks, as naive data parallel's and a row layer's forward, cannot be hidden
 """
 
 import statistics
@@ -26,9 +26,9 @@ def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]
 
 
 def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dict[str, str]:
-    """Return who has sent what to whom, and by what the bytes travelled; first what has carried most bytes.
+    """Return the names of the patterns and of their transports; first the one that has sent most bytes.
 
-    `traffic` is what the steps have sent. On a single rank nothing was, and `pattern` is what was asked for.
+    `traffic` is what the steps have sent. On a single rank, which sends nothing, the pattern is `pattern`.
     """
     by_bytes = sorted(traffic.items(), key=lambda row: -row[1].bytes_sent)
     patterns = [entry.pattern for entry, sent in by_bytes if sent.messages_sent and entry.pattern != "header"]
@@ -41,6 +41,6 @@ def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dic
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Return the median of those that are known; None where none is."""
+    """Return the median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

@@ -52,7 +52,7 @@ from training.validate import tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
-DRAWN_STEPS = 3  # in a picture; more make no clearer one
+DRAWN_STEPS = 3  # in a picture; more would not make it clearer
 
 
 class Run:
@@ -72,7 +72,7 @@ class Run:
         self._sharing = 1 if whole_batch else cluster.world_size  # ranks that share a batch
         self._config = GPTConfig.named(args.size)
         self._data = TrainingData(model, args.batch_size, args.seed, self._config.block_size)
-        # First: what is refused below is then refused by all ranks.
+        # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
         check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
         self._validate(args)
         self._tick = None if args.metronome is None else tick_seconds(args.metronome)
@@ -100,7 +100,7 @@ class Run:
         return measure_all_reduce(self.pattern, device=self._cluster.device)
 
     def model(self) -> nn.Module:
-        """Return a model with other weights on each rank; the lesson's wrapper has to make them equal."""
+        """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
         seed = self._args.seed + self._cluster.rank
         if self._model == "baby_cnn":
             return BabyCNN(seed=seed).to(self._cluster.device)
@@ -123,7 +123,7 @@ class Run:
         return rank_slice(batch, rank, self._sharing).to(self._cluster.device)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-        """Return what a checkpoint of this run holds. Here each rank has the full state of both."""
+        """Return what a checkpoint of this run holds. Here each rank has all of it."""
 
         def get() -> dict[str, Any]:
             return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -188,14 +188,14 @@ class Run:
         return mean
 
     def expect_traffic(self, of_the_step: Traffic) -> None:
-        """Take note of what the lesson's formula expects this rank to send in a step; the loss is added."""
+        """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce."""
         place = (self._cluster.world_size, self._cluster.rank)
         self._expected += of_the_step + cost.per_rank("all_reduce", self.pattern, 1, 4, *place)
 
     def evaluate(self, step: int, model: nn.Module) -> None:
         """Compute the loss on held-out data, after every --eval-every steps and after the last.
 
-        What ranks send for it is counted apart. Under the metronome, which computes nothing, there is none.
+        What ranks send for it is counted separately. Under the metronome there is no evaluation.
         """
         args, done = self._args, step + 1
         is_due = done == args.steps or (args.eval_every and done % args.eval_every == 0)
@@ -241,10 +241,10 @@ class Run:
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
 
-        WorkbookError at the end, on all ranks, if their models are not bitwise equal.
+        Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 
-        What is read off the spans (compute, communication, what is hidden, the prediction) are medians over
-        `observed_steps` steps: the first ones after the warm-up. All else speaks of the whole run.
+        The figures that come from spans (compute, communication, what is hidden, the prediction) are medians
+        over `observed_steps` steps: the first ones after the warm-up. The others are for the whole run.
         """
         with self._until_reported:
             return self._report(model, extras)
@@ -282,7 +282,7 @@ class Run:
         return summary
 
     def _draw(self, folder: str, events: list[Event]) -> None:
-        """Write what --trace asks for, of this rank's events of some steps."""
+        """Write the files of --trace, from this rank's events of some steps."""
         timeline.save(self._cluster, folder, f"{self._run_mode}, {self._cluster.world_size} ranks", events)
 
     def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:

@@ -46,7 +46,7 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     if clip is not None and not clip > 0:
         raise WorkbookError(f"--clip {clip:g}: the largest norm is a number above 0.")
     if args.metronome is not None and model != "gpt":
-        raise WorkbookError("--metronome takes the GPT; leave --model out.")
+        raise WorkbookError("--metronome works with the GPT only; leave --model out.")
 
 
 def validate_numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:
@@ -76,7 +76,7 @@ def validate_shares(batch_size: int, ranks: int) -> None:
 
 
 def validate_bucket(megabytes: float) -> None:
-    """Refuse a cap that is not a number of MiB."""
+    """Refuse a cap that is not above 0, or is larger than a TiB."""
     if not 0 < megabytes <= MAX_BUCKET_MB:
         raise WorkbookError(
             f"--bucket-mb {megabytes:g}: a bucket's cap is a number of MiB above 0, such as 4, "
@@ -93,13 +93,13 @@ def tick_seconds(metronome: str) -> float:
 
 
 def validate_folder_name(option: str, name: str | None) -> None:
-    """Refuse a folder without a name, which would be the current one."""
+    """Refuse an empty name, which would mean the current folder."""
     if name is not None and not name.strip():
         raise WorkbookError(f"{option} has no value: name a folder.")
 
 
 def validate_folder(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
-    """Refuse, on all ranks, a folder in which rank 0 cannot write. It is made, but not to resume from it."""
+    """Refuse, on all ranks, a folder in which rank 0 cannot write. Create it, except to resume from it."""
     folder = Path(name)
 
     def make() -> None:

@@ -6,17 +6,17 @@
                                              round 3   0 ◄─► 1   2 ◄─► 3    a quarter, reduced
                                              round 4   0 ◄─► 2   1 ◄─► 3    half, reduced
 
-Recursive doubling: partners exchange full tensors and add them. After log2 n rounds every rank has the sum:
-log2 n (alpha + B beta) for B bytes (cost.py), the fewest latencies of all.
+Recursive doubling: partners exchange full tensors and add them. After log2 n rounds every rank has the sum.
+For B bytes that takes log2 n (alpha + B beta) seconds (cost.py), with the fewest latencies of all patterns.
 
 Halving-doubling: partners exchange halves, each reduces the half that it keeps, and the next round divides
 that half. Then the same exchanges in reverse order gather the results. It sends as few bytes as the ring, in
 2 log2 n messages (Rabenseifner, "Optimization of collective reduction operations", 2004).
 
-If n is no power of two, each rank above the largest power first sends its tensor to a partner below it, and
-receives the result at the end. A full tensor travels in segments, so that a rank adds one segment while the
-next arrives. Partners combine the same two values in the same order, so all ranks end bitwise equal: the
-order matters for the maximum of 0.0 and -0.0.
+If n is not a power of two and p is the largest one below it, each rank r >= p first sends its tensor to rank
+r - p, and receives the result from there at the end. A full tensor travels in segments, so that a rank adds
+one segment while the next arrives. Partners combine the same two values in the same order, so all ranks end
+bitwise equal: the order matters for the maximum of 0.0 and -0.0.
 """
 
 import torch
@@ -81,7 +81,7 @@ def _swap(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor, partner: i
 
 
 def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
-    """Add the tensors of ranks above the largest power of two to those of lower ranks; return that power."""
+    """Combine each tensor of ranks r >= p with that of rank r - p. Return p, the largest power of two."""
     n = 1 << (wire.size.bit_length() - 1)
     mine = segments_of(tensor)
     if wire.rank >= n:
@@ -96,7 +96,7 @@ def _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int:
 
 
 def _fold_out(wire: Wire, tensor: torch.Tensor, n: int) -> None:
-    """Send the result to the ranks above the largest power of two."""
+    """Send the result to the ranks r >= n, from rank r - n. `n` is what `_fold_in` returned."""
     transfers = []
     if wire.rank >= n:
         transfers = [wire.irecv(segment, wire.rank - n) for segment in segments_of(tensor)]

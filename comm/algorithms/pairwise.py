@@ -18,7 +18,7 @@ def all_to_all(
     """Send part p of `full` to rank p, and receive part p of `output` from it. Sizes count elements."""
     n, r = wire.size, wire.rank
     outgoing, incoming = full.split(in_sizes), output.split(out_sizes)
-    # Each rank starts with another partner. Otherwise all ranks would send to rank 0 first.
+    # Each rank starts with a different partner. Otherwise all ranks would send to rank 0 first.
     sources = [(r - step) % n for step in range(1, n)]
     targets = [(r + step) % n for step in range(1, n)]
     arriving = [wire.irecv(incoming[peer], peer) for peer in sources if out_sizes[peer]]

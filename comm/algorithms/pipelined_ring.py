@@ -77,7 +77,7 @@ def _reduce(
     then: Sequence[torch.Tensor] = (),
     when_done: Callable[[torch.Tensor], None] = lambda segment: None,
 ) -> list[Transfer]:
-    """Do a reduce-scatter. `sums[step]` gets the sum of the chunk that arrives in that step and this rank's.
+    """Do a reduce-scatter. `sums[step]` gets the sum of the chunk that arrives in that step and our own.
 
     Return the receives that follow from the left neighbour, into the tensors of `then`.
     """
@@ -92,7 +92,7 @@ def _reduce(
     sent[0] = [wire.isend(segment, right) for segment in first]
     flow = [(step, i) for step in range(n - 1) for i in range(len(own[step]))]
     for (step, i), arrived in zip(flow, arriving, strict=True):
-        if i == 0:  # of all earlier steps, because a step with an empty chunk does not come here
+        if i == 0:  # wait for all earlier steps: one whose chunk was empty has not waited for those before it
             for transfers in sent[:step]:
                 _wait_all(transfers)
         combine(op, arrived, own[step][i], out=into[step][i])
@@ -115,7 +115,7 @@ def _gathered(wire: Wire, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
 def _pass_on(
     wire: Wire, chunks: list[torch.Tensor], arriving: list[Transfer], leaving: list[Transfer]
 ) -> None:
-    """Do an all-gather: send on what arrives, except the last chunk, which every rank has then."""
+    """Do an all-gather: send on what arrives, except the last chunk, which every rank then has."""
     right = (wire.rank + 1) % wire.size
     last = len(arriving) - len(segments_of(chunks[right]))
     for i, transfer in enumerate(arriving):

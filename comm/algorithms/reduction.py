@@ -1,4 +1,4 @@
-"""The arithmetic of reductions: combine the tensors of two ranks, and divide once where a mean is wanted."""
+"""Compute reductions: combine the tensors of two ranks, and divide where a mean is wanted."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def divisor_before(op: str, dtype: torch.dtype, ranks: int) -> int:
 
 
 def divide_if_mean(op: str, reduced: torch.Tensor, ranks: int) -> None:
-    """Divide the combined tensors of all ranks by their number, in place, if the reduction is a mean."""
+    """Divide the combined tensors of all ranks by the number of ranks, in place, if `op` is "mean"."""
     if op == "mean":
         divided = divisor_before(op, reduced.dtype, ranks)
         if divided == 1:

@@ -16,7 +16,7 @@ no longer needs.
 
 Every rank sends and receives in every step: 2(n-1) messages of one chunk, so 2(n-1)/n of the tensor. With
 a latency of alpha seconds and beta seconds per byte, S bytes take 2(n-1) (alpha + (S/n) beta) seconds
-(cost.py). In no all-reduce among equal ranks does a rank send fewer bytes: Patarasu and Yuan, "Bandwidth
+(cost.py). If all ranks send the same amount, no all-reduce sends fewer bytes: Patarasu and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009. All ranks end with the same bits.
 
 What this file imports:
@@ -37,7 +37,7 @@ from comm.transport.wire import Wire
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Reduce `full` over all ranks, and write this rank's chunk of the result to `shard`; `full` stays."""
+    """Reduce `full` over all ranks, and write this rank's chunk to `shard`. `full` does not change."""
     chunks = [chunk.clone() for chunk in shards_of(full, wire.size)]  # partial sums must not go into `full`
     reduce_chunks(wire, chunks, op)
     shard.copy_(chunks[wire.rank])
@@ -58,7 +58,7 @@ def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
 
 
 def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
-    """Make chunk r on rank r the reduction of all ranks'; the other chunks become partial results."""
+    """Make chunk r on rank r the reduction of all ranks' chunks r; the others become partial results."""
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         # The chunk that arrives is the one that the left neighbour, rank r - 1, sends in this step.

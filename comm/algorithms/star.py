@@ -55,7 +55,7 @@ def gather(wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int
 
 
 def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
-    """Replace the root's `tensor` by the reduction of all, which the root computes in rank order."""
+    """Combine the other ranks' tensors, in rank order, with the root's `tensor`, in place."""
     if tensor.numel() == 0:
         return
     if wire.rank != root:

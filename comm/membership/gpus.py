@@ -15,7 +15,10 @@ from lab.devices import device_of, num_gpus
 
 
 def choose_device(local_rank: int) -> tuple[torch.device, str]:
-    """Return this rank's device and backend: its GPU and nccl if there are GPUs, else the CPU and gloo."""
+    """Return this rank's device and backend: its GPU and nccl if there are GPUs, else the CPU and gloo.
+
+    BACKEND can choose gloo for a GPU as well.
+    """
     gpus = num_gpus()
     backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
     if backend not in ("gloo", "nccl"):
@@ -37,12 +40,12 @@ def name_of(device: torch.device, backend: str) -> str:
 
 
 def refusal_of(names: Mapping[int, str]) -> str:
-    """Return an error text if two ranks have one GPU, else "". `names` holds each rank's `name_of`."""
+    """Return an error text if two ranks share a GPU, else "". `names` holds each rank's `name_of`."""
     first: dict[str, int] = {}
     for rank, name in sorted(names.items()):
         if name and first.setdefault(name, rank) != rank:
             return (
-                f"Ranks {first[name]} and {rank} have one GPU ({name}), and nccl needs one for each rank; "
+                f"Ranks {first[name]} and {rank} share one GPU ({name}), and nccl needs one for each rank; "
                 "start fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
             )
     return ""

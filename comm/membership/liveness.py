@@ -1,12 +1,12 @@
-"""Find out which rank has died: each rank has a connection to rank 0, and the kernel closes it at a death.
+"""Find out which rank died: each has a connection to rank 0, which the kernel closes when the rank dies.
 
       rank 1 ──┐
-      rank 2 ──┼──► rank 0, whose thread tells all others which rank has gone, and how, in order
+      rank 2 ──┼──► rank 0, whose thread tells all others which ranks have gone, how, and in which order
       rank 3 ──┘
 
 gloo shows a death to the neighbours of the dead rank only. They give up, then their own neighbours lose
 *them*, and in the end three ranks blame three different ranks. With these connections all ranks name the
-first one.
+one that died first.
 
 A rank also announces here that it has finished, or that it has failed and why. A client must show a token
 from the store. A rank that is stuck or paused stays connected: only a timeout shows it.
@@ -24,16 +24,16 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from comm.membership.json_lines import JsonLines, json_line
 from lab.interface import own_address
 
 _KEY = "liveness"
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown
-_LONGEST_LINE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank that has left, and how. `str()` gives the end of a sentence."""
+    """A rank that has left, and how. `str()` gives a clause for an error message."""
 
     rank: int
     how: Literal["died", "failed", "finished"]
@@ -57,16 +57,17 @@ class Liveness:
     def cause(self, patience: float = _PATIENCE) -> Departure | None:
         """Return the first rank that died or failed, else the first that finished, else None.
 
-        It waits `patience` seconds for news, because one connection may show a death before another.
+        It waits at most `patience` seconds for news, because one connection may show a death before another.
         """
-        deadline = time.monotonic() + patience
+        deadline, known, left = time.monotonic() + patience, 0, 0.0
         while True:
-            left = deadline - time.monotonic()
-            self._hear(max(0.0, left))
+            more_may_come = self._hear(left, known)
+            known = len(self.gone)
             others = [gone for gone in self.gone if gone.rank != self.rank]
             causes = [gone for gone in others if not _follows(gone, others)]
             bad = [gone for gone in causes if gone.how != "finished"]
-            if bad or left <= 0:
+            left = deadline - time.monotonic()
+            if bad or left <= 0 or not more_may_come:
                 return next(iter(bad or causes), None)
 
     def finish(self) -> None:
@@ -80,8 +81,8 @@ class Liveness:
         """
         raise NotImplementedError
 
-    def _hear(self, seconds: float) -> None:
-        """Wait at most `seconds` for news."""
+    def _hear(self, seconds: float, known: int) -> bool:
+        """Wait at most `seconds` until more than `known` ranks have gone. Return whether more may follow."""
         raise NotImplementedError
 
 
@@ -111,10 +112,10 @@ class LivenessServer(Liveness):
         with self._news:
             self._news.wait_for(lambda: not self._absent and not self._clients, seconds)
 
-    def _hear(self, seconds: float) -> None:
+    def _hear(self, seconds: float, known: int) -> bool:
         with self._news:
-            if not self.gone and seconds:
-                self._news.wait(seconds)
+            self._news.wait_for(lambda: len(self.gone) > known, seconds)
+        return True
 
     def _add(self, gone: Departure) -> None:
         with self._news:
@@ -123,7 +124,7 @@ class LivenessServer(Liveness):
                 for rank, client in self._clients.items():
                     if rank != gone.rank:
                         with suppress(OSError):
-                            client.sendall(_line(gone))
+                            client.sendall(json_line(asdict(gone)))
             self._news.notify_all()
 
     def _serve(self) -> None:
@@ -135,7 +136,7 @@ class LivenessServer(Liveness):
                         with suppress(OSError):
                             client, _ = self._listener.accept()
                             client.setblocking(False)
-                            selector.register(client, selectors.EVENT_READ, _Lines(client))
+                            selector.register(client, selectors.EVENT_READ, JsonLines(client))
                     elif not self._take(key.data):
                         selector.unregister(key.fileobj)
                         key.data.end.close()
@@ -143,7 +144,7 @@ class LivenessServer(Liveness):
                     selector.unregister(self._listener)
                     self._listener.close()
 
-    def _take(self, lines: "_Lines") -> bool:
+    def _take(self, lines: JsonLines) -> bool:
         """Handle what a connection has received. Return False if it has ended or shows no valid token."""
         messages, is_open = lines.read()
         for message in messages:
@@ -156,9 +157,9 @@ class LivenessServer(Liveness):
                 with self._news:
                     self._absent.discard(lines.rank)
                     self._clients[lines.rank] = lines.end
-                    with suppress(OSError):  # it may be gone already
+                    with suppress(OSError):  # the rank may be gone already
                         for gone in self.gone:
-                            lines.end.sendall(_line(gone))
+                            lines.end.sendall(json_line(asdict(gone)))
         if not is_open and lines.rank is not None:
             with self._news:
                 self._clients.pop(lines.rank, None)
@@ -175,8 +176,8 @@ class LivenessClient(Liveness):
         self._end.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._end, selectors.EVENT_READ)
-        self._lines, self._lock = _Lines(self._end), threading.Lock()
-        self._end.sendall(json.dumps({"rank": rank, "token": token}).encode() + b"\n")
+        self._lines, self._lock = JsonLines(self._end), threading.Lock()
+        self._end.sendall(json_line({"rank": rank, "token": token}))
 
     def finish(self) -> None:
         self._tell(Departure(self.rank, "finished"))
@@ -191,7 +192,8 @@ class LivenessClient(Liveness):
             left = deadline - time.monotonic()
             if left <= 0 or any(gone.why != why for gone in self.gone):  # rank 0 fails for another reason
                 return False
-            self._hear(left)
+            if not self._hear(left, len(self.gone)):
+                return False
 
     def _close(self) -> None:
         self._selector.close()
@@ -199,12 +201,12 @@ class LivenessClient(Liveness):
 
     def _tell(self, gone: Departure) -> None:
         with suppress(OSError):
-            self._end.sendall(_line(gone))
+            self._end.sendall(json_line(asdict(gone)))
 
-    def _hear(self, seconds: float) -> None:
+    def _hear(self, seconds: float, known: int) -> bool:
         with self._lock:
             if self._end.fileno() < 0:
-                return
+                return False
             if self._selector.select(seconds):
                 messages, is_open = self._lines.read()
                 self.gone += [Departure(**message) for message in messages]
@@ -212,56 +214,33 @@ class LivenessClient(Liveness):
                     self._close()
                     if 0 not in [gone.rank for gone in self.gone]:
                         self.gone.append(Departure(0, "died"))
-
-
-class _Lines:
-    """Read JSON objects, one a line, from a non-blocking socket."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self.rank: int | None = None
-        self._rest = b""
-
-    def read(self) -> tuple[list[dict], bool]:
-        """Return the objects that have arrived, and whether more may arrive."""
-        is_open = True
-        try:
-            data = self.end.recv(_LONGEST_LINE)
-            is_open = bool(data)
-        except BlockingIOError:
-            data = b""
-        except OSError:
-            data, is_open = b"", False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return [], False
-        is_open = is_open and len(self._rest) < _LONGEST_LINE
-        return [message for message in messages if isinstance(message, dict)], is_open
+        return True
 
 
 def _follows(gone: Departure, others: list[Departure]) -> bool:
-    """Return whether a rank has failed because of another one: its reason quotes the other one's."""
+    """Return whether a rank has failed because of another: its reason quotes the other's text."""
     return any(str(other) in gone.why for other in others if other is not gone)
-
-
-def _line(gone: Departure) -> bytes:
-    return json.dumps(asdict(gone)).encode() + b"\n"
 
 
 _of_this_process: Liveness | None = None
 
 
 def connect(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Connect to rank 0. Return False if its address is not in the store yet."""
+    """Connect to rank 0, or serve on rank 0. Return False if its address is not in the store yet.
+
+    Raise OSError if this rank has no connection. Then the others go on without rank 0, or without this rank.
+    """
     global _of_this_process
     if rank == 0:
-        _of_this_process = LivenessServer(store, world_size)
-        return True
-    if not store.check([_KEY]):
+        try:
+            _of_this_process = LivenessServer(store, world_size)
+        except OSError:
+            store.set(_KEY, "[]")  # or the others would wait for it
+            raise
+    elif not store.check([_KEY]):
         return False
-    _of_this_process = LivenessClient(rank, *json.loads(store.get(_KEY)))
+    elif place := json.loads(store.get(_KEY)):
+        _of_this_process = LivenessClient(rank, *place)
     return True
 
 
@@ -287,7 +266,7 @@ def fail(why: str, patience: float = _PATIENCE) -> bool:
 
 
 def wait_for_the_others(seconds: float) -> bool:
-    """Wait on rank 0 until all others have left, at most `seconds`. Elsewhere return False at once."""
+    """On rank 0, wait at most `seconds` until all others have left. Elsewhere return False at once."""
     if not isinstance(_of_this_process, LivenessServer):
         return False
     _of_this_process.wait_until_alone(seconds)

@@ -1,4 +1,4 @@
-"""Let the ranks meet at the store: see which ranks are here and which are missing, and check that they fit.
+"""Let the ranks meet at the store: see which ranks are here or missing, and check that they fit together.
 
 Each rank writes its name into the store, and waits until all names are there. A rank that finds an error
 writes it into the store. Then all ranks that wait give up with the same sentence.
@@ -18,7 +18,7 @@ from comm.membership import gpus, liveness
 
 _POLL = 0.05  # seconds between two checks of the store
 _TELL = 2.0  # seconds between two lines about who is missing
-_STUCK = "has come and does not go on; look whether it is stuck or paused"
+_STUCK = "joined but did not go on; look for a process that is stuck or paused"
 _LINGER = 1.0  # seconds for which a failed rank 0 keeps its store open, so that others can read the reason
 
 
@@ -27,7 +27,8 @@ def meet(
 ) -> None:
     """Return when all ranks are here. `refusal` is an error that this rank has found before, or "".
 
-    Raise CommError, on all ranks the same, if a rank is missing at the deadline or the ranks do not fit.
+    Raise CommError, on all ranks the same, if a rank is missing at the deadline, if two processes
+    claim one rank or one GPU, or if the world sizes differ.
     """
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
     entry = json.dumps(me)
@@ -62,26 +63,30 @@ def meet(
         if missing and now > deadline:
             lonely = (
                 f"{_ranks(missing)} of {world_size} did not join within {timeout:g} s; look into their logs, "
-                "or start them with the same MASTER_ADDR and MASTER_PORT (JOIN_TIMEOUT waits longer)."
+                "or start them with the same MASTER_ADDR and MASTER_PORT, or with a larger JOIN_TIMEOUT."
             )
             raise give_up(store, rank, refusal or lonely)
         if missing and now > next_word:
             _say(rank, world_size, f"still waiting for {_ranks(missing)}")
             next_word = now + _TELL
-        if missing:
+        if missing or not is_connected:
             time.sleep(_POLL)
     if refusal:
         raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
     if refusal := gpus.refusal_of({peer: entry["gpu"] for peer, entry in present.items()}):
         raise give_up(store, rank, refusal)
-    # Wait until all ranks have seen all: if one fails before, no other may have gone on without the reason.
+    # Wait until all ranks have seen all names. If one fails before that, the others still learn the reason.
     wait_for_all(store, rank, world_size, "seen", deadline)
     if rank == 0:
         _say(rank, world_size, f"all {world_size} ranks have met")
 
 
 def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
-    """Connect to rank 0, which notices if this rank dies. Return False if it is not there in `seconds`."""
+    """Connect to rank 0, which notices if this rank dies.
+
+    Return False if rank 0's address is not in the store within `seconds`. If the connection fails, return
+    True: the rank goes on without it.
+    """
     deadline = time.monotonic() + seconds
     try:
         while not (is_connected := liveness.connect(store, rank, world_size)) and time.monotonic() < deadline:
@@ -89,7 +94,7 @@ def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, seconds: f
         return is_connected
     except OSError as error:
         if not refusal:  # the refusal may be about the network itself
-            trouble = f"no connection to rank 0 ({error}), so a death may show after OP_TIMEOUT only"
+            trouble = f"no connection to rank 0 ({error}), so a death may be noticed only after OP_TIMEOUT"
             _say(rank, world_size, trouble)
         return True
 
@@ -129,7 +134,7 @@ def raise_if_given_up(store: dist.Store, rank: int) -> None:
 
 
 def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
-    """Write `reason` into the store unless one is there. Return it as an error, the same on all ranks."""
+    """Write `reason` into the store unless it has one. Return the stored one as an error for all ranks."""
     with suppress(RuntimeError):
         reason = store.compare_set("failed", "", reason).decode()
         if rank == 0:

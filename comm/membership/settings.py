@@ -9,7 +9,7 @@ from lab.units import MAX_SECONDS
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return RANK and WORLD_SIZE, or 0 and 1 if both are unset: a process of its own."""
+    """Return RANK and WORLD_SIZE, or 0 and 1 if both are unset: a single process."""
     rank, world_size = number("RANK"), number("WORLD_SIZE")
     if rank is None and world_size is None:
         return 0, 1

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class WatchedStore(dist.PrefixStore):
-    """The job's store, with a prefix for its keys. It raises CommError if a rank that is waited for has gone.
+    """The job's store, with a prefix for its keys. It raises CommError if another rank has died or failed.
 
     A PrefixStore made from this one does not do that, because it calls torch's store directly.
     """
@@ -34,13 +34,13 @@ class WatchedStore(dist.PrefixStore):
         return timedelta(seconds=self._seconds)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are there. Raise CommError if a rank has gone, or at the timeout."""
+        """Return when all keys are there. Raise CommError if a rank has died or failed, or at the timeout."""
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         deadline, nap = time.monotonic() + seconds, 0.0005
         while not self.check(keys):
             if time.monotonic() > deadline:
                 why = liveness.cause(0) or "it is stuck or paused, or waits for a rank that is"
-                raise CommError(f"A rank has not come to the store within {seconds:g} s; {why}.")
+                raise CommError(f"A rank has not written to the store within {seconds:g} s; {why}.")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
 
@@ -50,7 +50,7 @@ class WatchedStore(dist.PrefixStore):
         return self._asked(super().get, key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there. If not, raise CommError if a rank has died or failed."""
+        """Return whether all keys are there. If not, and a rank has died or failed, raise CommError."""
         gone = liveness.cause(0)  # before the check below: a rank writes before it ends
         if self._asked(super().check, keys):
             return True
@@ -63,12 +63,12 @@ class WatchedStore(dist.PrefixStore):
         self._asked(super().set, key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it. Raise CommError if the store has gone."""
+        """Add to a counter, and return its new value. Raise CommError if the store has gone."""
         return self._asked(super().add, key, amount)
 
     def _asked(self, question: Callable[..., T], *args: Any) -> T:
         try:
             return question(*args)
         except dist.DistError as error:
-            gone = liveness.cause() or liveness.Departure(0, "died")  # it hosts the store
+            gone = liveness.cause() or liveness.Departure(0, "died")  # rank 0 hosts the store
             raise CommError(f"The ranks' store is lost: {gone}.") from error

@@ -6,8 +6,8 @@ in, first out, for both directions. That can be a deadlock:
       rank 0   receive b   send a         the send of a waits behind a receive that waits for b
       rank 1   receive a   send b         the send of b waits behind a receive that waits for a
 
-So on nccl the messages to lower ranks use a group of their own. Then each queue has one direction, in which
-the order of the sends is the order of the receives.
+So on nccl the messages to lower ranks use a second group of the same ranks. Then each queue has one
+direction, in which the order of the sends is the order of the receives.
 
 Also, nccl connects two ranks at their first message, and blocks the host of each rank until the other one
 reaches that message too. In a pipeline schedule that can be a deadlock as well:
@@ -29,9 +29,9 @@ from comm.transport.wire import Group, global_ranks, group_of, message_device, p
 class Channels:
     """Choose the group in which a message travels, by its direction.
 
-    All ranks of the job create their channels together, also those of other groups. `group` is the caller's
-    own. `pairs` lists (source, destination) of all messages, in ranks of the group, and is equal on all its
-    ranks. `apart` says whether each direction gets a group of its own. By default it does on nccl only.
+    All ranks of the job must create their channels at the same time, each with its own `group`. `pairs` lists
+    the (source, destination) of all messages, in ranks of the group, and is equal on all its ranks. `apart`
+    says whether messages to lower ranks get a second group of the same ranks. By default: on nccl only.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Channels:
 
 
 def _groups_of_all_ranks(members: list[int]) -> list[list[int]]:
-    """Return the groups of all ranks, each once, in the same order on all ranks."""
+    """Return each group that a rank of the job passed, once, as its members; all ranks get the same list."""
     mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=message_device(None))
     mine[members] = 1
     rows = [torch.empty_like(mine) for _ in range(len(mine))]

@@ -1,4 +1,4 @@
-"""Send and receive over a socket to a ring neighbour. cross_memory.py does it by memory, on one machine."""
+"""Send to a ring neighbour and receive from one over a socket. (cross_memory.py reads memory instead.)"""
 
 import select
 import socket
@@ -14,7 +14,7 @@ class SocketOut:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a message has left only in part."""
+        """Return whether a message has not left completely."""
         return self.is_leaving
 
     @property
@@ -57,7 +57,7 @@ class SocketIn:
         return received
 
     def waits_for(self, num_bytes: int) -> int:
-        """Return the events for which select.poll should wait, until `num_bytes` are here, not one packet."""
+        """Return the events for select.poll, and let it wake up only when `num_bytes` have arrived."""
         if num_bytes != self._wakes_at:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._wakes_at = num_bytes

@@ -1,6 +1,6 @@
 """Connect two ring neighbours of one machine by memory: the right one reads the left one's memory itself.
 
-      left: "64 KiB lie at this address"   ──►   right: reads them, answers "read"
+      left: "4 MiB lie at this address"    ──►   right: reads them, answers "read"
 
 A socket copies a payload twice: into the kernel and out of it. Cross-memory attach (CMA, Linux's
 process_vm_readv) copies it once, from one process's memory into the other's, as the shared-memory transports
@@ -33,9 +33,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_INLINE_BYTES = 1 << 16  # up to this size two copies take less time than a frame and its answer
+_INLINE_BYTES = 1 << 16  # up to this size two copies take less time than one copy and the answer
 _MOST_UNREAD = 64
-_FRAME = struct.Struct("=qq")  # address, or 0 if the payload follows; length
+_FRAME = struct.Struct("=qq")  # address of a payload, or 0 if the payload follows; its length
 _NONCE_BYTES = 16
 _ADDRESS = struct.Struct("=q")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
@@ -147,7 +147,10 @@ def challenge(left: socket.socket) -> bytes:
 
 
 def prove(right: socket.socket) -> ctypes.Array:
-    """Store the right neighbour's random bytes and send it their address. Keep the result until `answer`."""
+    """Store the right neighbour's random bytes, and send it their address.
+
+    Keep the result until `answer` has returned.
+    """
     proof = ctypes.create_string_buffer(_exactly(right, _NONCE_BYTES), _NONCE_BYTES)
     _allow(_peer(right))
     right.sendall(_ADDRESS.pack(ctypes.addressof(proof)))
@@ -155,7 +158,7 @@ def prove(right: socket.socket) -> ctypes.Array:
 
 
 def verify(left: socket.socket, nonce: bytes) -> int:
-    """Return the process id of the left neighbour if its memory can be read, else 0, and tell it so."""
+    """Return the left neighbour's process id if its memory can be read, else 0; send it the outcome."""
     (address,) = _ADDRESS.unpack(_exactly(left, _ADDRESS.size))
     pid, seen = _peer(left), bytearray(len(nonce))
     try:
@@ -182,7 +185,7 @@ _readers: set[int] = set()
 
 
 def _allow(reader: int) -> None:
-    """Let that process read this one's memory where the kernel is strict (Yama).
+    """Let the process `reader` read this one's memory where the kernel is strict (Yama).
 
     A process can name one other process, and the permission includes that one's children. A rank in several
     groups may have several readers. Then it names the launcher, if the launcher has started all of them. It

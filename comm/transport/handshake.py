@@ -134,12 +134,12 @@ class HeaderExchange:
 
 
 def wait_until_all_have_read(wire: Wire) -> None:
-    """Return when all ranks have read all headers, so that this rank may leave with a Mismatch.
+    """Return when all ranks have read all headers, so that this rank may raise its Mismatch.
 
-    A rank that left at once would close its connections while a slower rank still sends on them. That rank
-    would find a lost connection instead of the Mismatch. This is a dissemination barrier (Hensgen, Finkel and
-    Manber, "Two algorithms for barrier synchronization", 1988). A connection that is lost here is ignored:
-    the peer has passed the barrier, or has died.
+    A rank that raised it at once might exit, and so close its connections while a slower rank still sends on
+    them. The slower rank would report a lost connection instead of the Mismatch. This is a dissemination
+    barrier (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988). A connection
+    that is lost here is ignored: the peer has passed the barrier, or has died.
     """
     n, r, distance = wire.size, wire.rank, 1
     while distance < n:
@@ -159,7 +159,7 @@ def check_rows(rows: bytes, names: list[int]) -> int:
     """
     packed = [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
     ready = [_ROW.unpack(row)[-1] for row in packed]
-    # Equal headers fit, except for shards. Comparing bytes first saves time in every collective.
+    # Equal headers fit, unless there are shards of wrong sizes. Comparing bytes first saves time.
     if len({row[:-8] for row in packed}) > 1 or Header.unpack(packed[0]).op in SHARDED:
         check_headers([Header.unpack(row) for row in packed], names)
     return max(ready)

@@ -1,4 +1,4 @@
-"""Start plain messages from one rank to another: by host memory from a GPU with gloo, or on a slow link.
+"""Start point-to-point messages. With gloo a tensor on a GPU goes by host memory; a link may be simulated.
 
 transfer = isend(tensor, dst)          transfer = irecv(tensor, src)
 transfer.wait()                        transfer.wait()

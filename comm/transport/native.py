@@ -1,8 +1,8 @@
-"""Run the same collectives by torch.distributed, for comparison and for nccl: the pattern "torch".
+"""Run collectives by torch.distributed, for comparison and for nccl: the pattern "torch".
 
 The messages of torch cannot be counted from outside. So the ledger adds what the best-known algorithm would
-send, by its formula, and marks the entry as `by_formula`. In containers comm/tour.py reads the network
-interface's own counter beside it.
+send, by its formula, and marks the entry as `by_formula`. In containers comm/tour.py also shows the counter
+of the network interface.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ _REDUCTIONS = {
 Work = Handle | NativeHandle
 
 
-Restore = Callable[[], object] | None  # copies a result to where the caller's tensor is
+Restore = Callable[[], object] | None  # copies a result back to the caller's tensor
 
 
 def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Work:
@@ -202,7 +202,7 @@ def _start_slowly(
     finish: Callable[[], object] | None,
     start: Callable[[], dist.Work | None],
 ) -> Handle:
-    """Start it in the group's queue, like our own: a simulated link carries one operation at a time."""
+    """Run the operation in the group's queue: a simulated link carries one operation at a time."""
     queue, posted = queue_of(group), timeline.now()
     on_gpu = torch.cuda.is_initialized()
     handover = Handover(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
@@ -211,7 +211,7 @@ def _start_slowly(
         with taken(handover), timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
             ready = posted if handover is None else timeline.now()
             over_gloo = dist.get_backend(group) == "gloo"
-            # gloo's reduce-scatter is an all-reduce and a slice (comm.tour shows it), and takes its time.
+            # gloo's reduce-scatter is an all-reduce and a slice, and takes the time of an all-reduce.
             charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
             delay = slow_link.LinkDelay(queue, ready, charged, "torch", num_bytes, dist.get_world_size(group))
             if over_gloo:
@@ -263,7 +263,7 @@ def _flat(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[]
 def _shard_and_parts(
     op: str, shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group
 ) -> tuple[torch.Tensor, Restore, list[torch.Tensor] | None, Restore]:
-    """Count a scatter or gather; return its flat shard and, at the root, the parts of `full`."""
+    """Count a scatter or gather. Return its flat shard, the root's parts of `full`, and a Restore of each."""
     flat, restore_shard = _flat(shard, group)
     full_flat, restore_full = _flat(full, group) if full is not None else (None, None)
     parts = _equal_parts(op, full_flat, flat, group) if full_flat is not None else None

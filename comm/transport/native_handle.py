@@ -24,7 +24,7 @@ class NativeHandle:
                 self.end()
 
     def end(self) -> None:
-        """Do what `wait()` does, but record no waiting: for a thread that does nothing else meanwhile."""
+        """Do what `wait()` does, but record no span "wait": the caller records the operation itself."""
         work, self._work = self._work, None
         if work is None:
             return

@@ -4,9 +4,10 @@
     Unix socket   between neighbours on one machine that read each other's memory (cross_memory.py): over it
                   the kernel tells each neighbour the process id of the other
 
-Another program may find the port or the name of the socket, so the left neighbour must show a token.
+Another program may connect as well, so the left neighbour must show a token.
 """
 
+import hashlib
 import secrets
 import socket
 import struct
@@ -102,5 +103,8 @@ def _tcp_listener() -> socket.socket:
 
 
 def _name(token: int) -> str:
-    """Return the name of the Unix socket. It is abstract (Linux), so it leaves no file."""
-    return f"\0workbook-{token:016x}"
+    """Return the name of the Unix socket. It is abstract (Linux), so it leaves no file.
+
+    Every process can list these names, so it does not contain the token but a checksum of it.
+    """
+    return f"\0workbook-{hashlib.sha256(_TOKEN.pack(token)).hexdigest()[:16]}"

@@ -1,8 +1,8 @@
 """Run a collective: wait for its turn, exchange headers, bring its tensors to the wire, run its algorithm.
 
 An algorithm is called as `algorithm(transport, *tensors)`. The transport is a Wire (gloo's messages) or, for
-"tcp" and "cma", the group's own ring. The tensors are flat and in host memory. The headers have been
-compared before, so an algorithm may rely on all ranks having called the same operation.
+"tcp" and "cma", the group's own ring. The tensors are flat and in host memory. The headers are compared
+before an algorithm gets its first message, so it may rely on all ranks having called the same operation.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from comm.transport.wire import Group, Wire
 from comm.transport.work_queue import GroupQueue, Handle, queue_of
 from lab.timeline import span
 
-SOCKET_PATTERNS = ("tcp", "cma")  # these use connections of our own
+SOCKET_PATTERNS = ("tcp", "cma")  # these use sockets of their own instead of gloo
 
 # The first messages of these are segments, and may leave while the headers are in flight.
 EAGER_PATTERNS = {

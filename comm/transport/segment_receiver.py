@@ -12,9 +12,9 @@ AHEAD = 8
 class SegmentReceiver:
     """An iterator over the next segments that `src` sends, one for each of `sizes` (in elements).
 
-    Receives are posted ahead, because a payload moves only after its receive has been posted. Only a few are,
-    so that the memory into which they arrive is small and stays in the cache. After these segments the ones
-    for the tensors of `then` arrive, directly in place; `last` holds their transfers.
+    Receives are posted ahead, because a payload moves only after its receive has been posted. Only a few are
+    posted at a time, so that their buffers are small and stay in the cache. The segments after these `sizes`
+    arrive directly in the tensors of `then`; `last` holds the transfers of those.
     """
 
     def __init__(

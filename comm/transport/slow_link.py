@@ -1,15 +1,15 @@
-"""Simulate a slow link in software: every collective takes at least as long as on a link of chosen speed.
+"""Simulate a slow link in software: every collective takes at least as long as on a link of the chosen speed.
 
       real link   |== header ==|======== payload at 1 Gbit/s ========|
       here        |== header ==|= payload =|......... sleep .........|
 
 The clock starts when all ranks have posted the collective and the link is free, because on a real link no
-bytes move before. Then the payload moves at this machine's own speed. The communication thread sleeps for the
-rest of the time that the alpha-beta model predicts (comm/cost.py). So the processors are as free as with a
-real network card, and communication hides behind computing as it would there.
+payload moves before that. Then the payload moves at this machine's own speed. The thread that runs the
+collective sleeps for the rest of the time that the alpha-beta model predicts (comm/cost.py). So the cores are
+as free as with a real network card, and communication hides behind computing as it would there.
 
-A plain message (transport/messages.py) carries the time at which it would arrive: alpha + bytes * beta after
-it was posted and the sender's link was free. Its receiver sleeps until then.
+A point-to-point message (transport/messages.py) carries the time at which it would arrive: alpha + bytes *
+beta after it was posted and the sender's link was free. Its receiver sleeps until then.
 
 Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one
 network card. The simulation cannot make a link faster than the machine is.
@@ -64,7 +64,8 @@ class LinkDelay:
     """The time that one collective takes on the simulated link of its group, if there is one.
 
     All ranks count from the same start: the time when the last rank had posted the collective and its link
-    was free. So a late wake-up of a thread does not delay the next operation a second time.
+    was free. The link is free again at the computed end, even if the thread wakes up later. So a late wake-up
+    does not add to the delay of the next operation.
     """
 
     def __init__(self, queue: GroupQueue, posted: int, op: str, pattern: str, num_bytes: int, ranks: int):
@@ -89,7 +90,7 @@ class LinkDelay:
 def arrival(queue: GroupQueue, num_bytes: int) -> int:
     """Return the time, in nanoseconds, at which a message that is posted now arrives.
 
-    The message keeps the sender's link busy, except for its latency. Needs a simulated link in use.
+    The message keeps the sender's link busy for bytes * beta, not for alpha. A simulated link must be in use.
     """
     assert _link is not None
     departs = max(time.perf_counter_ns(), queue.link_free_at)
@@ -101,7 +102,7 @@ def wait_for_arrival(at: int, num_bytes: int) -> None:
     """Sleep until the time `at`, which the sender computed. Call it after the bytes have arrived."""
     if _link is not None:
         now, takes = time.perf_counter_ns(), int((_link.alpha + num_bytes * _link.beta) * 1e9)
-        # At the latest as if it left now: another machine's clock may show any time.
+        # No later than if the message left now: another machine's clock may show any time.
         at = min(at, now + takes)
         time.sleep(max(0, at - now) / 1e9)
         timeline.record("message", "communication", at - takes, at, lane="communication", bytes=num_bytes)

@@ -1,8 +1,8 @@
-"""The ring on plain TCP sockets, with one polling loop and no thread: the patterns "tcp" and "cma".
+"""Run the ring over plain sockets, in one polling loop without threads: the patterns "tcp" and "cma".
 
       left ──► [receive a piece, add it, queue it] ──► right        on each rank, in one loop
 
-gloo hands every message to a thread of its own: the caller posts it, sleeps, and is woken when the payload
+gloo hands every message to gloo's own thread: the caller posts it, sleeps, and is woken when the payload
 has arrived. On a few busy cores the wake-ups take longer than the copies. Here the rank itself reads from its
 left neighbour and writes to its right one whenever the kernel allows it (sockets.py). The chunks and their
 order are those of pipelined_ring.py.
@@ -10,8 +10,8 @@ order are those of pipelined_ring.py.
 The pattern "cma" is the same ring, with another connection where two neighbours share a machine
 (cross_memory.py).
 
-A rank that calls another pattern uses other connections and does not see the headers, so that mistake is
-noticed at the timeout.
+A rank that calls another pattern uses other connections and does not see these headers, so the mistake is
+noticed only at the timeout.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ def all_gather(sockets: RingSockets, full: torch.Tensor, shard: torch.Tensor) ->
 
 
 def all_reduce(sockets: RingSockets, full: torch.Tensor, op: str) -> None:
-    """Replace `full` by the reduction of all: a reduce-scatter whose results start to all-gather at once."""
+    """Replace `full` by the reduction of all. A segment is all-gathered as soon as it is reduced."""
     n, r = sockets.size, sockets.rank
     chunks = shards_of(full, n)
     sums = [chunks[chunk_sent(r, step + 1, n)] for step in range(n - 1)]

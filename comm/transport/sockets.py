@@ -1,4 +1,4 @@
-"""The connections of the patterns "tcp" and "cma": one from the left neighbour, one to the right, one loop.
+"""Connect a rank to both ring neighbours, and serve both connections in one loop: patterns "tcp" and "cma".
 
       left ──► [receive a piece, call arrived(), send what is queued] ──► right       on each rank
 
@@ -26,17 +26,17 @@ from comm.transport.neighbours import Listeners, connect
 from comm.transport.wire import Group, Wire, global_ranks, group_of
 from lab.ledger import LEDGER
 
-# How much is received, and added, at a time: it stays in the cache. "cma" needs no wake-up, so less is
-# enough.
+# How much is received, and added, at a time: a piece stays in the cache. "cma" needs no wake-up for a piece,
+# so smaller pieces cost little.
 PIECE_BYTES = {"tcp": 1 << 20, "cma": 1 << 18}
 CAN_POLL = hasattr(select, "poll")  # not on Windows
-_LOST = "the connection is lost; it has died or left, so look for the first error in its log"
+_LOST = "the connection is lost; that rank has died or left, so look for the first error in its log"
 
 
 class RingSockets:
     """The connections to the right neighbour and from the left one, in a group of at least two ranks.
 
-    In the pattern "cma" neighbours on one machine read each other's memory; others use TCP.
+    In the pattern "cma" a rank reads its left neighbour's memory if it can; else bytes go through a socket.
     """
 
     def __init__(self, group: dist.ProcessGroup, pattern: str, op: str, sequence: int) -> None:
@@ -80,15 +80,15 @@ class RingSockets:
 
     @property
     def transports(self) -> set[str]:
-        """Return by what this rank's bytes travel: "cma", "tcp", or both, if its neighbours differ."""
+        """Return how this rank's bytes travel: {"cma"}, {"tcp"}, or both, if its two neighbours differ."""
         return {"cma" if isinstance(end, CmaOut | CmaIn) else "tcp" for end in (self._left, self._right)}
 
     def exchange_headers(self, mine: Header, agreed: Callable[[int], None]) -> None:
         """Pass all headers around the ring, check them, and call `agreed(check_rows(...))` on every rank.
 
         Each of two ranks needs the other one's header only. So between two ranks the payload follows at once,
-        and a rank checks the header before it reads what follows. A rank sends all headers that others need
-        before it checks them, because it may be the first one that has all.
+        and a rank checks the header before it reads what follows. With more ranks, each passes on all headers
+        before it checks them: if it raised an error earlier, the ranks after it would never get theirs.
         """
         self._op = mine.op
         n = self.size
@@ -184,13 +184,13 @@ class RingSockets:
         return self._lost(
             f"rank {self._left_name if waits_for_left else self._right_name}",
             self._left if waits_for_left else self._right,
-            "nothing moved until the timeout; it, or a rank behind it on the ring, "
-            "has not come here, is stuck or is paused",
+            "nothing moved until the timeout; it, or a rank beyond it on the ring, "
+            "has not reached this point, is stuck or is paused",
             patience=0.0,
         )
 
     def _lost(self, peer: str, end: object = None, why: str = _LOST, patience: float = 1.0) -> CommError:
-        """Return the error to raise. It names what the connection `end` is: tcp if CMA was refused."""
+        """Return the error to raise. It names the transport of `end`, which is tcp if CMA was refused."""
         kind = "tcp" if isinstance(end, SocketOut | SocketIn) else self.pattern
         who = f"{self._op} ({kind}): rank {dist.get_rank()}"
         gone = liveness.cause(patience)
@@ -198,7 +198,7 @@ class RingSockets:
 
 
 def _shake_hands(left: socket.socket, right: socket.socket) -> tuple[int, bool]:
-    """Return the left neighbour's process id (0 if its memory cannot be read), and if the right one reads."""
+    """Return the left one's process id, 0 if it refuses its memory, and whether the right one reads ours."""
     nonce = cross_memory.challenge(left) if cross_memory.is_local(left) else b""
     proof = cross_memory.prove(right) if cross_memory.is_local(right) else None
     pid = cross_memory.verify(left, nonce) if nonce else 0
@@ -222,7 +222,7 @@ def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSocket
 
 
 def transports_of(pattern: str, group: Group = None) -> set[str]:
-    """Return by what the messages of a pattern have travelled in this group: gloo, nccl, tcp or cma."""
+    """Return how the messages of a pattern have travelled in this group: by gloo, nccl, tcp or cma."""
     ring = _sockets.get(group_of(group), {}).get(pattern)
     return {dist.get_backend(group)} if ring is None else ring.transports
 

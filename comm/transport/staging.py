@@ -14,7 +14,7 @@ from comm.transport.wire import Group
 
 
 def goes_by_host(tensor: torch.Tensor, group: Group) -> bool:
-    """Return whether the tensor is on a GPU and its group uses gloo, which sends from host memory.
+    """Return whether the tensor is on a GPU and `group` uses gloo, which sends from host memory.
 
     torch's CUDA builds copy such a tensor to the host in gloo's collectives, but not in plain messages. Here
     it is copied in both.

@@ -1,4 +1,4 @@
-"""Send and receive messages with gloo or nccl. All of them pass here, so here they are counted and numbered.
+"""Send and receive messages with gloo or nccl, and count and number them: all messages of comm pass here.
 
       wire = Wire(group, "all_reduce", "ring", sequence)
       arriving = wire.irecv(tensor, left)        the k-th receive from a rank gets its k-th send
@@ -10,7 +10,8 @@ between each pair of ranks, so an algorithm needs no tags.
 
 An *eager* message leaves before the handshake (handshake.py) has ended. gloo kills a receiver that gets more
 or fewer bytes than it expects. So the tag of an eager message contains its number of bytes: then a send and a
-receive of different sizes never match. A tag has 31 bits:
+receive of different sizes never match. The turn of an operation is its sequence number in the group, modulo
+what fits (0 stands for plain point-to-point messages). A tag has 31 bits:
 
     0  turn of the operation (10)  number of the message (20)
     1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       eager
@@ -164,7 +165,7 @@ _peer_numbers = weakref.WeakKeyDictionary()
 
 
 def peer_wire(group: Group, counted: bool = True) -> Wire:
-    """Return a wire for the plain messages of a group. All such wires count messages together."""
+    """Return a wire for point-to-point messages of a group. All these wires number messages together."""
     # Keep only the counts: a wire refers to its group, which then would never be freed.
     numbers = _peer_numbers.setdefault(group_of(group), (defaultdict(int), defaultdict(int)))
     return Wire(group, "point_to_point", "direct", numbers=numbers, counted=counted)
@@ -195,14 +196,14 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
 def peer_trouble(text: str, peer: str) -> str:
     """Return the cause of an error of gloo, as the end of a sentence.
 
-    It names the rank that has left first, if that is known (membership/liveness.py), else `peer`.
+    It names the rank that left first, if that is known (membership/liveness.py), else `peer`.
     """
     timed_out = "imed out" in text or "imeout" in text
     if gone := liveness.cause(patience=0.0 if timed_out else 1.0):
         return str(gone)
     if timed_out:
         return (
-            f"it waited until the timeout; {peer} has not come here, is stuck or is paused, "
+            f"it waited until the timeout; {peer} has not reached this point, is stuck or is paused, "
             "or waits for a rank that is"
         )
     if is_lost_connection(text):

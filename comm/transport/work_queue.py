@@ -5,7 +5,8 @@
 
 If two collectives of a group ran at the same time, their messages could interleave differently on two ranks:
 a deadlock. So each group has one queue. An asynchronous operation runs on the group's communication thread. A
-synchronous one runs on the caller's thread if the queue is empty, and else waits for its turn.
+synchronous one runs on the caller's thread if no other is queued or running. Else it is queued for the
+communication thread too, and the caller waits.
 """
 
 import threading
@@ -83,8 +84,8 @@ class GroupQueue:
         self._thread: threading.Thread | None = None
         self.sequence = 0
         self.link_free_at = 0  # the time at which the simulated link (slow_link.py) is free, in nanoseconds
-        # After a mismatch, eager messages may still be moving or wait for a receive. From then on the group
-        # sends no eager messages, and keeps their memory: gloo's connection would stop if it were freed.
+        # After a mismatch, eager messages may still be moving or wait for a receive. The group keeps the
+        # memory of these, because gloo's connection would stop if it were freed, and sends no more of them.
         self.has_stale_messages = False
         self.stale_messages: list[object] = []
         # A weak reference to the last handle with a mismatch.

@@ -1,9 +1,9 @@
 """This package holds wrong implementations that people have really shipped, each in its own file.
 
 The docstring of a file says the symptom that a user would see. TARGET is the function or class that the
-mutant replaces, KILLER is the test (without arguments) that must fail with it, and `mutant` is the wrong
-implementation. If the killer fails with another error than an AssertionError, FAILS_WITH is a part of that
-error's text. tests/test_mutants.py runs all mutants.
+mutant replaces, KILLER is a test without arguments that must fail with it, and `mutant` is the wrong
+implementation. If the killer may fail with another error than an AssertionError, FAILS_WITH is a part of that
+error's text, or a tuple of texts of which the error must contain one. tests/test_mutants.py runs all mutants.
 
 A mutant must not call its own TARGET: while the mutant is in place, that name is the mutant.
 """

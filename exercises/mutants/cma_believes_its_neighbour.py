@@ -1,4 +1,4 @@
-"""A neighbour can make a rank read the memory of any process: it need not show the rank's random bytes."""
+"""A neighbour can make a rank read any process's memory: the rank does not look for its nonce there."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Four ranks end with twice the sum of two: in each round of recursive doubling they meet the same one."""
+"""Four ranks end with twice the sum of two: each rank has the same partner in all rounds of the doubling."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""On a GPU an asynchronous collective sometimes reduces the old content of a tensor: it does not wait."""
+"""On a GPU an asynchronous collective sometimes reduces a tensor's old content: it waits for no kernel."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

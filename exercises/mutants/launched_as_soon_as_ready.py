@@ -1,4 +1,4 @@
-"""When one rank computes gradients in another order, different gradients are averaged, or all ranks hang."""
+"""If one rank computes gradients in another order, ranks average different parameters' gradients, or hang."""
 
 TARGET = "data_parallel.ordered_launcher.OrderedLauncher.ready"
 KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"

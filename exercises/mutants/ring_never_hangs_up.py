@@ -1,4 +1,4 @@
-"""A job that catches mismatches and goes on runs out of file descriptors: each one leaves two open."""
+"""A job that catches mismatches and goes on runs out of file descriptors: each mismatch leaves two."""
 
 import torch.distributed as dist
 

@@ -15,7 +15,7 @@ def mutant(x: Tensor, group: Group = None) -> Tensor:
 
 
 class _SummedBothWays(Function):
-    """All-reduce in the backward too, as torch.distributed.nn does: its ranks may use the sum differently."""
+    """All-reduces the gradient too. So does torch.distributed.nn, whose ranks may use the sum differently."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:

@@ -14,7 +14,7 @@ KILLER = (
 
 
 class Rest:
-    """Return a block without the parameters that one before it owns already."""
+    """Wraps a block and leaves out the parameters that an earlier block has, too."""
 
     def __init__(self, block: nn.Module, taken: set[nn.Parameter]) -> None:
         self._block = block

@@ -111,7 +111,7 @@ def test_a_paused_rank_is_named_after_the_timeout_and_goes_on_when_it_is_woken()
     for rank, text in enumerate(awake):
         assert text.startswith(f"all_reduce (pipelined_ring): rank {rank} could not ")
         assert "waited until the timeout" in text
-        assert "rank 2 has not come here, is stuck or is paused, or waits for a rank that is" in text
+        assert "rank 2 has not reached this point, is stuck or is paused, or waits for a rank that is" in text
 
 
 def test_an_exception_of_one_rank_is_reported_first():

@@ -57,7 +57,7 @@ def test_a_rank_takes_its_gpu_of_all_or_the_only_one_that_it_is_shown():
 
 def test_two_ranks_with_one_gpu_are_refused_on_all_ranks():
     sentence = (
-        "comm.errors.CommError: Ranks 0 and 2 have one GPU (a), and nccl needs one for each rank; start "
+        "comm.errors.CommError: Ranks 0 and 2 share one GPU (a), and nccl needs one for each rank; start "
         "fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
     )
     assert meet([["a", "b"]] * 3) == [sentence] * 3

@@ -90,7 +90,7 @@ def with_one_stuck(cluster, environments: list[dict[str, object]]) -> None:
 
 def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(capfd):
     [sentence] = printed_lines(capfd, with_one_stuck, 3)[0]
-    assert "The group cannot form: rank 1 has come and does not go on" in sentence
+    assert "The group cannot form: rank 1 joined but did not go on" in sentence
     assert "(OP_TIMEOUT is 1 s)" in sentence
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_dies_as_it_connects_does_not_stop_the_news_for_the_others()
 
 def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_before():
     known = liveness.Liveness(0)
-    known._hear = lambda seconds: None
+    known._hear = lambda seconds, known: True
     known.gone = [
         liveness.Departure(1, "finished"),
         liveness.Departure(2, "died"),
@@ -223,7 +223,7 @@ def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_befo
 
 def test_a_rank_that_failed_because_another_has_finished_is_not_the_cause():
     known = liveness.Liveness(1)
-    known._hear = lambda seconds: None
+    known._hear = lambda seconds, known: True
     finished = liveness.Departure(2, "finished")
     known.gone = [
         liveness.Departure(0, "failed", f"all_reduce (ring): rank 0 could not go on: {finished}."),
@@ -235,9 +235,42 @@ def test_a_rank_that_failed_because_another_has_finished_is_not_the_cause():
 def test_a_rank_that_has_finished_does_not_stop_one_that_still_checks_whether_all_are_here(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(liveness, "_of_this_process", peers := liveness.Liveness(1))
-    peers._hear = lambda seconds: None
+    peers._hear = lambda seconds, known: True
     peers.gone = [liveness.Departure(0, "finished")]
     meeting.raise_if_given_up(store, 1)
     peers.gone = [liveness.Departure(0, "finished"), liveness.Departure(2, "died")]
     with pytest.raises(CommError, match="The group cannot form: rank 2 has died"):
         meeting.raise_if_given_up(store, 1)
+
+
+def test_who_waits_for_the_cause_of_a_failure_waits_for_news_and_does_not_ask_again_and_again():
+    store = dist.HashStore()
+    liveness.connect(store, 0, 3)
+    server = liveness.current()
+    clients = [liveness.LivenessClient(rank, *json.loads(store.get("liveness"))) for rank in (1, 2)]
+    clients[0].finish()
+    finished = liveness.Departure(1, "finished")
+    for one in (server, clients[1]):
+        asked = []
+        hear = one._hear
+        one._hear = lambda *waits, hear=hear, asked=asked: asked.append(waits) or hear(*waits)
+        assert one.cause(patience=0.2) == finished
+        assert len(asked) <= 4, "now, at rank 1's news, and at the end"
+    clients[1].finish()
+    assert clients[1].cause(patience=60) == finished, "its connection is closed, so no news can come"
+    server.wait_until_alone(5)
+    liveness.forget()
+
+
+def test_ranks_go_on_where_rank_0_cannot_listen_for_deaths(monkeypatch):
+    def unreachable() -> str:
+        raise OSError("no route")
+
+    store = dist.HashStore()
+    monkeypatch.setattr(liveness, "own_address", unreachable)
+    assert not liveness.connect(store, 1, 2), "rank 0 has not come yet"
+    with pytest.raises(OSError, match="no route"):
+        liveness.connect(store, 0, 2)
+    assert liveness.connect(store, 1, 2)
+    assert liveness.current() is None
+    assert liveness.cause() is None

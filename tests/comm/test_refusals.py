@@ -25,7 +25,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
         "tensors of one call must have one dtype, not torch.float32 and torch.float64": lambda: (
             collectives.all_gather(torch.ones(2), torch.ones(1, dtype=torch.float64))
         ),
-        "input_sizes [1, 2] are not 2 parts of 2 elements": lambda: collectives.all_to_all(
+        "input_sizes [1, 2] do not divide 2 elements into 2 parts": lambda: collectives.all_to_all(
             torch.ones(2), torch.ones(2), None, [1, 2]
         ),
         "pattern 'torch' needs equal shards, but 3 elements on 2 ranks": lambda: collectives.all_gather(

@@ -6,6 +6,7 @@ import struct
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,13 @@ def test_other_programs_that_connect_do_not_keep_the_neighbour_out(monkeypatch):
             assert accepted.getpeername() == neighbour.getsockname()
         for end in (silent, wrong, short, neighbour):
             end.close()
+
+
+def test_the_name_of_the_unix_socket_does_not_tell_the_token():
+    with Listeners(unix=True) as listeners:
+        names = [line for line in Path("/proc/net/unix").read_text().splitlines() if "@workbook-" in line]
+        assert names
+        assert not [line for line in names if f"{listeners.row()[2]:016x}" in line]
 
 
 def test_a_rank_waits_until_the_deadline_however_many_other_programs_connect(monkeypatch):

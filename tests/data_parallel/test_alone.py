@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -17,6 +18,12 @@ def test_replicas_that_train_alone_drift_apart(capfd):
     assert len(summary["drift"]) == 3
     assert all(drift > 1e-4 for drift in summary["drift"])
     assert summary["steps"] == 10
+
+
+def test_no_epoch_comes_after_the_last_step(capfd):
+    run_ranks(lambda cluster: train_alone.main(cluster, train_alone.Args(epochs=5, steps=2, json=True)), 1)
+    rows = re.findall(r"│ (\d+) +│ \d\.\d{3} +│", capfd.readouterr().err)
+    assert rows == ["1"]
 
 
 def test_a_single_rank_does_not_drift(capfd):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab import ranks
+from lab import forked, ranks
 from lab.ranks import RankError, run_ranks
 from tests.lab.processes import is_alive
 
@@ -88,6 +88,45 @@ def test_failures_can_be_collected_instead():
 def test_a_result_that_cannot_be_sent_is_a_failure_of_that_rank():
     with pytest.raises(RankError, match=r"rank 0 failed:[\s\S]*cannot pickle"):
         run_ranks(lambda cluster: (number for number in range(3)), 1)
+
+
+class OnlyInRanks:
+    """An object that no process but a rank can unpickle."""
+
+    def __reduce__(self):
+        return refuse_unless_in, (os.getpid(),)
+
+
+def refuse_unless_in(process: int) -> None:
+    if os.getpid() != process:
+        raise LookupError("not here")
+
+
+def test_a_result_that_cannot_be_unpickled_is_a_failure_of_that_rank():
+    with pytest.raises(RankError, match=r"rank 1 failed:\s+its result cannot be unpickled: .*not here"):
+        run_ranks(lambda cluster: OnlyInRanks() if cluster.rank == 1 else None, 2)
+
+
+def test_a_rank_that_is_killed_before_it_reads_its_job_is_named(monkeypatch):
+    def stopped(*args: object) -> forked.ForkedProcess:
+        process = ForkedProcess(*args)
+        os.kill(process.process.pid, signal.SIGSTOP)
+        return process
+
+    def start_and_kill(jobs: list) -> list:
+        processes = start(jobs)
+        for process in processes:
+            process.kill()
+            process.process.join()
+        return processes
+
+    ForkedProcess, start = forked.ForkedProcess, forked.start
+    monkeypatch.setattr(forked, "_spares", [])
+    monkeypatch.setattr(forked, "_num_spares", 0)
+    monkeypatch.setattr(forked, "ForkedProcess", stopped)
+    monkeypatch.setattr(forked, "start", start_and_kill)
+    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL before it returned"):
+        run_ranks(lambda cluster: None, 1)
 
 
 def test_a_hang_is_reported_with_the_line_where_each_rank_is_stuck_and_ends_them_all(monkeypatch, tmp_path):

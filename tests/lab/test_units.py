@@ -36,6 +36,8 @@ def test_a_time_of_more_than_a_week_is_refused():
         (1234.5, "1,234 s"),
         (3.14e-5, "31.40 us"),
         (2.5e-10, "0.2500 ns"),
+        (0.99996, "1.000 s"),
+        (0.0009999, "999.9 us"),
     ],
 )
 def test_a_time_is_shown_in_the_unit_that_suits_it_with_four_digits(value, shown):

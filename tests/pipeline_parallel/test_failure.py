@@ -219,7 +219,7 @@ def test_a_model_that_was_changed_after_the_pipeline_was_made_is_refused():
     assert first == second
     assert first == [
         "The result of the forward of microbatch 0 in stage 0 is [2, 5, 8] of torch.float64, but the "
-        "pipeline was made for [2, 5, 8] of torch.float32: make it again after a change of the model.",
+        "pipeline was made for [2, 5, 8] of torch.float32: make a new one after a change of the model.",
         "The backward of microbatch 0 in stage 1 has no gradient to send: the output does not depend on the "
         "input.",
     ]
@@ -242,8 +242,8 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
         ]
         sentences = [sentence_of(make) for make in makers]
         for layer, made, sentence in (
-            (1, lambda x: (x, x), "Stage 1 makes a tuple; a stage hands on one tensor"),
-            (0, lambda x: x.argmax(-1), "Stage 0 makes torch.int64, which has no gradient"),
+            (1, lambda x: (x, x), "of at most 8 dims, but stage 1 returns a tuple."),
+            (0, lambda x: x.argmax(-1), "Stage 0 returns a tensor of torch.int64, which has no gradient"),
         ):
             model = mlp(2)
             model.layers[layer].register_forward_hook(lambda module, args, output: made(output))
@@ -262,10 +262,10 @@ def test_a_pipeline_that_cannot_be_made_on_one_rank_is_made_on_none():
         different,
         different,
         "The schedule is for 3 ranks, and there are 2.",
-        "`example` is a microbatch of the input, one tensor, and not NoneType.",
+        "`example` must be a microbatch of the input: one tensor of 1 to 8 dims, not NoneType.",
     ]
     assert first[5].startswith("Stage 0 cannot take its input, [2, 3] of torch.float64: ")
-    assert first[6] == "`example` is a microbatch of the input, one tensor, and not 0 dims."
+    assert first[6] == "`example` must be a microbatch of the input: one tensor of 1 to 8 dims, not 0 dims."
 
 
 def test_a_mark_is_no_number_that_arithmetic_makes():

@@ -13,7 +13,7 @@ from pipeline_parallel.page import PageArgs, main
     ("changes", "sentence"),
     [
         ({"ranks": (0,)}, "at least 1, not 0"),
-        ({"ranks": ()}, "The page would be empty: give --ranks"),
+        ({"ranks": ()}, "The page would be empty: give at least one number"),
         ({"chunks": 0}, "--chunks 0: there must be at least one"),
         ({"forward": 0.0}, "--forward: give a time above 0"),
         ({"weight_gradient": float("nan")}, "--weight-gradient: give a time above 0"),

@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_number_and_a_call_are_refused_in_a_sentence():
         first
         == second
         == [
-            "loss_of must return one number, the mean over a microbatch, and returned a tensor of [2].",
+            "loss_of must return one number, the mean over a microbatch, but returned a tensor of [2].",
             "A pipeline computes forward and backward at once: call step(x, y). To evaluate, call "
             "evaluate(x, y) or forward_only(x).",
         ]

@@ -254,17 +254,17 @@ def test_a_replaced_schedule_is_what_its_name_gives():
 
 def test_what_cannot_be_scheduled_is_said_in_a_sentence():
     for function in (naive, gpipe, one_f_one_b, zb_h1):
-        with pytest.raises(ValueError, match="needs stages of at least 1, not 0"):
+        with pytest.raises(ValueError, match="number of stages must be at least 1, not 0"):
             function(0, 1)
     for function in (interleaved_1f1b, zb_v):
-        with pytest.raises(ValueError, match="needs ranks of at least 1, not 0"):
+        with pytest.raises(ValueError, match="number of ranks must be at least 1, not 0"):
             function(0, 1)
     for function in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v):
-        with pytest.raises(ValueError, match="needs microbatches of at least 1, not -1"):
+        with pytest.raises(ValueError, match="number of microbatches must be at least 1, not -1"):
             function(2, -1)
-    with pytest.raises(ValueError, match="needs chunks of at least 1, not 0"):
+    with pytest.raises(ValueError, match="number of chunks must be at least 1, not 0"):
         interleaved_1f1b(2, 2, chunks=0)
-    with pytest.raises(ValueError, match="needs microbatches"):
+    with pytest.raises(ValueError, match="number of microbatches"):
         clock_cycles(0, 2)
     for ask in (lambda: table_of("1f2b", 2, 2), lambda: stages_per_rank("1f2b")):
         with pytest.raises(ValueError, match="no schedule '1f2b': choose one of naive, gpipe, 1f1b"):

@@ -165,7 +165,7 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
             ("interleaved", {"chunks": 0}, "--chunks 0: there must be at least one"),
             ("interleaved", {"chunks": 10**10}, "--chunks 10000000000: there can be at most 4096"),
             ("interleaved", {"chunks": 9}, "10 parts cannot be cut into 18 stages: take fewer ranks"),
-            ("gpipe", {"model": "baby_cnn", "metronome": "20ms"}, "--metronome takes the GPT"),
+            ("gpipe", {"model": "baby_cnn", "metronome": "20ms"}, "--metronome works with the GPT only"),
             ("gpipe", {"metronome": "soon"}, "--metronome soon: 'soon' is not a time"),
         ):
             with pytest.raises(WorkbookError, match=sentence):

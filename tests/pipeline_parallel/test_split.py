@@ -236,12 +236,16 @@ def test_more_stages_than_parts_are_refused_in_a_sentence():
 
 
 @EACH_MODEL
-def test_measuring_costs_leaves_no_gradient_and_needs_none(make, batch_of):
+def test_measuring_costs_leaves_gradients_as_they_are_and_needs_none(make, batch_of):
     for trains in (True, False):
         model = make().requires_grad_(trains)
         costs = measured_costs(model, batch_of(2)[0], repeats=1)
         assert len(costs) == len(parts_of(model)) and all(cost > 0 for cost in costs)
         assert all(parameter.grad is None for parameter in model.parameters())
+        some = next(model.parameters())
+        some.grad = torch.full_like(some, 3.0)
+        measured_costs(model, batch_of(2)[0], repeats=1)
+        assert torch.equal(some.grad, torch.full_like(some, 3.0))
 
 
 def test_a_gpus_costs_are_what_it_computes_and_not_what_the_host_launches():

@@ -107,5 +107,6 @@ def test_copies_that_were_trained_apart_are_noticed_by_all_ranks():
     told = {sentence for sentences in run_ranks(work, 3, group_timeout=20) for sentence in sentences}
     assert told == {
         "A parameter that two stages share was changed before finish_gradient_sync() gave both copies the "
-        "same gradient: call it after step(), and begin again, for the copies now differ."
+        "same gradient, so the copies now differ: begin again, and call finish_gradient_sync() after each "
+        "step()."
     }

@@ -100,7 +100,7 @@ def test_holding_too_many_is_marked_where_it_begins():
     validate(table, max_held=[3, 1])
     for max_held in (2, [2, 1]):
         assert said_of(table, max_held) == [
-            "Rank 0 holds 3 stages' microbatches in 0F2, and its limit is 2.",
+            "In 0F2 rank 0 holds 3 microbatches, summed over its stages, and its limit is 2.",
             "rank 0   0F0  0F1 [0F2] 0B0  0B1  0B2",
             "rank 1   1F0  1B0  1F1  1B1  1F2  1B2",
         ]

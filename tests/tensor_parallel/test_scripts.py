@@ -76,7 +76,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_in_the_other_mode(tmp_path
     assert in_two_parts == pytest.approx(in_one_go, rel=1e-5)
 
 
-def test_invalid_arguments_are_refused_in_one_sentence():
+def test_invalid_arguments_are_refused_in_one_sentence(tmp_path):
     def refuse(cluster) -> None:
         for changes, sentence in (
             ({"clip": 0.0}, "--clip 0: the largest norm is a number above 0"),
@@ -88,7 +88,8 @@ def test_invalid_arguments_are_refused_in_one_sentence():
             WorkbookError,
             match=r"^--size tiny: its 4 heads cannot be divided among 3 ranks equally; take --size 24heads",
         ):
-            summary(cluster, "sequence_parallel")
+            summary(cluster, "sequence_parallel", checkpoint=str(tmp_path / "new"))
+        assert not (tmp_path / "new").exists()
 
     run_ranks(refuse, 3)
 
