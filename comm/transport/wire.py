@@ -1,4 +1,4 @@
-"""Send and receive messages with gloo or nccl, and count and number them: all messages of comm pass here.
+"""Send and receive messages with gloo or nccl. All messages of comm are counted and numbered in this file.
 
       wire = Wire(group, "all_reduce", "ring", sequence)
       arriving = wire.irecv(tensor, left)        the k-th receive from a rank gets its k-th send
