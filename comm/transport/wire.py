@@ -10,8 +10,8 @@ between each pair of ranks, so an algorithm needs no tags.
 
 An *eager* message leaves before the handshake (handshake.py) has ended. gloo kills a receiver that gets more
 or fewer bytes than it expects. So the tag of an eager message contains its number of bytes: then a send and a
-receive of different sizes never match. The turn of an operation is its sequence number in the group, modulo
-what fits (0 stands for plain point-to-point messages). A tag has 31 bits:
+receive of different sizes never match. The turn of an operation is its sequence number in the group, reduced
+to the bits below (0 stands for plain point-to-point messages). A tag has 31 bits:
 
     0  turn of the operation (10)  number of the message (20)
     1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       eager
