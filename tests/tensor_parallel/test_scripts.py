@@ -79,8 +79,8 @@ def test_a_run_resumes_on_another_number_of_ranks_and_in_the_other_mode(tmp_path
 def test_invalid_arguments_are_refused_in_one_sentence(tmp_path):
     def refuse(cluster) -> None:
         for changes, sentence in (
-            ({"clip": 0.0}, "--clip 0: the largest norm is a number above 0"),
-            ({"steps": 0}, "--steps 0: there must be at least one"),
+            ({"size": "24heads", "clip": 0.0}, "--clip 0: the largest norm is a number above 0"),
+            ({"size": "24heads", "steps": 0}, "--steps 0: there must be at least one"),
         ):
             with pytest.raises(WorkbookError, match=sentence):
                 summary(cluster, "tensor_parallel", **changes)
