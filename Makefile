@@ -22,7 +22,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test containers rehearse lint clean
+.PHONY: help setup run test exercises containers rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -37,6 +37,9 @@ run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
+
+exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
+	@$(PY) -m exercises $(ARGS)
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)

@@ -1,0 +1,175 @@
+"""Do the exercises: `python -m exercises` shows the next one, and `python -m exercises check` grades it."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from exercises.catalog import BY_NAME, EXERCISES, Exercise
+from exercises.grade import PASSED, Grade, grade
+from exercises.inspect_file import problem_of, shown
+from exercises.workspace import Workspace
+
+POLL_SECONDS = 0.3
+console = Console(highlight=False, soft_wrap=True)
+
+
+def show(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = space.next_exercise()
+    if exercise is None:
+        console.print("[green]All exercises have passed.[/]")
+        return 0
+    effort = f"{exercise.minutes} minutes, difficulty {exercise.difficulty} of 5"
+    console.print(f"[bold]{exercise.title}[/], {effort}")
+    console.print(f"Write `{exercise.function}` in {shown(space.file(exercise))}.")
+    problem = problem_of(exercise, space.file(exercise))
+    state = space.progress[exercise.name].state
+    console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
+    if unmet := [name for name in exercise.needs if space.progress[name].state != PASSED]:
+        console.print(f"It builds on {', '.join(unmet)}.")
+    console.print("Then: python -m exercises check, or hint, or watch")
+    return 0
+
+
+def show_list(space: Workspace, options: argparse.Namespace) -> int:
+    if options.json:
+        rows = [{"name": e.name, "minutes": e.minutes, **vars(space.progress[e.name])} for e in EXERCISES]
+        print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
+        return 0
+    table = Table("exercise", "difficulty", "minutes", "needs", "state", "hints")
+    for e in EXERCISES:
+        progress = space.progress[e.name]
+        state = f"[green]{progress.state}[/]" if progress.state == PASSED else progress.state
+        numbers = (str(e.difficulty), str(e.minutes))
+        table.add_row(e.name, *numbers, ", ".join(e.needs), state, str(progress.hints))
+    console.print(table)
+    done = sum(progress.state == PASSED for progress in space.progress.values())
+    console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
+    return 0
+
+
+def check(space: Workspace, options: argparse.Namespace) -> int:
+    exercises = EXERCISES if options.all else [chosen(space, options.name)]
+    grades = []
+    for exercise in exercises:
+        grades.append(grade(exercise, space.file(exercise)))
+        space.record(grades[-1])
+        if not options.json:
+            tell(grades[-1])
+    if options.json:
+        print(json.dumps(report(grades)))
+    return max(g.exit_code for g in grades)
+
+
+def report(grades: list[Grade]) -> dict:
+    """Return the report for graders. `credit` is the share of an exercise's tests that pass, or the mean."""
+    rows = [{**vars(g), "credit": round(g.credit, 3)} for g in grades]
+    return {"exercises": rows, "credit": round(sum(g.credit for g in grades) / len(grades), 3)}
+
+
+def tell(grade: Grade) -> None:
+    colour = "green" if grade.state == PASSED else "red"
+    console.print(f"[{colour}]{grade.name}: {grade.state}[/]  {escape(grade.sentence)}")
+
+
+def hint(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = chosen(space, options.name)
+    hints = space.hint(exercise)
+    for number, text in enumerate(hints, start=1):
+        console.print(f"Hint {number} of {len(exercise.hints)}: {escape(text)}")
+    return 0
+
+
+def reset(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = chosen(space, options.name)
+    saved = space.reset(exercise)
+    kept = f" Your code is kept in {shown(saved)}." if saved else ""
+    console.print(f"{shown(space.file(exercise))} is as it was at the beginning.{kept}")
+    return 0
+
+
+def solution(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = chosen(space, options.name)
+    text = space.solution(exercise)
+    if text is None:
+        console.print(f"{exercise.name} has not passed yet. Ask again to see the lesson's code all the same.")
+        return 1
+    console.print(Syntax(text, "python", background_color="default"))
+    return 0
+
+
+def watch(space: Workspace, options: argparse.Namespace) -> int:
+    """Grade the file each time it is saved, and go on to the next exercise after it has passed."""
+    exercise: Exercise | None = chosen(space, options.name)
+    seen = None
+    while exercise is not None:
+        file = space.file(exercise)
+        stamp = (file, file.stat().st_mtime_ns if file.exists() else None)
+        if stamp != seen:
+            seen = stamp
+            result = grade(exercise, file)
+            space.record(result)
+            tell(result)
+            if result.state == PASSED:
+                exercise = None if options.name else space.next_exercise()
+                continue
+            console.print("Waiting for the next save; Ctrl-C ends.")
+        time.sleep(POLL_SECONDS)
+    console.print("[green]There is nothing left to watch.[/]")
+    return 0
+
+
+def chosen(space: Workspace, name: str | None) -> Exercise:
+    """Return the exercise of that name; without a name, the next one or, after the last, the last."""
+    if name is None:
+        return space.next_exercise() or EXERCISES[-1]
+    if name not in BY_NAME:
+        print(f"There is no exercise {name!r}; `python -m exercises list` shows all.", file=sys.stderr)
+        raise SystemExit(2)
+    return BY_NAME[name]
+
+
+COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] = {
+    "list": (show_list, "List all exercises, with progress and the minutes left."),
+    "check": (check, "Grade one exercise with the tests of its lesson."),
+    "hint": (hint, "Open one more of the three hints."),
+    "reset": (reset, "Make the file as it was, and keep a copy of your code in exercises/.saved."),
+    "solution": (solution, "Show the lesson's code, after passing or when asked twice."),
+    "watch": (watch, "Grade each time the file is saved, until it passes."),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == "reset":
+            command.add_argument("name", help="The exercise's name.")
+        elif name != "list":
+            command.add_argument("name", nargs="?", help="The exercise's name; without it, the next one.")
+        if name in ("list", "check"):
+            command.add_argument("--json", action="store_true", help="Print one line of JSON.")
+        if name == "check":
+            command.add_argument("--all", action="store_true", help="Grade all exercises.")
+    return parser
+
+
+def main(arguments: list[str] | None = None, space: Workspace | None = None) -> int:
+    options = parser().parse_args(arguments)
+    command = COMMANDS[options.command][0] if options.command else show
+    try:
+        return command(space or Workspace(), options)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Describe one exercise: which part of a lesson is taken out, which tests grade it, and what helps."""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A function or method of a lesson that the learner writes, graded by the lesson's own tests.
+
+    `target` is its dotted path, and `tests` are pytest's node ids. `difficulty` is 1 to 5, and `minutes` is a
+    guess. `needs` names exercises that should be solved before. `doc` replaces the docstring of the lesson
+    where that one would give the solution away.
+    """
+
+    name: str
+    title: str
+    target: str
+    tests: tuple[str, ...]
+    difficulty: int
+    minutes: int
+    hints: tuple[str, str, str]
+    needs: tuple[str, ...] = ()
+    doc: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the lesson's file: the longest part of `target` that is a file."""
+        parts = self.target.split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            if ROOT.joinpath(*parts[:cut]).with_suffix(".py").is_file():
+                return ".".join(parts[:cut])
+        raise LookupError(f"{self.name}: there is no lesson file for {self.target}.")
+
+    @property
+    def lesson(self) -> Path:
+        return ROOT.joinpath(*self.module.split(".")).with_suffix(".py")
+
+    @property
+    def function(self) -> str:
+        """The name of the function that the learner writes."""
+        return self.target.rpartition(".")[2]
+
+    @property
+    def file(self) -> Path:
+        """The learner's file, relative to the folder of exercises: comm/ring_all_gather.py."""
+        return Path(self.target.partition(".")[0], f"{self.name}.py")
+
+    def original(self) -> object:
+        """Return the lesson's own function."""
+        module = importlib.import_module(self.module)
+        found: object = module
+        for part in self.target.removeprefix(self.module + ".").split("."):
+            found = vars(found)[part]
+        return found

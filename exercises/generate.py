@@ -1,0 +1,170 @@
+"""Generate the file of each exercise from its lesson: the signature and docstring, without the body.
+
+    python -m exercises.generate            write all files
+    python -m exercises.generate --check    list the files that differ, and exit with 1 if there are any
+
+The solution of an exercise is the lesson's source, so a second copy of the lesson cannot become outdated.
+"""
+
+import ast
+import builtins
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from exercises.catalog import EXERCISES, Exercise
+
+FOLDER = Path(__file__).resolve().parent
+LINE_LENGTH = 110
+LESSONS = {"lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel"}
+
+
+def generated(exercise: Exercise) -> str:
+    """Return the text of the exercise's file before the learner has written anything."""
+    source = exercise.lesson.read_text()
+    tree = ast.parse(source)
+    function = definition(tree, exercise)
+    imports = "\n".join(_imports(tree, function, exercise))
+    return f'"""{_introduction(exercise)}"""\n\n{imports}\n\n\n{_stub(source, function, exercise)}'
+
+
+def solution(exercise: Exercise) -> str:
+    """Return the lesson's own source of the function."""
+    source = exercise.lesson.read_text()
+    return _segment(source, definition(ast.parse(source), exercise))
+
+
+def missing(exercise: Exercise) -> str:
+    """Return the sentence that an unsolved exercise raises."""
+    return f"{exercise.title} is not written yet: `{exercise.function}` has no body."
+
+
+def definition(tree: ast.Module, exercise: Exercise) -> ast.FunctionDef:
+    """Return the definition of the exercise's function in the lesson's tree."""
+    place: ast.Module | ast.ClassDef | ast.FunctionDef = tree
+    for part in exercise.target.removeprefix(exercise.module + ".").split("."):
+        found = [n for n in place.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
+        if not found:
+            raise LookupError(f"{exercise.name}: {exercise.module} has no {part}.")
+        place = found[-1]
+    if not isinstance(place, ast.FunctionDef):
+        raise LookupError(f"{exercise.name}: {exercise.target} is not a function.")
+    return place
+
+
+def _introduction(exercise: Exercise) -> str:
+    what = f"Write `{exercise.function}` of {exercise.lesson.relative_to(FOLDER.parent)}."
+    check = f"Check it with `python -m exercises check {exercise.name}`."
+    return f"{exercise.title}. {what}\n\n{check}\n"
+
+
+def _segment(source: str, node: ast.FunctionDef) -> str:
+    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines)) + "\n"
+
+
+def _stub(source: str, function: ast.FunctionDef, exercise: Exercise) -> str:
+    """Return the signature, the docstring and a body that only raises."""
+    first = function.body[0]
+    has_docstring = ast.get_docstring(function) is not None
+    keeps_docstring = has_docstring and exercise.doc is None
+    end = first.end_lineno if keeps_docstring else first.lineno - 1
+    lines = textwrap.dedent("\n".join(source.splitlines()[function.lineno - 1 : end])).splitlines()
+    if exercise.doc is not None:
+        lines += textwrap.indent(_docstring(exercise.doc), "    ").splitlines()
+    text = f'"{missing(exercise)}"'
+    one_line = f"    raise NotImplementedError({text})"
+    if len(one_line) <= LINE_LENGTH:
+        lines.append(one_line)
+    else:
+        lines += ["    raise NotImplementedError(", f"        {text}", "    )"]
+    return "\n".join(lines) + "\n"
+
+
+def _docstring(text: str) -> str:
+    text = textwrap.dedent(text).strip()
+    return f'"""{text}\n"""' if "\n" in text else f'"""{text}"""'
+
+
+def _imports(tree: ast.Module, function: ast.FunctionDef, exercise: Exercise) -> Iterator[str]:
+    """Return the imports that the signature and the lesson's body need, sorted as ruff sorts them."""
+    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} - {function.name}
+    plain: dict[str, str] = {}
+    chosen: dict[str, list[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if (alias.asname or alias.name.partition(".")[0]) in used:
+                    plain[alias.name] = f"import {_written(alias)}"
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) in used:
+                    chosen.setdefault(node.module, []).append(_written(alias))
+    own = sorted(used & _defined(tree), key=_isort_key)
+    if own:
+        chosen[exercise.module] = own
+    sections: list[list[str]] = [[], [], []]
+    for module, line in sorted(plain.items()):
+        sections[_section(module)].append(line)
+    for module, names in sorted(chosen.items()):
+        sections[_section(module)].append(_from(module, names))
+    yield "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _written(alias: ast.alias) -> str:
+    return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the names that the lesson's own file defines."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names - set(dir(builtins))
+
+
+def _isort_key(name: str) -> tuple[int, str]:
+    """Order names as isort does: constants, then classes, then functions."""
+    bare = name.strip("_")
+    return (0 if bare.isupper() and len(bare) > 1 else 1 if bare[:1].isupper() else 2, name)
+
+
+def _section(module: str) -> int:
+    package = module.partition(".")[0]
+    return 0 if package in sys.stdlib_module_names else 2 if package in LESSONS else 1
+
+
+def _from(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= LINE_LENGTH:
+        return line
+    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+
+
+def main() -> int:
+    if unknown := set(sys.argv[1:]) - {"--check"}:
+        print(f"The only option is --check, not {' '.join(sorted(unknown))}.", file=sys.stderr)
+        return 2
+    different = [e for e in EXERCISES if _text(FOLDER / e.file) != generated(e)]
+    if "--check" in sys.argv[1:]:
+        for exercise in different:
+            print(f"exercises/{exercise.file} differs from what its lesson gives.")
+        return 1 if different else 0
+    for exercise in different:
+        (FOLDER / exercise.file).parent.mkdir(exist_ok=True)
+        (FOLDER / exercise.file).write_text(generated(exercise))
+        print(f"exercises/{exercise.file} is written.")
+    return 0
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Grade a learner's file: put its function into the lesson, and let the lesson's own tests judge it.
+
+A grade ends in one sentence, whatever the learner's code does: it may be missing, not be Python, have another
+signature, fail, hang or kill its process.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from exercises.catalog import ROOT, Exercise
+from exercises.explain import explain, load_error, name_of
+from exercises.inspect_file import problem_of
+
+LIMIT_SECONDS = 60.0  # for all tests of an exercise
+
+PASSED, FAILED, UNSOLVED, INVALID, HANGS = "passed", "failed", "unsolved", "invalid", "hangs"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed."""
+
+    name: str
+    state: str
+    sentence: str
+    passed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.state == PASSED else 1
+
+    @property
+    def credit(self) -> float:
+        """The share of the tests that pass, 0 to 1. An exercise that is not written earns nothing."""
+        number = len(self.passed) + len(self.failed)
+        return len(self.passed) / number if number and self.state != UNSOLVED else 0.0
+
+
+def grade(exercise: Exercise, file: Path) -> Grade:
+    """Return the grade of a learner's file. The tests run in a process of their own."""
+    if (problem := problem_of(exercise, file)) is not None:
+        state, sentence = problem
+        return Grade(exercise.name, state, sentence, failed=exercise.tests)
+    with tempfile.TemporaryDirectory(prefix="exercise-") as folder:
+        report = Path(folder) / "report.json"
+        try:
+            done = _run_tests(exercise, file, report)
+        except subprocess.TimeoutExpired:
+            sentence = f"The tests did not end within {LIMIT_SECONDS:g} s: look for a loop without an end."
+            return _graded(exercise, file, report, HANGS, sentence)
+        sentence = f"The tests ended without a result (exit code {done.returncode}): {_last_line(done)}"
+        return _graded(exercise, file, report, INVALID, sentence)
+
+
+def _run_tests(exercise: Exercise, file: Path, report: Path) -> subprocess.CompletedProcess[str]:
+    asked = ["--exercise", exercise.name, str(file.resolve()), str(report)]
+    plugin = ["-p", "exercises.replacing_plugin", *asked]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *exercise.tests],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+
+
+def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: str) -> Grade:
+    """Return the grade from the tests' report; `state` and `sentence` hold if no test has failed in it."""
+    found = json.loads(report.read_text()) if report.exists() else {"load_error": None, "tests": []}
+    if found["load_error"] is not None:
+        sentence = load_error(exercise, file, found["load_error"])
+        return Grade(exercise.name, INVALID, sentence, failed=exercise.tests)
+    passed = tuple(test["id"] for test in found["tests"] if test["passed"])
+    failures = [test for test in found["tests"] if not test["passed"]]
+    missing = tuple(test for test in exercise.tests if test not in passed)
+    if failures:
+        state, sentence = explain(exercise, file, failures[0])
+    elif not missing:
+        state, sentence = PASSED, f"{exercise.title} is right: {_number(passed)} of the lesson agree."
+    elif passed:
+        sentence = f"{name_of(missing[0])}: {sentence}"
+    return Grade(exercise.name, state, sentence, passed, missing)
+
+
+def _number(tests: tuple[str, ...]) -> str:
+    return "1 test" if len(tests) == 1 else f"{len(tests)} tests"
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return lines[-1] if lines else "there is no output."

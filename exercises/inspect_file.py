@@ -1,0 +1,63 @@
+"""Inspect a learner's file without running it: is it Python, is the function there, is it written?"""
+
+import ast
+import os
+from pathlib import Path
+
+from exercises.catalog import Exercise
+from exercises.generate import definition, generated, missing
+
+
+def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
+    """Return a state and a sentence if the tests need not run, else None."""
+    try:
+        tree = ast.parse(file.read_text())
+    except FileNotFoundError:
+        again = f"`python -m exercises reset {exercise.name}`"
+        return "invalid", f"There is no file {shown(file)}; {again} makes it again."
+    except (OSError, UnicodeDecodeError) as error:
+        return "invalid", f"{shown(file)} cannot be read: {error}."
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        return "invalid", f"{shown(file)}{line} is not Python: {text}."
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function]
+    if not functions:
+        return "invalid", f"{shown(file)} has no function `{exercise.function}`."
+    [stub] = [n for n in ast.parse(generated(exercise)).body if isinstance(n, ast.FunctionDef)]
+    if _body(functions[-1]) == _body(stub):
+        return "unsolved", missing(exercise)
+    expected = definition(ast.parse(exercise.lesson.read_text()), exercise)
+    if _parameters(functions[-1]) != _parameters(expected):
+        wanted, got = _signature(expected), _signature(functions[-1])
+        return "invalid", f"The signature must be {wanted}, but {shown(file)} has {got}."
+    return None
+
+
+def shown(file: Path) -> str:
+    """Return a file's path as the reader would type it."""
+    path = os.path.relpath(file)
+    return str(file) if path.startswith("..") else path
+
+
+def _body(function: ast.FunctionDef) -> list[str]:
+    """Return the statements without the docstring."""
+    skipped = 1 if ast.get_docstring(function) is not None else 0
+    return [ast.dump(statement) for statement in function.body[skipped:]]
+
+
+def _parameters(function: ast.FunctionDef) -> str:
+    """Return the parameters with their defaults; annotations do not matter."""
+    return ast.dump(_without_annotations(function.args))
+
+
+def _signature(function: ast.FunctionDef) -> str:
+    return f"`{function.name}({ast.unparse(_without_annotations(function.args))})`"
+
+
+def _without_annotations(arguments: ast.arguments) -> ast.arguments:
+    copy = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0].args
+    for node in ast.walk(copy):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return copy

@@ -1,0 +1,108 @@
+"""Let pytest run with a learner's function in place of the lesson's, and write what each test said to a file.
+
+exercises/grade.py starts pytest with `-p exercises.replacing_plugin`. `run_ranks` sends the replacement to
+every rank, so the learner's function runs there too.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exercises.catalog import BY_NAME, Exercise
+from lab import forked
+from lab.ranks import RankError, run_ranks
+from lab.replace import replaced
+
+HANG_SECONDS = 10.0  # a lesson's tests take less than this, also on a busy machine
+
+
+def load(path: Path, function: str) -> Callable[..., Any]:
+    """Return the function of that name from a learner's file.
+
+    The module stays out of sys.modules, so the function is sent to the ranks by value, as it is now.
+    """
+    spec = importlib.util.spec_from_file_location(f"learners_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+@contextlib.contextmanager
+def short_hangs() -> Iterator[None]:
+    """Report a hang after HANG_SECONDS in a `with` block, where a test does not ask for another timeout."""
+    defaults = run_ranks.__kwdefaults__
+    usual = defaults["timeout"]
+    defaults["timeout"] = HANG_SECONDS
+    try:
+        yield
+    finally:
+        defaults["timeout"] = usual
+
+
+class Plugin:
+    def __init__(self, name: str, file: Path, report: Path) -> None:
+        self.exercise, self.file, self.report = BY_NAME[name], file, report
+        self.found: dict[str, Any] = {"load_error": None, "tests": []}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session):
+        try:
+            implementation = load(self.file, self.exercise.function)
+        except (Exception, SystemExit) as error:
+            self.found["load_error"] = failure_of(error)
+            self.save()
+            session.shouldstop = "the learner's file cannot be imported"
+            return (yield)
+        with replaced(self.exercise.target, implementation), short_hangs():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if report.when == "call" or report.failed:
+            failure = failure_of(call.excinfo.value) if call.excinfo is not None else None
+            self.found["tests"].append({"id": item.nodeid, "passed": report.passed, "failure": failure})
+            self.save()
+            if failure is not None and failure["text"].startswith("no answer within"):
+                item.session.shouldstop = "the ranks hang"
+        return report
+
+    def save(self) -> None:
+        self.report.write_text(json.dumps(self.found))
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Return what grade.py needs to know about an error: its class, rank, text and traceback."""
+    return {
+        "type": type(error).__name__,
+        "rank": error.rank if isinstance(error, RankError) else None,
+        "text": str(error),
+        "trace": "".join(traceback.format_exception(error)),
+    }
+
+
+def start_ranks_with_few_imports(exercise: Exercise) -> None:
+    """Start the forkserver before tests/conftest.py does, which imports all tests and so takes seconds."""
+    tests = {test.partition(".py::")[0].replace("/", ".") for test in exercise.tests}
+    forked.preload(exercise.module, *sorted(tests))
+    forked.warm_up()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--exercise", nargs=3, metavar=("NAME", "FILE", "REPORT"))
+
+
+def pytest_configure(config):
+    if asked := config.getoption("--exercise"):
+        sys.dont_write_bytecode = True
+        start_ranks_with_few_imports(BY_NAME[asked[0]])
+        config.pluginmanager.register(Plugin(asked[0], Path(asked[1]), Path(asked[2])))

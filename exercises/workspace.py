@@ -1,0 +1,118 @@
+"""Keep a learner's files, the copies that `reset` makes of them, and the progress."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from exercises.catalog import BY_NAME, EXERCISES, Exercise
+from exercises.generate import generated, solution
+from exercises.grade import PASSED, Grade
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass
+class Progress:
+    """Hold the last check of one exercise, the number of open hints, and a first wish for the solution."""
+
+    state: str = "not checked"
+    passed: int = 0
+    hints: int = 0
+    asked_for_solution: bool = False
+
+
+@dataclass
+class Workspace:
+    """The folder with the learner's files. Every change is written to `.progress.json` at once."""
+
+    folder: Path = FOLDER
+    progress: dict[str, Progress] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.progress = {exercise.name: Progress() for exercise in EXERCISES} | self._read()
+
+    @property
+    def progress_file(self) -> Path:
+        return self.folder / ".progress.json"
+
+    def file(self, exercise: Exercise) -> Path:
+        return self.folder / exercise.file
+
+    def next_exercise(self) -> Exercise | None:
+        """Return the first exercise that has not passed, or None after the last."""
+        open_ones = (e for e in EXERCISES if self.progress[e.name].state != PASSED)
+        return next(open_ones, None)
+
+    def minutes_left(self) -> int:
+        return sum(e.minutes for e in EXERCISES if self.progress[e.name].state != PASSED)
+
+    def record(self, grade: Grade) -> None:
+        progress = self.progress[grade.name]
+        progress.state, progress.passed = grade.state, len(grade.passed)
+        self.save()
+
+    def hint(self, exercise: Exercise) -> list[str]:
+        """Open one more hint, and return all hints that are open."""
+        progress = self.progress[exercise.name]
+        progress.hints = min(progress.hints + 1, len(exercise.hints))
+        self.save()
+        return list(exercise.hints[: progress.hints])
+
+    def solution(self, exercise: Exercise) -> str | None:
+        """Return the lesson's own code after the exercise has passed or at the second wish, else None."""
+        progress = self.progress[exercise.name]
+        if progress.state == PASSED or progress.asked_for_solution:
+            return solution(exercise)
+        progress.asked_for_solution = True
+        self.save()
+        return None
+
+    def reset(self, exercise: Exercise) -> Path | None:
+        """Generate the file again. Return the copy of what the learner wrote, or None if there is none."""
+        file, text = self.file(exercise), generated(exercise)
+        saved = None
+        if file.exists() and file.read_bytes() != text.encode():
+            saved = self._free_name(exercise)
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(saved)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        self.progress[exercise.name] = Progress()
+        self.save()
+        return saved
+
+    def save(self) -> None:
+        """Write the progress to a new file, and rename it: an interrupt leaves the old one as it was."""
+        new = self.progress_file.with_suffix(".new")
+        new.write_text(json.dumps({name: asdict(p) for name, p in self.progress.items()}, indent=1) + "\n")
+        new.replace(self.progress_file)
+
+    def _free_name(self, exercise: Exercise) -> Path:
+        number = 1
+        while (path := self.folder / ".saved" / f"{exercise.name}.{number}.py").exists():
+            number += 1
+        return path
+
+    def _read(self) -> dict[str, Progress]:
+        """Return the progress on disk. A damaged file is set aside with a sentence."""
+        try:
+            entries = json.loads(self.progress_file.read_text())
+            found = {name: _entry(entry) for name, entry in entries.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError):
+            aside = self.progress_file.with_suffix(".damaged.json")
+            self.progress_file.replace(aside)
+            text = f"{self.progress_file} was damaged and is now {aside.name}; check the exercises again."
+            print(text, file=sys.stderr)
+            return {}
+        return {name: progress for name, progress in found.items() if name in BY_NAME}
+
+
+def _entry(entry: dict) -> Progress:
+    progress = Progress(**entry)
+    for name, default in asdict(Progress()).items():
+        if type(getattr(progress, name)) is not type(default):
+            raise TypeError(f"{name} has the wrong type")
+    return progress

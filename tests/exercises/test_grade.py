@@ -1,0 +1,99 @@
+"""Whatever a learner's file does, its grade is one sentence."""
+
+import pytest
+
+from exercises import replacing_plugin
+from exercises.catalog import BY_NAME, Exercise
+from exercises.explain import explain, load_error
+from exercises.grade import Grade, grade
+from exercises.replacing_plugin import failure_of, load
+from lab.replace import replaced
+from tests.exercises.in_process import run_tests, solved
+
+RING = BY_NAME["ring_reduce_scatter"]
+
+
+def graded(folder, exercise: Exercise, text: str) -> Grade:
+    file = folder / f"{exercise.name}.py"
+    file.write_text(text)
+    result = grade(exercise, file)
+    assert "\n" not in result.sentence and "Traceback" not in result.sentence
+    assert result.exit_code == (0 if result.state == "passed" else 1)
+    return result
+
+
+def test_the_lessons_code_passes_from_end_to_end(tmp_path):
+    result = graded(tmp_path, RING, solved(RING))
+    assert (result.state, result.credit, result.passed) == ("passed", 1.0, RING.tests)
+
+
+@pytest.mark.parametrize(
+    "old, new, state, sentence",
+    [
+        ("def reduce_chunks", "def (", "invalid", "is not Python: invalid syntax."),
+        ("def reduce_chunks", "def renamed", "invalid", "has no function `reduce_chunks`."),
+        ("op: str", "o: str", "invalid", "must be `reduce_chunks(wire, chunks, op)`, but"),
+    ],
+)
+def test_a_file_that_cannot_run_is_refused_before_any_test(tmp_path, old, new, state, sentence):
+    result = graded(tmp_path, RING, solved(RING).replace(old, new, 1))
+    assert result.state == state and sentence in result.sentence
+    assert result.failed == RING.tests
+
+
+def test_a_missing_file_says_how_to_get_it_again(tmp_path):
+    result = grade(RING, tmp_path / "gone.py")
+    assert "reset ring_reduce_scatter" in result.sentence
+
+
+def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
+    file = tmp_path / f"{RING.name}.py"
+    file.write_text("import no_such_module\n" + solved(RING))
+    with pytest.raises(ModuleNotFoundError) as found:
+        load(file, RING.function)
+    sentence = load_error(RING, file, failure_of(found.value))
+    assert "line 1 of ring_reduce_scatter.py: ModuleNotFoundError" in sentence
+    assert "\n" not in sentence
+
+
+def explained(folder, old: str, new: str) -> tuple[str, str, int]:
+    """Return the state and the sentence for a change of the ring, and the number of the changed line."""
+    file = folder / f"{RING.name}.py"
+    text = solved(RING).replace(old, new)
+    file.write_text(text)
+    with replaced(RING.target, load(file, RING.function)):
+        test, error = run_tests(RING)
+    assert error is not None
+    state, sentence = explain(RING, file, {"id": test, "failure": failure_of(error)})
+    assert "\n" not in sentence
+    return state, sentence, text.partition(new)[0].count("\n") + 1
+
+
+def test_a_failure_names_the_rank_the_line_and_the_error(tmp_path):
+    state, sentence, line = explained(tmp_path, "arrived = torch", "1 / (r - 2); arrived = torch")
+    assert state == "failed"
+    assert sentence.startswith("ring all reduce equals one process: rank 2 at line ")
+    assert f"line {line} of ring_reduce_scatter.py: ZeroDivisionError: division by zero" in sentence
+
+
+def test_a_wrong_result_says_by_how_much(tmp_path):
+    state, sentence, _ = explained(tmp_path, "r - 2 - step", "r - step")
+    assert state == "failed"
+    assert "AssertionError: Tensor-likes are not close!; Mismatched elements: 3 / 3" in sentence
+
+
+def test_a_rank_that_dies_is_named(tmp_path):
+    state, sentence, _ = explained(
+        tmp_path, "arrived = torch", "r == 1 and __import__('os')._exit(7); arrived = torch"
+    )
+    assert state == "failed"
+    assert "rank 1 exited with code 7 before it returned." in sentence
+
+
+def test_a_hang_names_the_line_on_which_each_rank_is_stuck(tmp_path, monkeypatch):
+    monkeypatch.setattr(replacing_plugin, "HANG_SECONDS", 2.0)
+    waits = "wire.irecv(arrived, (r - 1) % n).wait()"
+    state, sentence, line = explained(tmp_path, "shift(wire, outgoing, arrived)", waits)
+    assert state == "hangs"
+    for rank in range(4):
+        assert f"rank {rank} at line {line} of ring_reduce_scatter.py" in sentence

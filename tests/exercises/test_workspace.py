@@ -1,0 +1,130 @@
+"""The learner's progress survives, hints open one by one, and a reset loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from exercises.__main__ import main
+from exercises.catalog import EXERCISES, ROOT
+from exercises.generate import generated
+from exercises.grade import Grade
+from exercises.workspace import Workspace
+
+FIRST = EXERCISES[0]
+TEXT = "Written by hand.\n"
+
+
+@pytest.fixture
+def space(tmp_path):
+    space = Workspace(tmp_path)
+    for exercise in EXERCISES:
+        space.reset(exercise)
+    return space
+
+
+def passed(name: str) -> Grade:
+    return Grade(name, "passed", "It is right.", ("one",))
+
+
+def test_hints_open_one_by_one(space, capsys):
+    for number in (1, 2, 3, 3):
+        assert main(["hint", FIRST.name], space) == 0
+        assert capsys.readouterr().out.count("Hint ") == number
+    assert Workspace(space.folder).progress[FIRST.name].hints == 3
+
+
+def test_a_reset_loses_nothing(space, capsys):
+    for copy in (1, 2):
+        space.file(FIRST).write_text(TEXT * copy)
+        assert main(["reset", FIRST.name], space) == 0
+        assert f"{FIRST.name}.{copy}.py" in capsys.readouterr().out
+    assert space.file(FIRST).read_text() == generated(FIRST)
+    saved = sorted((space.folder / ".saved").iterdir())
+    assert [path.read_text() for path in saved] == [TEXT, TEXT * 2]
+
+
+def test_a_reset_of_an_unchanged_file_saves_no_copy(space):
+    assert space.reset(FIRST) is None
+    assert not (space.folder / ".saved").exists()
+
+
+def test_progress_survives_and_the_next_exercise_follows(space, capsys):
+    before = space.minutes_left()
+    space.record(passed(FIRST.name))
+    again = Workspace(space.folder)
+    assert again.progress[FIRST.name].state == "passed"
+    assert again.minutes_left() == before - FIRST.minutes
+    assert again.next_exercise() == (EXERCISES[1] if len(EXERCISES) > 1 else None)
+    assert main(["list", "--json"], again) == 0
+    assert json.loads(capsys.readouterr().out)["minutes_left"] == again.minutes_left()
+
+
+def test_after_the_last_exercise_a_sentence_says_so(space, capsys):
+    for exercise in EXERCISES:
+        space.record(passed(exercise.name))
+    assert main([], space) == 0
+    assert capsys.readouterr().out == "All exercises have passed.\n"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"%s": {"hints": "many"}}', '{"%s": {"unknown": 1}}', "\0"])
+def test_damaged_progress_is_set_aside_with_one_sentence(space, capsys, damage):
+    space.progress_file.write_text(damage.replace("%s", FIRST.name))
+    again = Workspace(space.folder)
+    assert again.progress[FIRST.name].state == "not checked"
+    assert "was damaged" in (text := capsys.readouterr().err) and text.count("\n") == 1
+    assert (space.folder / ".progress.damaged.json").exists()
+
+
+def test_the_solution_is_shown_after_passing_or_when_asked_twice(space, capsys):
+    assert main(["solution", FIRST.name], space) == 1
+    assert "def " not in capsys.readouterr().out
+    assert main(["solution", FIRST.name], space) == 0
+    assert f"def {FIRST.function}" in capsys.readouterr().out
+    space.reset(FIRST)
+    assert space.solution(FIRST) is None
+    space.record(passed(FIRST.name))
+    assert space.solution(FIRST) is not None
+
+
+def test_an_unknown_name_is_answered_with_a_sentence(space, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["check", "no_such_exercise"], space)
+    assert exit.value.code == 2
+    assert "There is no exercise 'no_such_exercise'" in capsys.readouterr().err
+
+
+def test_checking_all_prints_a_report_with_credit(space, capsys):
+    assert main(["check", "--all", "--json"], space) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["credit"] == 0.0
+    assert [row["name"] for row in report["exercises"]] == [exercise.name for exercise in EXERCISES]
+    assert {row["state"] for row in report["exercises"]} == {"unsolved"}
+
+
+def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
+    code = "import sys; from exercises.__main__ import main; from exercises.workspace import Workspace\n"
+    code += f"from pathlib import Path; sys.exit(main(['watch'], Workspace(Path({str(space.folder)!r}))))"
+    watching = subprocess.Popen(
+        [sys.executable, "-u", "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "is not written yet" in watching.stdout.readline()
+        assert "Ctrl-C ends" in watching.stdout.readline()
+        space.file(FIRST).write_text("def (\n")
+        assert "is not Python" in watching.stdout.readline()
+        time.sleep(0.1)
+        os.kill(watching.pid, signal.SIGINT)
+        out, err = watching.communicate(timeout=20)
+        assert watching.returncode == 130
+        assert "Traceback" not in out + err
+    finally:
+        watching.kill()
