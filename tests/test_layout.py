@@ -70,8 +70,8 @@ def test_the_concept_of_a_lesson_is_read_in_one_sitting():
     assert not {name: number for name, number in lines.items() if number > 120}
 
 
-@pytest.mark.parametrize("path", [*sorted(ROOT.glob("*/README.md")), ROOT / "README.md"], ids=str)
-def test_every_link_of_a_readme_leads_somewhere(path):
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*/README.md"), *ROOT.glob("*.md")]), ids=str)
+def test_every_link_of_a_page_leads_somewhere(path):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert links and not missing
