@@ -78,6 +78,7 @@ class Run(training.run.Run):
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         super().__init__(cluster, args, run_mode, args.model, whole_batch=True)
+        self._stream = cluster.rank  # a rank's layers need dropout masks of their own
         if args.link is None:
             self.not_measured = "messages between stages are recorded as spans only with --link"
         self._args: Args = args

@@ -46,6 +46,7 @@ from training.calibrate import measure_all_reduce
 from training.checkpoint import Checkpoint, FullState, State
 from training.data import TrainingData
 from training.evaluation import Sums, held_out_means, sums_of
+from training.randomness import seed_step
 from training.replicas import replica_digests
 from training.report import overlap_figures, pattern_and_transport
 from training.validate import tick_seconds, validate_arguments, validate_folder
@@ -69,7 +70,8 @@ class Run:
         self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
     ) -> None:
         self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
-        self._sharing = 1 if whole_batch else cluster.world_size  # ranks that share a batch
+        self._share = (0, 1) if whole_batch else (cluster.rank, cluster.world_size)  # of each batch
+        self._stream = self._share[0]  # of random numbers, such as dropout masks
         self._config = GPTConfig.named(args.size)
         self._data = TrainingData(model, args.batch_size, args.seed, self._config.block_size)
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
@@ -88,7 +90,7 @@ class Run:
         self._until_reported = ExitStack()
 
     def _validate(self, args: TrainArgs) -> None:
-        validate_arguments(args, self._sharing, self._model)
+        validate_arguments(args, self._share[1], self._model)
         if args.trace is not None:
             validate_folder(self._cluster, "--trace", args.trace)
         if args.checkpoint is not None:
@@ -119,8 +121,7 @@ class Run:
         return x, y
 
     def _own_slice(self, batch: Tensor) -> Tensor:
-        rank = self._cluster.rank if self._sharing > 1 else 0
-        return rank_slice(batch, rank, self._sharing).to(self._cluster.device)
+        return rank_slice(batch, *self._share).to(self._cluster.device)
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         """Return what a checkpoint of this run holds. Here each rank has all of it."""
@@ -164,6 +165,7 @@ class Run:
             self._meter = self._begin()
         if self._steps_done == RECORDED_STEPS:
             timeline.stop_recording()
+        seed_step(self._args.seed, self._first_step + self._steps_done, self._stream)
         with self._meter.step() as record:
             yield record
             if self._tick is not None:
