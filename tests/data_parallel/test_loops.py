@@ -107,6 +107,21 @@ def test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward():
     run_ranks(work, 2)
 
 
+def test_gradients_are_not_used_before_a_slow_link_has_brought_them():
+    def work(cluster: Cluster) -> None:
+        expected = reference_gradients(layers(), lambda model: mean_square(model, X))
+        for name, wrap in OVERLAPPING.items():
+            model = wrap(layers())
+            for _ in range(2):  # in the first step the buckets' order is sent, and waits for the buckets
+                model.zero_grad()
+                with slow_link.slowed(slow_link.parse("1gbit,20ms")):
+                    mean_square(model, *mine(cluster, (X,))).backward()
+                    model.finish_gradient_sync()
+                    assert_same(gradients(model.module), expected, what=f"gradient of {name}")
+
+    run_ranks(work, 2)
+
+
 def test_a_dropped_backward_that_did_not_reach_all_layers_is_refused_on_all_ranks():
     """Ranks may have launched different numbers of buckets in that backward, and would mix them up."""
 

@@ -4,6 +4,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
+from comm.collectives import all_reduce
 from data_parallel.sampler import DistributedSampler, Uneven, refuse_uneven
 from data_parallel.train_naive import NaiveDataParallel
 from lab.cluster import Cluster
@@ -31,6 +32,18 @@ def test_with_keep_shares_contain_each_example_once_and_lengths_differ_by_at_mos
         assert sorted(index for share in kept for index in share) == list(range(num_examples))
         lengths = [len(share) for share in kept]
         assert max(lengths) - min(lengths) == (num_examples % world_size > 0)
+
+
+def test_an_evaluation_on_kept_shares_counts_each_example_once():
+    is_right = torch.arange(10) < 4  # 4 of 10 answers; no padding of 3 shares to 12 leaves 40 %
+
+    def work(cluster: Cluster) -> float:
+        share = list(DistributedSampler(10, cluster.rank, 3, uneven="keep"))
+        right_and_all = torch.tensor([is_right[share].sum().item(), len(share)], dtype=torch.float64)
+        all_reduce(right_and_all)
+        return (right_and_all[0] / right_and_all[1]).item()
+
+    assert run_ranks(work, 3) == [0.4] * 3
 
 
 def test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sampler():

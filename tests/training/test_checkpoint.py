@@ -1,7 +1,10 @@
 """A run goes on from its checkpoint; one that is missing, damaged or of another run is refused."""
 
 import os
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from lab.ranks import run_ranks
 from tests.data_parallel.test_scripts import STEPS, everyones_summaries, train
 from tests.training.attempts import refusal, the_one_sentence
 from training.arguments import Args
+from training.checkpoint import FullState
 from training.run import Run
 
 CASES = [("naive", 2), ("overlap", 2), ("bucket", 2), ("bucket", 3), ("ddp", 2)]
@@ -33,6 +37,22 @@ def test_a_run_in_two_parts_ends_with_the_bits_of_one_in_one_go(tmp_path, name, 
     assert resumed == at_once != half
     assert os.listdir(tmp_path) == [checkpoint.NAME]
     assert checkpoint.unpack(checkpoint.read(tmp_path), "")["step"] == STEPS
+
+
+def test_no_rank_goes_on_before_the_checkpoint_is_on_disk():
+    def slowly(*args: Any) -> Path:
+        time.sleep(0.5)
+        return save(*args)
+
+    def work(cluster: Cluster, folder: str) -> bool:
+        state = FullState(get=dict, put=lambda _: None)
+        with mock.patch.object(checkpoint, "save", slowly):
+            state.save(cluster, folder, {"step": 1})
+        return (Path(folder) / checkpoint.NAME).exists()
+
+    save = checkpoint.save
+    with tempfile.TemporaryDirectory() as folder:
+        assert all(run_ranks(work, 3, folder))
 
 
 def test_another_number_of_ranks_can_go_on(tmp_path):

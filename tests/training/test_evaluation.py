@@ -22,6 +22,7 @@ from tensor_parallel import train_dtensor
 from tests.data_parallel import test_scripts, test_zero_scripts
 from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts
+from training.evaluation import held_out_means, sums_of
 
 SAME: dict[str, Any] = {"steps": 2, "batch_size": 24, "size": "tiny", "lr": 3e-3, "seed": 0}
 DIGITS: dict[str, Any] = {"model": "baby_cnn", "batch_size": 120, "lr": 1e-2}
@@ -154,6 +155,20 @@ def _digits_in_a_large_batch(cluster: Cluster) -> tuple[dict[str, Any], list[flo
         loss = F.cross_entropy(outputs, labels).item()
     del summary["weights"]
     return summary, [loss, (outputs.argmax(-1) == labels).double().mean().item()]
+
+
+def test_all_ranks_report_the_means_over_the_examples_of_all_ranks():
+    random = torch.Generator().manual_seed(0)
+    outputs, y = torch.randn(7, 5, generator=random), torch.randint(5, (7,), generator=random)
+
+    def work(cluster: Cluster) -> tuple[float, float]:
+        share = slice(*[(0, 4), (4, 7), (7, 7)][cluster.rank])  # the last rank has no example
+        batches = [(outputs[share], y[share], torch.ones(len(y[share]), dtype=torch.bool))]
+        return held_out_means(batches, sums_of, len(y), cluster.device, "tcp")
+
+    loss, accuracy = means(outputs.double(), y)
+    for of_rank in run_ranks(work, 3):
+        assert of_rank == pytest.approx((loss, accuracy), rel=1e-6)
 
 
 def test_what_is_validated_is_not_trained_on():
