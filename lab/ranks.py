@@ -4,9 +4,7 @@ Each rank is forked in milliseconds (lab/forked.py). The parent prints the ranks
 collects the results. After an error or a hang it names the rank and the source line, and ends all ranks.
 """
 
-import linecache
 import os
-import re
 import selectors
 import signal
 import sys
@@ -21,9 +19,9 @@ import cloudpickle
 from lab import forked, replace
 from lab.devices import refuse_devices
 from lab.rank_child import Job, stack_file
+from lab.rank_output import print_tagged, where
 from lab.units import MAX_SECONDS
 
-_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
 
 
@@ -171,7 +169,7 @@ class _Supervisor:
             lines, rest = [*lines, *([rest] if rest else [])], b""
         buffer[:] = rest
         for line in lines:
-            print(_tag(rank, stream) + line.decode(errors="replace"), file=stream)
+            print_tagged(rank, line.decode(errors="replace"), stream)
         stream.flush()
 
     def _first_failure(self) -> RankError:
@@ -189,7 +187,7 @@ class _Supervisor:
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
             if job.rank in waiting:
-                lines.append(f"rank {job.rank} is stuck {_where(stack_file(job.folder, job.rank))}")
+                lines.append(f"rank {job.rank} is stuck {where(stack_file(job.folder, job.rank))}")
             elif job.rank in self.answers:
                 lines.append(f"rank {job.rank} has finished")
             else:
@@ -197,38 +195,6 @@ class _Supervisor:
         return RankError(waiting[0], "\n  ".join(lines))
 
 
-def _where(path: str) -> str:
-    """Return where the main thread is, from a stack file: its lines outside of libraries, innermost first."""
-    with suppress(OSError), open(path) as file:
-        # faulthandler lists the main thread last and each thread's innermost frame first.
-        main_thread = file.read().rsplit("hread 0x", 1)[-1]
-        frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)]
-        library = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<frozen", "<string>")
-        own = [
-            frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]
-        ]
-        if own:
-            # The line that waits, and the functions of the caller that led there.
-            chain = own if len(own) <= 4 else [own[0], *own[-3:]]
-            lines = [
-                f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain
-            ]
-            return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])
-    return "before its function was called"
-
-
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-
-
-def _tag(rank: int, stream: TextIO) -> str:
-    tag = f"[rank {rank}]"
-    coloured = stream.isatty() or _is_in_a_notebook()
-    return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{tag}\033[0m " if coloured else f"{tag} "
-
-
-def _is_in_a_notebook() -> bool:
-    """Return whether this process is a kernel of Jupyter. Having imported IPython is not enough."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")

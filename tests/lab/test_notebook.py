@@ -1,0 +1,147 @@
+"""The extension of IPython runs cells on ranks, in a terminal's shell and in a notebook's kernel."""
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import nbformat
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from lab import notebook
+from lab.notebook import CellError, Values, parse_ranks
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    one = InteractiveShell()
+    one.run_line_magic("load_ext", "lab.notebook")
+    run(one, "%ranks 3")
+    yield one
+    run(one, "%ranks stop")
+
+
+def run(shell: InteractiveShell, cell: str) -> str:
+    """Run a cell; return what it shows, or raise the error with which it ends."""
+    with capture_output() as captured:
+        outcome = shell.run_cell(cell)
+    if error := outcome.error_before_exec or outcome.error_in_exec:
+        raise error
+    return captured.stdout.rstrip()
+
+
+def test_a_cell_runs_on_all_ranks_and_equal_values_are_shown_once(shell):
+    assert run(shell, "%%ranks\nx = torch.ones(2) * rank\ndist.all_reduce(x)\nx") == (
+        "ranks 0, 1, 2: tensor([3., 3.])"
+    )
+    assert run(shell, "%%ranks\nrank % 2") == "ranks 0, 2: 0\nrank 1: 1"
+    assert run(shell, "%%rank 1-2\nrank") == "rank 1: 1\nrank 2: 2"
+    assert run(shell, "%%ranks\ny = 1") == ""
+
+
+def test_lines_are_tagged_by_rank(shell):
+    lines = run(shell, "%%rank 0,2\nprint('hello')").splitlines()
+    assert sorted(lines) == ["[rank 0] hello", "[rank 2] hello"]
+
+
+def test_values_go_to_the_ranks_and_come_back(shell):
+    run(shell, "push(lr=0.5); push(lr=1.5, ranks=[1])")
+    run(shell, "rates = pull('lr')")
+    assert shell.user_ns["rates"] == {0: 0.5, 1: 1.5, 2: 0.5}
+    with pytest.raises(CellError, match="rank 0: NameError: name 'missing' is not defined"):
+        run(shell, "pull('missing')")
+
+
+def test_names_of_the_ranks_are_completed_in_their_cells_only(shell):
+    run(shell, "%%ranks\nweight_of_rank = rank")
+
+    def completed(cell: str) -> list[str]:
+        found = shell.Completer.completions(cell, len(cell))
+        return [completion.text for completion in found]
+
+    with provisionalcompleter():
+        assert "weight_of_rank" in completed("%%ranks\nweight_of")
+        assert "weight_of_rank" not in completed("weight_of")
+
+
+def test_errors_are_sentences_without_this_processs_traceback(shell):
+    with pytest.raises(CellError) as error:
+        run(shell, "%%ranks\n1 / (rank - 1)")
+    lines = error.value._render_traceback_()
+    assert lines[0] == "rank 1 failed:" and "ZeroDivisionError" in lines[-1]
+    for cell, sentence in (
+        ("%ranks four", "%ranks four: write a number of ranks, or restart, stop or status."),
+        ("%%ranks 0\n1", "%%ranks 0: for some of the ranks write %%rank, as in %%rank 0,2."),
+        ("%%rank x\n1", "%%rank x: write ranks such as 0 or 0,2 or 1-3."),
+        ("%%rank 7\n1", "There is no rank 7: there are 3, from 0 on. %ranks N starts N."),
+    ):
+        with pytest.raises(CellError, match=f"^{re.escape(sentence)}$"):
+            run(shell, cell)
+
+
+def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
+    run(shell, "%%ranks\nold = 1")
+    assert run(shell, "%ranks restart").startswith("3 ranks are running")
+    with pytest.raises(CellError, match="NameError"):
+        run(shell, "pull('old')")
+    assert run(shell, "%ranks stop") == "No ranks are running. %ranks 4 starts four."
+    assert run(shell, "%%rank 3\nworld_size").endswith("rank 3: 4")
+    run(shell, "%ranks 3")
+
+
+def test_ranks_start_in_half_a_second(shell):
+    start = time.monotonic()
+    run(shell, "%ranks 4")
+    assert time.monotonic() - start < 10 * 0.5  # the bar is 0.5 s on an idle machine
+    run(shell, "%ranks 3")
+
+
+def test_values_are_a_table_in_a_notebook():
+    assert Values({0: "<a>", 1: "b", 2: "<a>"})._repr_html_().count("<td") == 2
+    assert "&lt;a&gt;" in Values({0: "<a>"})._repr_html_()
+    assert repr(Values({0: "1\n2"})) == "rank 0:\n1\n2"
+
+
+def test_ranks_are_listed_or_given_as_a_range():
+    assert parse_ranks("0") == [0]
+    assert parse_ranks("0,2-4") == [0, 2, 3, 4]
+
+
+def test_it_works_in_a_notebooks_kernel_where_a_deadlock_can_be_interrupted():
+    cells = [
+        "%load_ext lab.notebook",
+        "%ranks 2",
+        "%%ranks\nx = torch.ones(1) * rank\nx",
+        f"%%ranks\nfor i in range({notebook.LIVE_LINES}):\n    print('line', i)",
+        "import os, signal, threading\nthreading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()",
+        "%%ranks\ndist.recv(x, 1 - rank)",
+        "%%ranks\ndist.all_reduce(x)\nx",
+    ]
+    outputs = outputs_of(cells, fails=[5])
+    assert outputs[2][0]["data"]["text/plain"] == "rank 0: tensor([0.])\nrank 1: tensor([1.])"
+    assert "<table>" in outputs[2][0]["data"]["text/html"]
+    collapsed = [one["data"]["text/html"] for one in outputs[3] if one["output_type"] == "display_data"]
+    assert [text.count("<details>") for text in collapsed] == [1, 1]
+    [error] = [one for one in outputs[5] if one["output_type"] == "error"]
+    assert "dist.recv(x, 1 - rank)" in "\n".join(error["traceback"])
+    assert error["traceback"][-1].strip() == "The ranks keep their variables."
+    assert outputs[6][0]["data"]["text/plain"] == "ranks 0, 1: tensor([1.])"
+
+
+def outputs_of(cells: list[str], fails: list[int]) -> list[list[Any]]:
+    """Run the cells in a kernel; return the outputs of each. The cells in `fails` must end with an error."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = NotebookClient(book, timeout=60, kernel_name="python3")
+    with client.setup_kernel():
+        for i, cell in enumerate(book.cells):
+            try:
+                client.execute_cell(cell, i)
+                assert i not in fails
+            except CellExecutionError:
+                assert i in fails, cell.outputs
+    return [cell.outputs for cell in book.cells]
