@@ -36,7 +36,7 @@ PATIENCE = 0.3  # seconds for which Python code may react to the interrupt, befo
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank shall do. `kind` is "cell", "push", "pull", "names", "reform" or "interrupt"."""
+    """Asks a rank for something. `kind` is "cell", "push", "pull", "names", "reform" or "interrupt"."""
 
     kind: str
     text: str = ""  # a cell's source, the expression to pull, or the prefix of the store of a new group
