@@ -41,6 +41,15 @@ def test_the_slices_of_all_ranks_are_the_batch_of_one(model):
         assert torch.equal(torch.cat([parts[i] for parts in slices]), whole[i])
 
 
+def test_tokens_per_second_are_those_of_all_ranks():
+    def work(cluster: Cluster) -> float:
+        summary = train(cluster, "naive", steps=1, batch_size=12)
+        return summary["tokens_per_second"] * summary["step_seconds"]
+
+    for world_size in (1, 2, 3):
+        assert run_ranks(work, world_size) == pytest.approx([12 * 32] * world_size)
+
+
 def test_a_long_run_records_its_first_steps_only_and_counts_them_all():
     def work(cluster: Cluster) -> tuple[dict[str, Any], int]:
         with mock.patch("training.run.RECORDED_STEPS", 4):
