@@ -37,13 +37,13 @@ def solution(exercise: Exercise) -> str:
 
 def missing(exercise: Exercise) -> str:
     """Return the sentence that an unsolved exercise raises."""
-    return f"{exercise.title} is not written yet: `{exercise.function}` has no body."
+    return f"{exercise.title} is not written yet: `{exercise.qualified_name}` has no body."
 
 
 def definition(tree: ast.Module, exercise: Exercise) -> ast.FunctionDef:
     """Return the definition of the exercise's function in the lesson's tree."""
     place: ast.Module | ast.ClassDef | ast.FunctionDef = tree
-    for part in exercise.target.removeprefix(exercise.module + ".").split("."):
+    for part in exercise.qualified_name.split("."):
         found = [n for n in place.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
         if not found:
             raise LookupError(f"{exercise.name}: {exercise.module} has no {part}.")
@@ -54,7 +54,7 @@ def definition(tree: ast.Module, exercise: Exercise) -> ast.FunctionDef:
 
 
 def _introduction(exercise: Exercise) -> str:
-    what = f"Write `{exercise.function}` of {exercise.lesson.relative_to(FOLDER.parent)}."
+    what = f"Write `{exercise.qualified_name}` of {exercise.lesson.relative_to(FOLDER.parent)}."
     check = f"Check it with `python -m exercises check {exercise.name}`."
     return f"{exercise.title}. {what}\n\n{check}\n"
 
@@ -129,9 +129,9 @@ def _defined(tree: ast.Module) -> set[str]:
 
 
 def _isort_key(name: str) -> tuple[int, str]:
-    """Order names as isort does: constants, then classes, then functions."""
-    bare = name.strip("_")
-    return (0 if bare.isupper() and len(bare) > 1 else 1 if bare[:1].isupper() else 2, name)
+    """Order names as ruff does: constants, then classes, then all others."""
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2
+    return kind, name.lower()
 
 
 def _section(module: str) -> int:

@@ -3,9 +3,29 @@
 from exercises.catalog.exercise import Exercise
 
 NARRATED = "tests/comm/test_narrated.py::"
+BY_HAND = "tests/comm/test_collectives_by_hand.py::"
 COLLECTIVES = "tests/comm/test_collectives.py::"
 
 EXERCISES = (
+    Exercise(
+        name="send_and_receive",
+        title="Sending and receiving without a deadlock",
+        target="comm.algorithms.ring.shift",
+        tests=(
+            NARRATED + "test_ring_all_reduce_equals_one_process",
+            COLLECTIVES + "test_every_reduction_is_right_in_every_dtype[ring]",
+        ),
+        difficulty=1,
+        minutes=15,
+        hints=(
+            "`wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a message and return at once. "
+            "Each returns a transfer, and `transfer.wait()` returns when the message is done.",
+            "Start the receive from rank r-1 and the send to rank r+1, both modulo n, and only then wait for "
+            "both. If every rank waited for its own send first, no rank would receive.",
+            "A tensor may be empty (`tensor.numel()` is 0). Then there is no message: neither start a "
+            "transfer for it nor wait for one. The two tensors may have different sizes, so look at each.",
+        ),
+    ),
     Exercise(
         name="ring_reduce_scatter",
         title="Ring reduce-scatter",
@@ -16,6 +36,7 @@ EXERCISES = (
         ),
         difficulty=2,
         minutes=25,
+        needs=("send_and_receive",),
         hints=(
             "There are n-1 steps. In each one a rank sends one chunk to the right with `shift`, receives "
             "another one from the left, and adds its own chunk to what has arrived.",
@@ -24,6 +45,142 @@ EXERCISES = (
             "In step s, rank r sends chunks[(r - 1 - s) % n] and reduces chunks[(r - 2 - s) % n]. Receive "
             "into a new tensor, then call combine(op, arrived, mine, out=mine). After the loop divide chunk "
             "r if the reduction is a mean.",
+        ),
+    ),
+    Exercise(
+        name="ring_all_gather",
+        title="Ring all-gather",
+        target="comm.algorithms.ring.gather_chunks",
+        tests=(
+            NARRATED + "test_ring_all_reduce_equals_one_process",
+            NARRATED + "test_pipelined_ring_all_reduce_equals_one_process",
+        ),
+        difficulty=1,
+        minutes=15,
+        needs=("ring_reduce_scatter",),
+        hints=(
+            "A rank sends on what it received in the step before. In step 0 it sends its own chunk.",
+            "What a rank receives in step s is what its left neighbour sends in step s. Nothing is added, so "
+            "a chunk can be received where it belongs.",
+            "In step s of n-1, rank r sends chunks[(r - s) % n] and receives chunks[(r - 1 - s) % n].",
+        ),
+    ),
+    Exercise(
+        name="tree_broadcast",
+        title="Tree broadcast",
+        target="comm.algorithms.tree.broadcast",
+        tests=(
+            NARRATED + "test_tree_broadcast_equals_one_process",
+            BY_HAND + "test_a_tree_broadcasts_from_every_root",
+        ),
+        difficulty=1,
+        minutes=15,
+        needs=("send_and_receive",),
+        doc="""
+            Copy the root's `tensor` to every rank's, down a binomial tree. An empty tensor is not sent.
+
+            `_family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
+            children, the child with the largest subtree first.
+        """,
+        hints=(
+            "Every rank but the root has one parent, and may have children. What must a rank have before it "
+            "can send anything to its children?",
+            "Receive from the parent if there is one, and wait. Then send to the children in the order in "
+            "which `_family` lists them, because the largest subtree has the longest way to go.",
+            "Wait for each send before the next one starts: two messages at a time would share the link. "
+            "Return at once if tensor.numel() is 0.",
+        ),
+    ),
+    Exercise(
+        name="binomial_tree",
+        title="Parents and children in a binomial tree",
+        target="comm.algorithms.tree._family",
+        tests=(
+            NARRATED + "test_tree_broadcast_equals_one_process",
+            NARRATED + "test_tree_all_reduce_equals_one_process",
+            BY_HAND + "test_a_tree_broadcasts_from_every_root",
+        ),
+        difficulty=3,
+        minutes=30,
+        needs=("tree_broadcast",),
+        hints=(
+            "Count positions from the root: position = (rank - root) % size. The root is at position 0. Find "
+            "parents and children as positions, and turn them into ranks at the end.",
+            "Position 6 is 110 in binary. Its parent is 4, or 100: clear the lowest 1 bit. That bit, "
+            "position & -position, is the position's reach: its subtree has the positions up to the reach.",
+            "The reach of the root is the smallest power of two that is at least the size. The children are "
+            "at position + reach/2, position + reach/4, ... and position + 1, where these are below size.",
+        ),
+    ),
+    Exercise(
+        name="halving_doubling",
+        title="All-reduce by halving and doubling",
+        target="comm.algorithms.hypercube.halving_doubling",
+        tests=(
+            NARRATED + "test_halving_doubling_equals_one_process",
+            COLLECTIVES + "test_every_reduction_is_right_in_every_dtype[halving_doubling]",
+        ),
+        difficulty=4,
+        minutes=45,
+        needs=("ring_reduce_scatter", "ring_all_gather"),
+        doc="""
+            All-reduce in place: exchange and reduce smaller and smaller parts, then gather them.
+
+            `_fold_in` and `_fold_out` do what is needed where the number of ranks is no power of two: between
+            the two calls only the ranks below `n`, which `_fold_in` returns, take part. `_swap` sends one
+            tensor to a partner and receives another one from it. Of two partners the lower rank keeps the
+            first half, and each combines its own part with the other's in the same order on both.
+        """,
+        hints=(
+            "The partner of a round is wire.rank ^ distance, with the distances n/2, n/4, ... and 1. Before "
+            "the first round the part that a rank works on is the full tensor.",
+            "In a round divide the part in the middle, (start + end + 1) // 2. Keep one half and swap the "
+            "other: receive the partner's copy of the half that you keep, and combine the two. The next "
+            "round divides that half. Note for each round the partner and the two halves.",
+            "After the last round divide the part that is left if the reduction is a mean. Then go through "
+            "your notes in reverse order, and swap the half that you kept for the half that you gave away. "
+            "That is the all-gather.",
+        ),
+    ),
+    Exercise(
+        name="predicted_seconds",
+        title="The predicted time of a collective",
+        target="comm.cost.seconds",
+        tests=(
+            "tests/comm/test_cost.py::test_predicted_seconds_follow_alpha_and_beta",
+            "tests/comm/test_cost.py::test_an_unknown_pattern_has_no_formula",
+        ),
+        difficulty=3,
+        minutes=40,
+        needs=("tree_broadcast", "ring_all_gather"),
+        doc="""
+            Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`.
+
+            A message of b bytes takes link.alpha + b * link.beta seconds. With one rank nothing is sent. The
+            patterns, with n ranks, and L rounds of a tree (`_log2_up`):
+
+                barrier           tree (headers only)
+                broadcast         flat, tree          flat: n-1 sends, whose latencies overlap
+                reduce            flat, tree
+                scatter, gather   flat                n-1 messages of an n-th; latencies overlap
+                all_gather        ring
+                reduce_scatter    ring
+                all_reduce        ring, flat (a reduce and a broadcast), tree (the same)
+                                  recursive_doubling, halving_doubling
+                all_to_all        pairwise            n-1 messages of an n-th, one after another
+
+            The patterns pipelined_ring, tcp and cma cost as much as ring. If n is no power of two, the two
+            doublings take as long as with the largest power of two below n, and two messages of the full
+            tensor more. Headers take L alpha; with tcp and cma (n-1) alpha; 2 L alpha in an all_to_all. Raise
+            ValueError "There is no formula for {op} with pattern {pattern!r}." for anything else.
+        """,
+        hints=(
+            "Count the steps that must follow one another, and the bytes that one rank sends in each step. "
+            "The ring's all-gather has n-1 steps, and each sends an n-th of the tensor.",
+            "An all-reduce by ring has twice the steps of an all-gather. A tree has L rounds with the full "
+            "tensor. Recursive doubling has log2 n rounds with the full tensor too.",
+            "Halving-doubling has 2 log2 n messages. They halve from 1/2 of the tensor to 1/n, and double "
+            "again, so they have 2 (n-1)/n of the bytes: 2 log2 n alpha + 2 (n-1)/n B beta.",
         ),
     ),
 )

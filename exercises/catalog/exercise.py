@@ -1,6 +1,5 @@
 """Describe one exercise: which part of a lesson is taken out, which tests grade it, and what helps."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,14 +44,11 @@ class Exercise:
         return self.target.rpartition(".")[2]
 
     @property
+    def qualified_name(self) -> str:
+        """The name within the lesson's file, such as NaiveDataParallel.finish_gradient_sync."""
+        return self.target.removeprefix(self.module + ".")
+
+    @property
     def file(self) -> Path:
         """The learner's file, relative to the folder of exercises: comm/ring_all_gather.py."""
         return Path(self.target.partition(".")[0], f"{self.name}.py")
-
-    def original(self) -> object:
-        """Return the lesson's own function."""
-        module = importlib.import_module(self.module)
-        found: object = module
-        for part in self.target.removeprefix(self.module + ".").split("."):
-            found = vars(found)[part]
-        return found

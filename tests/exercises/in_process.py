@@ -13,9 +13,9 @@ def solved(exercise: Exercise) -> str:
     return f"{imports}\n\n\n{solution(exercise)}"
 
 
-def run_tests(exercise: Exercise) -> tuple[str, BaseException | None]:
-    """Run the exercise's tests in this process. Return the last one that ran, and its error."""
-    for test in exercise.tests:
+def run_tests(exercise: Exercise, *tests: str) -> tuple[str, BaseException | None]:
+    """Run these tests of the exercise, or all, in this process. Return the last one and its error."""
+    for test in tests or exercise.tests:
         file, _, name = test.partition(".py::")
         name, _, parameter = name.partition("[")
         function = getattr(importlib.import_module(file.replace("/", ".")), name)

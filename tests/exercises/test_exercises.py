@@ -1,6 +1,7 @@
 """Every exercise fails unsolved, passes with the lesson's own code, and is as its lesson generates it."""
 
 import ast
+import importlib
 import subprocess
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def test_unsolved_it_fails_with_a_sentence_that_names_what_is_missing(exercise, 
     assert (result.state, result.exit_code, result.credit) == ("unsolved", 1, 0.0)
     assert exercise.title in result.sentence and exercise.function in result.sentence
     with replaced(exercise.target, load(file, exercise.function)):
-        _, error = run_tests(exercise)
-    assert missing(exercise) in str(error)
+        for test in exercise.tests:
+            _, error = run_tests(exercise, test)
+            assert missing(exercise) in str(error), test
 
 
 @EACH
@@ -35,6 +37,20 @@ def test_it_passes_with_the_lessons_own_code(exercise, tmp_path):
     with replaced(exercise.target, load(file, exercise.function)):
         _, error = run_tests(exercise)
     assert error is None, error
+
+
+MUTANTS = [
+    importlib.import_module(f"exercises.mutants.{path.stem}")
+    for path in sorted((FOLDER / "mutants").glob("[!_]*.py"))
+]
+WRONG = [(e, m) for e in EXERCISES for m in MUTANTS if e.target == m.TARGET]
+
+
+@pytest.mark.parametrize("exercise, mutant", WRONG, ids=[m.__name__.rpartition(".")[2] for _, m in WRONG])
+def test_it_fails_with_a_wrong_implementation_that_was_shipped(exercise, mutant):
+    with replaced(exercise.target, mutant.mutant):
+        _, error = run_tests(exercise)
+    assert error is not None
 
 
 @EACH
@@ -59,7 +75,7 @@ def test_it_is_described_completely(exercise):
     assert 1 <= exercise.difficulty <= 5
     assert 5 <= exercise.minutes <= 120
     assert len(exercise.hints) == len(set(exercise.hints)) == 3
-    assert all(hint[0].isupper() and hint.endswith(".") for hint in exercise.hints)
+    assert all(hint.endswith((".", "?")) for hint in exercise.hints)
     assert exercise.tests
     earlier = list(BY_NAME)[: list(BY_NAME).index(exercise.name)]
     assert set(exercise.needs) <= set(earlier)

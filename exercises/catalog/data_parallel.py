@@ -1,0 +1,62 @@
+"""Exercises of lesson 2: every rank has a slice of the batch, and gradients are averaged."""
+
+from exercises.catalog.exercise import Exercise
+
+SAMPLER = "tests/data_parallel/test_sampler.py::"
+EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
+
+EXERCISES = (
+    Exercise(
+        name="sampler",
+        title="The share of each rank",
+        target="data_parallel.sampler.DistributedSampler.__iter__",
+        tests=(
+            SAMPLER + "test_with_keep_shares_contain_each_example_once_and_lengths_differ_by_at_most_one",
+            SAMPLER + "test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sampler",
+            SAMPLER + "test_each_epoch_has_another_order",
+        ),
+        difficulty=2,
+        minutes=20,
+        doc="""
+            Return an iterator over the indices of this rank's share, in this epoch's order.
+
+            `self._total` is the length of all shares together. If it is less than `self.num_examples`, the
+            last examples are left out; if it is more, the first ones are repeated, as often as necessary.
+        """,
+        hints=(
+            "All ranks must have the same order, which differs from epoch to epoch. What do all ranks know?",
+            "torch.randperm takes a generator: torch.Generator().manual_seed(self.seed + self.epoch). A rank "
+            "takes every world_size-th index of the order, beginning with its own number.",
+            "Repeat the order if self._total is more than self.num_examples; three examples on eight ranks "
+            "need more than one repetition. The share is order[self.rank : self._total : self.world_size].",
+        ),
+    ),
+    Exercise(
+        name="naive_gradient_sync",
+        title="Averaging the gradients",
+        target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
+        tests=(
+            "tests/data_parallel/test_narrated.py::test_naive_equals_one_process",
+            EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+            EQUIVALENCE + "test_a_parameter_has_a_gradient_on_all_ranks_or_on_none",
+            "tests/data_parallel/test_naive.py::test_naive_sends_each_gradient_and_the_flags_after_the_backward",
+        ),
+        difficulty=2,
+        minutes=25,
+        doc="""
+            Average the gradients, parameter by parameter, over the ranks of `self.group`.
+
+            Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
+            gradient. The ranks agree on that first, in one all-reduce, or they would wait for different
+            parameters. Frozen parameters are left out. At the end call `self._guard.synchronised()`.
+        """,
+        hints=(
+            "Without unused parameters this is a loop: all_reduce(parameter.grad, op='mean', "
+            "group=self.group, pattern=self.pattern) for each parameter that requires a gradient.",
+            "Before the loop make a tensor with a flag for each trained parameter: 1 if this rank has a "
+            "gradient. Reduce it with op='max'. Then a flag is 1 where any rank has a gradient.",
+            "In the loop skip parameters whose flag is 0. If the flag is 1 and this rank has no gradient, "
+            "set it to torch.zeros_like(parameter) first. The flags may have the dtype torch.uint8.",
+        ),
+    ),
+)

@@ -1,0 +1,20 @@
+"""Averaging the gradients. Write `NaiveDataParallel.finish_gradient_sync` of data_parallel/train_naive.py.
+
+Check it with `python -m exercises check naive_gradient_sync`.
+"""
+
+import torch
+
+from comm.collectives import all_reduce
+
+
+def finish_gradient_sync(self) -> None:
+    """Average the gradients, parameter by parameter, over the ranks of `self.group`.
+
+    Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
+    gradient. The ranks agree on that first, in one all-reduce, or they would wait for different
+    parameters. Frozen parameters are left out. At the end call `self._guard.synchronised()`.
+    """
+    raise NotImplementedError(
+        "Averaging the gradients is not written yet: `NaiveDataParallel.finish_gradient_sync` has no body."
+    )

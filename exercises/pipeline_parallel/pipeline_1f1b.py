@@ -1,0 +1,26 @@
+"""The table of 1F1B. Write `one_f_one_b` of pipeline_parallel/schedules.py.
+
+Check it with `python -m exercises check pipeline_1f1b`.
+"""
+
+from pipeline_parallel.actions import Table
+from pipeline_parallel.schedules import _check, _Row
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Table:
+    """Return 1F1B: after some forwards, each rank does one forward and one backward in turn.
+
+        rank 0   F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+        rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+        rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
+
+    Rank r begins with p-1-r forwards, one for each rank after it. With fewer the ranks after it would wait
+    for work; with more it would hold more, and gain no time. From then on a backward follows each forward
+    and frees the activations of one microbatch. So a rank holds at most p - rank microbatches, however many
+    there are. The bubble is as large as GPipe's.
+
+    Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1 and the cooldown B2 B3. Narayanan et al.,
+    "PipeDream", 2019; with all gradients of a batch before the optimizer's step, as here, in their
+    "Memory-Efficient Pipeline-Parallel DNN Training", 2021, arXiv:2006.09503.
+    """
+    raise NotImplementedError("The table of 1F1B is not written yet: `one_f_one_b` has no body.")
