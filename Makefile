@@ -22,7 +22,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test exercises containers rehearse lint clean
+.PHONY: help setup run test exercises notebooks check-notebooks containers rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
@@ -40,6 +40,12 @@ test: $(READY) ## run the tests: make test ARGS='-k ring'
 
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
 	@$(PY) -m exercises $(ARGS)
+
+notebooks: $(READY) ## open the notebooks in JupyterLab
+	@$(PY) -m jupyter lab --notebook-dir notebooks
+
+check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
+	@$(PY) -m pytest tests/notebooks $(ARGS)
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)

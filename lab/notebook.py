@@ -92,7 +92,7 @@ class RanksMagics(Magics):
                 raise CellError(f"%ranks {what}: write a number of ranks, or restart, stop or status.")
             self.stop()
             self._ranks = StandingRanks(int(what), self._show)
-        print(self._status())
+        print(self._status(with_processes=what == "status"))
 
     @cell_magic("ranks")  # type: ignore[arg-type]
     def on_all(self, line: str, cell: str) -> None:
@@ -136,14 +136,14 @@ class RanksMagics(Magics):
     def _running(self) -> StandingRanks:
         if self._ranks is None:
             self._ranks = StandingRanks(DEFAULT_RANKS, self._show)
-            print(self._status())
+            print(self._status(with_processes=False))
         return self._ranks
 
-    def _status(self) -> str:
+    def _status(self, with_processes: bool) -> str:
         if self._ranks is None:
             return "No ranks are running. %ranks 4 starts four."
-        pids = ", ".join(map(str, self._ranks.pids))
-        return f"{self._ranks.world_size} ranks are running (processes {pids})."
+        processes = f" (processes {', '.join(map(str, self._ranks.pids))})" if with_processes else ""
+        return f"{self._ranks.world_size} ranks are running{processes}."
 
     def _run(self, cell: str, ranks: list[int] | None) -> None:
         self._lines = []

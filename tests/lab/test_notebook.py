@@ -86,7 +86,8 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
 
 def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
     run(shell, "%%ranks\nold = 1")
-    assert run(shell, "%ranks restart").startswith("3 ranks are running")
+    assert run(shell, "%ranks restart") == "3 ranks are running."
+    assert re.fullmatch(r"3 ranks are running \(processes \d+, \d+, \d+\)\.", run(shell, "%ranks status"))
     with pytest.raises(CellError, match="NameError"):
         run(shell, "pull('old')")
     assert run(shell, "%ranks stop") == "No ranks are running. %ranks 4 starts four."

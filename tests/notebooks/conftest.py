@@ -1,0 +1,13 @@
+"""Notebooks on real ranks. `make check-notebooks` executes them; a plain `pytest` only compares their files."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the execution unless this folder was asked for."""
+    here = Path(__file__).parent
+    asked_for = [config.invocation_params.dir / arg.split("::")[0] for arg in config.args]
+    is_asked_for = any(path.resolve().is_relative_to(here) for path in asked_for)
+    return True if collection_path.name == "test_execution.py" and not is_asked_for else None
