@@ -9,6 +9,7 @@ from exercises.generate import missing
 from exercises.inspect_file import shown
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
+_FACTOR = re.compile(r"(\S+) times what it should be")
 
 
 def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> tuple[str, str]:
@@ -28,6 +29,11 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> tuple[str, 
     error = _error(text) if rank is not None else _named(failure["type"], text)
     where = " at ".join(filter(None, (who, at)))
     return "failed", f"{test_name}: {where + ': ' if where else ''}{error}"
+
+
+def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the failed test to explain: the first one that names a factor, else the first one."""
+    return next((test for test in failures if _FACTOR.search(test["failure"]["text"])), failures[0])
 
 
 def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
@@ -55,8 +61,23 @@ def _error(text: str) -> str:
 
 def _named(kind: str, text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    if not lines:
+        return f"{kind}."
+    if lines[0].endswith("differ:"):  # as lab.check.assert_same says it, with a line for each tensor
+        return f"{kind}: {lines[0]} {'; '.join(lines[1:3])}{_likely_cause(lines[1:])}"
     wanted = [line for line in lines[1:4] if line.startswith(("Mismatched", "Greatest", "Expected"))]
-    return f"{kind}: {'; '.join([*lines[:1], *wanted])}" if lines else f"{kind}."
+    return f"{kind}: {'; '.join([*lines[:1], *wanted])}"
+
+
+def _likely_cause(lines: list[str]) -> str:
+    """Return what usually makes a tensor n times, or an n-th of, what it should be."""
+    found = _FACTOR.search("\n".join(lines))
+    factor = float(found[1]) if found else 1.0
+    if factor > 1.5 and abs(factor - round(factor)) < 1e-3:
+        return ". Is it a sum over ranks that should be a mean, or is it added up more than once?"
+    if 0 < factor < 0.7 and abs(1 / factor - round(1 / factor)) < 1e-3:
+        return ". Is it divided once too often, or is the part of one rank taken for all?"
+    return ""
 
 
 def _own_line(file: Path, trace: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exercises.catalog import ROOT, Exercise
-from exercises.explain import explain, load_error, name_of
+from exercises.explain import explain, load_error, most_telling, name_of
 from exercises.inspect_file import problem_of
 
 LIMIT_SECONDS = 60.0  # for all tests of an exercise
@@ -46,6 +46,11 @@ def grade(exercise: Exercise, file: Path) -> Grade:
     if (problem := problem_of(exercise, file)) is not None:
         state, sentence = problem
         return Grade(exercise.name, state, sentence, failed=exercise.tests)
+    return judge(exercise, file)
+
+
+def judge(exercise: Exercise, file: Path) -> Grade:
+    """Run the tests with the function in `file`, which is Python or, from a notebook, a pickle."""
     with tempfile.TemporaryDirectory(prefix="exercise-") as folder:
         report = Path(folder) / "report.json"
         try:
@@ -53,7 +58,7 @@ def grade(exercise: Exercise, file: Path) -> Grade:
         except subprocess.TimeoutExpired:
             sentence = f"The tests did not end within {LIMIT_SECONDS:g} s: look for a loop without an end."
             return _graded(exercise, file, report, HANGS, sentence)
-        sentence = f"The tests ended without a result (exit code {done.returncode}): {_last_line(done)}"
+        sentence = f"The tests' process ended early, with exit code {done.returncode}{_last_line(done)}."
         return _graded(exercise, file, report, INVALID, sentence)
 
 
@@ -80,7 +85,7 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
     failures = [test for test in found["tests"] if not test["passed"]]
     missing = tuple(test for test in exercise.tests if test not in passed)
     if failures:
-        state, sentence = explain(exercise, file, failures[0])
+        state, sentence = explain(exercise, file, most_telling(failures))
     elif not missing:
         state, sentence = PASSED, f"{exercise.title} is right: {_number(passed)} of the lesson agree."
     elif passed:
@@ -94,4 +99,4 @@ def _number(tests: tuple[str, ...]) -> str:
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return lines[-1] if lines else "there is no output."
+    return f": {lines[-1].rstrip('.')}" if lines else ""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from exercises.catalog import BY_NAME, Exercise
@@ -20,6 +21,7 @@ from lab import forked
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 
+PICKLE = ".pickle"  # of a function that was defined in a notebook
 HANG_SECONDS = 10.0  # a lesson's tests take less than this, also on a busy machine
 
 
@@ -28,6 +30,8 @@ def load(path: Path, function: str) -> Callable[..., Any]:
 
     The module stays out of sys.modules, so the function is sent to the ranks by value, as it is now.
     """
+    if path.suffix == PICKLE:
+        return cloudpickle.loads(path.read_bytes())
     spec = importlib.util.spec_from_file_location(f"learners_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file.")
@@ -77,7 +81,9 @@ class Plugin:
         return report
 
     def save(self) -> None:
-        self.report.write_text(json.dumps(self.found))
+        new = self.report.with_suffix(".new")
+        new.write_text(json.dumps(self.found))
+        new.replace(self.report)  # a process that is killed leaves a complete report
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:

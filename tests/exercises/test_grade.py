@@ -2,9 +2,10 @@
 
 import pytest
 
+import exercises.grade
 from exercises import replacing_plugin
 from exercises.catalog import BY_NAME, Exercise
-from exercises.explain import explain, load_error
+from exercises.explain import explain, load_error, most_telling
 from exercises.grade import Grade, grade
 from exercises.replacing_plugin import failure_of, load
 from lab.replace import replaced
@@ -80,6 +81,27 @@ def test_a_wrong_result_says_by_how_much(tmp_path):
     state, sentence, _ = explained(tmp_path, "r - 2 - step", "r - step")
     assert state == "failed"
     assert "AssertionError: Tensor-likes are not close!; Mismatched elements: 3 / 3" in sentence
+
+
+def test_a_constant_factor_is_named_with_its_likely_cause(tmp_path):
+    exercise = BY_NAME["naive_gradient_sync"]
+    telling = exercise.tests[1]
+    file = tmp_path / f"{exercise.name}.py"
+    file.write_text(solved(exercise).replace('op="mean"', 'op="sum"'))
+    with replaced(exercise.target, load(file, exercise.function)):
+        failures = [
+            {"id": test, "failure": failure_of(run_tests(exercise, test)[1])} for test in exercise.tests[:2]
+        ]
+    assert most_telling(failures)["id"] == telling
+    _, sentence = explain(exercise, file, most_telling(failures))
+    assert "weight: 3 times what it should be. Is it a sum over ranks that should be a mean" in sentence
+
+
+def test_a_loop_without_an_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises.grade, "LIMIT_SECONDS", 1.0)
+    result = graded(tmp_path, RING, solved(RING))
+    assert (result.state, result.failed) == ("hangs", RING.tests)
+    assert result.sentence == "The tests did not end within 1 s: look for a loop without an end."
 
 
 def test_a_rank_that_dies_is_named(tmp_path):
