@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 
 from exercises.catalog import BY_NAME, EXERCISES, Exercise
 from exercises.grade import PASSED, Grade, grade
@@ -39,15 +39,17 @@ def show(space: Workspace, options: argparse.Namespace) -> int:
 
 def show_list(space: Workspace, options: argparse.Namespace) -> int:
     if options.json:
-        rows = [{"name": e.name, "minutes": e.minutes, **vars(space.progress[e.name])} for e in EXERCISES]
+        rows = [
+            {"name": e.name, "minutes": e.minutes, "needs": e.needs, **vars(space.progress[e.name])}
+            for e in EXERCISES
+        ]
         print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
         return 0
-    table = Table("exercise", "difficulty", "minutes", "needs", "state", "hints")
+    table = Table(Column("exercise", no_wrap=True), "difficulty", "minutes", "state", "hints")
     for e in EXERCISES:
         progress = space.progress[e.name]
         state = f"[green]{progress.state}[/]" if progress.state == PASSED else progress.state
-        numbers = (str(e.difficulty), str(e.minutes))
-        table.add_row(e.name, *numbers, ", ".join(e.needs), state, str(progress.hints))
+        table.add_row(e.name, str(e.difficulty), str(e.minutes), state, str(progress.hints))
     console.print(table)
     done = sum(progress.state == PASSED for progress in space.progress.values())
     console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")

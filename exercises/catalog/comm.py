@@ -5,6 +5,7 @@ from exercises.catalog.exercise import Exercise
 NARRATED = "tests/comm/test_narrated.py::"
 BY_HAND = "tests/comm/test_collectives_by_hand.py::"
 COLLECTIVES = "tests/comm/test_collectives.py::"
+EVERY_SIZE = COLLECTIVES + "test_every_pattern_equals_the_reference_at_every_size[3]"
 
 EXERCISES = (
     Exercise(
@@ -14,6 +15,7 @@ EXERCISES = (
         tests=(
             NARRATED + "test_ring_all_reduce_equals_one_process",
             COLLECTIVES + "test_every_reduction_is_right_in_every_dtype[ring]",
+            EVERY_SIZE,
         ),
         difficulty=1,
         minutes=15,
@@ -72,6 +74,7 @@ EXERCISES = (
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",
             BY_HAND + "test_a_tree_broadcasts_from_every_root",
+            "tests/comm/test_cost.py::test_counted_traffic_equals_the_formula_exactly[3]",
         ),
         difficulty=1,
         minutes=15,
@@ -119,6 +122,7 @@ EXERCISES = (
         tests=(
             NARRATED + "test_halving_doubling_equals_one_process",
             COLLECTIVES + "test_every_reduction_is_right_in_every_dtype[halving_doubling]",
+            EVERY_SIZE,
         ),
         difficulty=4,
         minutes=45,

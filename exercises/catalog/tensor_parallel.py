@@ -15,6 +15,8 @@ EXERCISES = (
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[2]",
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[3]",
             LAYERS + "test_the_bias_of_a_row_layer_is_added_once",
+            LAYERS + "test_the_output_may_be_gathered_and_a_full_input_split",
+            NARRATED + "test_sequence_parallel_equals_one_process",
         ),
         difficulty=2,
         minutes=20,

@@ -1,5 +1,7 @@
 """Whatever a learner's file does, its grade is one sentence."""
 
+import subprocess
+
 import pytest
 
 import exercises.grade
@@ -119,3 +121,11 @@ def test_a_hang_names_the_line_on_which_each_rank_is_stuck(tmp_path, monkeypatch
     assert state == "hangs"
     for rank in range(4):
         assert f"rank {rank} at line {line} of ring_reduce_scatter.py" in sentence
+
+
+def test_a_test_process_that_dies_is_reported_with_its_exit_code(tmp_path, monkeypatch):
+    died = subprocess.CompletedProcess([], returncode=3, stdout="", stderr="")
+    monkeypatch.setattr(exercises.grade, "_run_tests", lambda *arguments: died)
+    result = graded(tmp_path, RING, solved(RING))
+    assert (result.state, result.credit) == ("invalid", 0.0)
+    assert result.sentence == "The tests' process ended early, with exit code 3."

@@ -1,10 +1,16 @@
 """A function from a notebook's cell is graded as a file is."""
 
+from pathlib import Path
+
 import pytest
 
-from exercises.catalog import BY_NAME
+import exercises.notebook
+from exercises.catalog import BY_NAME, Exercise
+from exercises.grade import Grade
 from exercises.notebook import check
-from tests.exercises.in_process import solved
+from exercises.replacing_plugin import load
+from lab.replace import replaced
+from tests.exercises.in_process import run_tests, solved
 
 
 def defined_in_a_cell(name: str) -> dict:
@@ -13,7 +19,14 @@ def defined_in_a_cell(name: str) -> dict:
     return cell
 
 
-def test_a_function_from_a_cell_is_graded_under_its_own_name(capsys):
+def judged_here(exercise: Exercise, file: Path) -> Grade:
+    with replaced(exercise.target, load(file, exercise.function)):
+        test, error = run_tests(exercise)
+    return Grade(exercise.name, "failed" if error else "passed", f"{test}: {error}", exercise.tests)
+
+
+def test_a_function_from_a_cell_is_graded_under_its_own_name(capsys, monkeypatch):
+    monkeypatch.setattr(exercises.notebook, "judge", judged_here)
     result = check(defined_in_a_cell("pipeline_gpipe")["gpipe"])
     assert (result.name, result.state, result.credit) == ("pipeline_gpipe", "passed", 1.0)
     assert capsys.readouterr().out.startswith("pipeline_gpipe: passed. ")
