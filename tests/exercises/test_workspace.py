@@ -107,7 +107,9 @@ def test_checking_all_prints_a_report_with_credit(space, capsys):
 
 
 def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
-    code = "import sys; from exercises.__main__ import main; from exercises.workspace import Workspace\n"
+    # A shell starts background jobs with Ctrl-C ignored, and their processes inherit that.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "import sys; from exercises.__main__ import main; from exercises.workspace import Workspace\n"
     code += f"from pathlib import Path; sys.exit(main(['watch'], Workspace(Path({str(space.folder)!r}))))"
     watching = subprocess.Popen(
         [sys.executable, "-u", "-c", code],

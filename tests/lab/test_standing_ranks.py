@@ -26,6 +26,8 @@ printed: list[tuple[int, str]] = []
 
 
 def interrupt_soon(seconds: float = 0.3) -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and their processes inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
