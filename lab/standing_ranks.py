@@ -87,6 +87,8 @@ class StandingRanks:
 
     def stop(self) -> None:
         """End all ranks."""
+        # First the folder: if this process is killed meanwhile, its ranks notice that and remove the rest.
+        shutil.rmtree(self._folder, ignore_errors=True)
         forked.end(self._processes)
         for process in self._processes:
             process.pipe.close()
@@ -96,7 +98,6 @@ class StandingRanks:
             connection.close()
         self._selector.close()
         self._processes = []
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def restart(self) -> None:
         """End all ranks and start new ones, without the variables of the old ones."""
