@@ -1,12 +1,15 @@
-"""Set up what all tests share: ranks that start with everything imported, and hypothesis at a modest pace."""
+"""Set up what all tests share: ranks that start with everything imported, hypothesis, a browser for pages."""
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from lab import forked
+from tests.browser import NAMES, Browser, find_chromium, processes_of
 from tests.passed import PASSED
 
 # Processes that tests start import this checkout, whichever one the environment was made for.
@@ -37,3 +40,27 @@ def pytest_runtest_makereport(item, call):
     if report.when == "call" and report.passed and not hasattr(item, "callspec"):
         PASSED.add(item.function)
     return report
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    if find_chromium() is None:
+        say = pytest.fail if os.environ.get("CI_CHROMIUM_REQUIRED") == "1" else pytest.skip
+        say(f"no Chromium ({', '.join(NAMES)}) on PATH: apt-get install chromium")
+    with Browser() as browser:
+        yield browser
+    deadline = time.monotonic() + 5  # a killed process is gone a moment later
+    while (left := processes_of(browser.folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left and not browser.folder.exists(), "the browser leaves no process and no folder"
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """The module's one browser, as if new; whatever a test does, the page must not complain."""
+    chromium.resize(1280, 800)
+    chromium.requests.clear()
+    chromium.errors.clear()
+    yield chromium
+    chromium.js("0")  # brings what was still to be reported
+    assert chromium.errors == []

@@ -1,9 +1,5 @@
 import json
-import os
 import re
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,7 @@ from lab.gantt import COLORS, Event
 from pipeline_parallel.actions import GANTT_KIND
 from pipeline_parallel.page import PageArgs, simulation, write_page
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
-from tests.pipeline_parallel.browser import NAMES, Browser, find_chromium
+from tests.browser import Browser
 
 ARGS = PageArgs(ranks=(2, 4), forward=1.0, input_gradient=1.25, weight_gradient=0.5, messages=(0.0, 0.25))
 ALL = "show=" + ",".join(SCHEDULES)
@@ -21,38 +17,6 @@ ALL = "show=" + ",".join(SCHEDULES)
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(tmp_path_factory.mktemp("page") / "schedules.html", ARGS)
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    if find_chromium() is None:
-        say = pytest.fail if os.environ.get("CI_CHROMIUM_REQUIRED") == "1" else pytest.skip
-        say(f"no Chromium ({', '.join(NAMES)}) on PATH: apt-get install chromium")
-    with Browser() as browser:
-        yield browser
-    deadline = time.monotonic() + 5  # a killed process is gone a moment later
-    while (left := processes_of(browser.folder)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left and not browser.folder.exists(), "the browser leaves no process and no folder"
-
-
-def processes_of(folder: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has just ended
-            found += [path.parent.name] if str(folder).encode() in path.read_bytes() else []
-    return found
-
-
-@pytest.fixture
-def browser(chromium: Browser) -> Iterator[Browser]:
-    """The module's one browser, as if new; whatever a test does, the page must not complain."""
-    chromium.resize(1280, 800)
-    chromium.requests.clear()
-    chromium.errors.clear()
-    yield chromium
-    chromium.js("0")  # brings what was still to be reported
-    assert chromium.errors == []
 
 
 def shown(browser: Browser) -> list[str]:

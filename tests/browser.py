@@ -37,6 +37,15 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
+def processes_of(folder: Path) -> list[str]:
+    """Return the ids of the processes whose command names the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found += [path.parent.name] if str(folder).encode() in path.read_bytes() else []
+    return found
+
+
 class Browser:
     """One page. What it asked the network for is in `requests`, what went wrong in `errors`."""
 
