@@ -8,10 +8,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [book.stem for book in BOOKS]
 
+_NUMBER = r"\d[\d,]*(\.\d*)?"
+# How far a prediction was from a result, in the words of lab.prediction.
+_VERDICT = rf"exactly as predicted|as predicted, within 5 %|{_NUMBER} times the prediction"
 _VARIES = (
-    (re.compile(r"\d+(\.\d+)? (s|ms|us|ns)\b"), "TIME"),
-    (re.compile(r"/[\w./-]+/"), "PATH/"),
     (re.compile(r"\x1b\[\d+m"), ""),
+    (re.compile(_NUMBER + r" (s|ms|us|ns|years|[kMG]bit/s|[kMGT]B/s|[MGT]FLOP/s|tokens/s)(?=\W|$)"), "TIME"),
+    (re.compile(_NUMBER + r" times as (long|fast)\b"), "TIMES"),
+    (re.compile(rf"(TIMES?) +({_VERDICT})"), r"\1"),
+    (re.compile(r"/[\w./-]+/"), "PATH/"),
+    (re.compile(r" +"), " "),  # a column is as wide as its times
 )
 
 

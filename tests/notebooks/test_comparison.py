@@ -1,0 +1,38 @@
+"""The comparison of two executions ignores times, and nothing else that teaches."""
+
+import pytest
+
+from tests.notebooks.books import texts_of
+
+
+def text(plain: str) -> str:
+    return texts_of([{"data": {"text/plain": plain}}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("alpha 76.86 us", "alpha 1,250 us"),
+        ("loopback   28.84 Gbit/s   measured", "loopback    9.1 Gbit/s   measured"),
+        ("the ring takes 4.61 times as long", "the ring takes 5.2 times as long"),
+        (
+            "measured   2.000 ms      2.000 times the prediction",
+            "measured   1.010 ms      as predicted, within 5 %",
+        ),
+        ("/tmp/a/x.py:3 in f", "/home/b/x.py:3 in f"),
+    ],
+)
+def test_times_rates_and_paths_may_differ(one, other):
+    assert text(one) == text(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("measured   2.000     2.000 times the prediction", "measured   1.000     exactly as predicted"),
+        ("rank 0 sends 6.000 MB", "rank 0 sends 12.00 MB"),
+        ("4 ms: ring", "4 ms: tree"),
+    ],
+)
+def test_what_teaches_may_not_differ(one, other):
+    assert text(one) != text(other)
