@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Column, Table
 
-from exercises.catalog import BY_NAME, EXERCISES, Exercise
+from exercises.catalog import BY_NAME, EXERCISES, Exercise, name_of
 from exercises.grade import PASSED, Grade, grade
 from exercises.inspect_file import problem_of, shown
 from exercises.workspace import Workspace
@@ -27,7 +27,8 @@ def show(space: Workspace, options: argparse.Namespace) -> int:
         return 0
     effort = f"{exercise.minutes} minutes, difficulty {exercise.difficulty} of 5"
     console.print(f"[bold]{exercise.title}[/], {effort}")
-    console.print(f"Write `{exercise.function}` in {shown(space.file(exercise))}.")
+    names = ", ".join(f"`{name_of(target)}`" for target in exercise.targets)
+    console.print(f"Write {names} in {shown(space.file(exercise))}.")
     problem = problem_of(exercise, space.file(exercise))
     state = space.progress[exercise.name].state
     console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))

@@ -16,8 +16,9 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> tuple[str, 
     """Return the state and the sentence for a failed test of exercises/replacing_plugin.py's report."""
     failure = test["failure"]
     text, trace = failure["text"], failure["trace"]
-    if "NotImplementedError" in trace and missing(exercise) in trace:
-        return "unsolved", missing(exercise)
+    for unwritten in (missing(exercise, target) for target in exercise.targets):
+        if "NotImplementedError" in trace and unwritten in trace:
+            return "unsolved", unwritten
     test_name = name_of(test["id"])
     if text.startswith("no answer within"):
         return "hangs", f"{test_name}: the ranks wait for one another: {_stuck(file, text)}."

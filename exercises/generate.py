@@ -1,4 +1,4 @@
-"""Generate the file of each exercise from its lesson: the signature and docstring, without the body.
+"""Generate the file of each exercise from its lesson: signatures and docstrings, without the bodies.
 
     python -m exercises.generate            write all files
     python -m exercises.generate --check    list the files that differ, and exit with 1 if there are any
@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from exercises.catalog import EXERCISES, Exercise
+from exercises.catalog import EXERCISES, Exercise, name_of
 
 FOLDER = Path(__file__).resolve().parent
 LINE_LENGTH = 110
@@ -24,62 +24,72 @@ def generated(exercise: Exercise) -> str:
     """Return the text of the exercise's file before the learner has written anything."""
     source = exercise.lesson.read_text()
     tree = ast.parse(source)
-    function = definition(tree, exercise)
-    imports = "\n".join(_imports(tree, function, exercise))
-    return f'"""{_introduction(exercise)}"""\n\n{imports}\n\n\n{_stub(source, function, exercise)}'
+    definitions = [definition(tree, exercise, target) for target in exercise.targets]
+    imports = "\n".join(_imports(tree, definitions, exercise))
+    stubs = [
+        _stub(source, function, exercise, target)
+        for function, target in zip(definitions, exercise.targets, strict=True)
+    ]
+    return "\n\n\n".join([f'"""{_introduction(exercise)}"""\n\n{imports}', *stubs]) + "\n"
 
 
 def solution(exercise: Exercise) -> str:
-    """Return the lesson's own source of the function."""
+    """Return the lesson's own source of the functions."""
     source = exercise.lesson.read_text()
-    return _segment(source, definition(ast.parse(source), exercise))
+    tree = ast.parse(source)
+    segments = [_segment(source, definition(tree, exercise, target)) for target in exercise.targets]
+    return "\n\n\n".join(segments) + "\n"
 
 
-def missing(exercise: Exercise) -> str:
-    """Return the sentence that an unsolved exercise raises."""
-    return f"{exercise.title} is not written yet: `{exercise.qualified_name}` has no body."
+def missing(exercise: Exercise, target: str | None = None) -> str:
+    """Return the sentence that a function without a body raises; by default the exercise's first one."""
+    name = exercise.qualified(target or exercise.target)
+    return f"{exercise.title} is not written yet: `{name}` has no body."
 
 
-def definition(tree: ast.Module, exercise: Exercise) -> ast.FunctionDef:
-    """Return the definition of the exercise's function in the lesson's tree."""
+def definition(tree: ast.Module, exercise: Exercise, target: str) -> ast.FunctionDef:
+    """Return the definition of one of the exercise's functions in the lesson's tree."""
     place: ast.Module | ast.ClassDef | ast.FunctionDef = tree
-    for part in exercise.qualified_name.split("."):
+    for part in exercise.qualified(target).split("."):
         found = [n for n in place.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
         if not found:
             raise LookupError(f"{exercise.name}: {exercise.module} has no {part}.")
         place = found[-1]
     if not isinstance(place, ast.FunctionDef):
-        raise LookupError(f"{exercise.name}: {exercise.target} is not a function.")
+        raise LookupError(f"{exercise.name}: {target} is not a function.")
     return place
 
 
 def _introduction(exercise: Exercise) -> str:
-    what = f"Write `{exercise.qualified_name}` of {exercise.lesson.relative_to(FOLDER.parent)}."
-    check = f"Check it with `python -m exercises check {exercise.name}`."
-    return f"{exercise.title}. {what}\n\n{check}\n"
+    *names, last = [f"`{exercise.qualified(target)}`" for target in exercise.targets]
+    what = f"{', '.join(names)} and {last}" if names else last
+    text = f"{exercise.title}. Write {what} of {exercise.lesson.relative_to(FOLDER.parent)}."
+    wrapped = textwrap.fill(text, LINE_LENGTH - 2, break_on_hyphens=False, break_long_words=False)
+    return f"{wrapped}\n\nCheck it with `python -m exercises check {exercise.name}`.\n"
 
 
 def _segment(source: str, node: ast.FunctionDef) -> str:
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-    return textwrap.dedent("\n".join(lines)) + "\n"
+    return textwrap.dedent("\n".join(lines))
 
 
-def _stub(source: str, function: ast.FunctionDef, exercise: Exercise) -> str:
+def _stub(source: str, function: ast.FunctionDef, exercise: Exercise, target: str) -> str:
     """Return the signature, the docstring and a body that only raises."""
     first = function.body[0]
     has_docstring = ast.get_docstring(function) is not None
-    keeps_docstring = has_docstring and exercise.doc is None
+    doc = exercise.doc if target == exercise.target else exercise.docs.get(function.name)
+    keeps_docstring = has_docstring and doc is None
     end = first.end_lineno if keeps_docstring else first.lineno - 1
     lines = textwrap.dedent("\n".join(source.splitlines()[function.lineno - 1 : end])).splitlines()
-    if exercise.doc is not None:
-        lines += textwrap.indent(_docstring(exercise.doc), "    ").splitlines()
-    text = f'"{missing(exercise)}"'
+    if doc is not None:
+        lines += textwrap.indent(_docstring(doc), "    ").splitlines()
+    text = f'"{missing(exercise, target)}"'
     one_line = f"    raise NotImplementedError({text})"
     if len(one_line) <= LINE_LENGTH:
         lines.append(one_line)
     else:
         lines += ["    raise NotImplementedError(", f"        {text}", "    )"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _docstring(text: str) -> str:
@@ -87,9 +97,11 @@ def _docstring(text: str) -> str:
     return f'"""{text}\n"""' if "\n" in text else f'"""{text}"""'
 
 
-def _imports(tree: ast.Module, function: ast.FunctionDef, exercise: Exercise) -> Iterator[str]:
-    """Return the imports that the signature and the lesson's body need, sorted as ruff sorts them."""
-    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} - {function.name}
+def _imports(tree: ast.Module, functions: list[ast.FunctionDef], exercise: Exercise) -> Iterator[str]:
+    """Return the imports that the signatures and the lesson's bodies need, sorted as ruff sorts them."""
+    nodes = (node for function in functions for node in ast.walk(function))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used -= {name_of(target) for target in exercise.targets}
     plain: dict[str, str] = {}
     chosen: dict[str, list[str]] = {}
     for node in tree.body:

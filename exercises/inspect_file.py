@@ -4,7 +4,7 @@ import ast
 import os
 from pathlib import Path
 
-from exercises.catalog import Exercise
+from exercises.catalog import Exercise, name_of
 from exercises.generate import definition, generated, missing
 
 
@@ -21,16 +21,19 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         return "invalid", f"{shown(file)}{line} is not Python: {text}."
-    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == exercise.function]
-    if not functions:
-        return "invalid", f"{shown(file)} has no function `{exercise.function}`."
-    [stub] = [n for n in ast.parse(generated(exercise)).body if isinstance(n, ast.FunctionDef)]
-    if _body(functions[-1]) == _body(stub):
-        return "unsolved", missing(exercise)
-    expected = definition(ast.parse(exercise.lesson.read_text()), exercise)
-    if _parameters(functions[-1]) != _parameters(expected):
-        wanted, got = _signature(expected), _signature(functions[-1])
-        return "invalid", f"The signature must be {wanted}, but {shown(file)} has {got}."
+    written = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    stubs = {n.name: n for n in ast.parse(generated(exercise)).body if isinstance(n, ast.FunctionDef)}
+    lesson = ast.parse(exercise.lesson.read_text())
+    for target in exercise.targets:
+        name = name_of(target)
+        if name not in written:
+            return "invalid", f"{shown(file)} has no function `{name}`."
+        if _body(written[name]) == _body(stubs[name]):
+            return "unsolved", missing(exercise, target)
+        expected = definition(lesson, exercise, target)
+        if _parameters(written[name]) != _parameters(expected):
+            wanted, got = _signature(expected), _signature(written[name])
+            return "invalid", f"The signature must be {wanted}, but {shown(file)} has {got}."
     return None
 
 

@@ -1,4 +1,7 @@
-"""Grade a function that was defined in a notebook's cell: `check(reduce_chunks, "ring_reduce_scatter")`."""
+"""Grade a function that was defined in a notebook's cell: `check(reduce_chunks, "ring_reduce_scatter")`.
+
+If an exercise has several functions, `check` takes one of them, and finds the others in the same notebook.
+"""
 
 import importlib
 import inspect
@@ -9,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from exercises.catalog import BY_NAME, Exercise
+from exercises.catalog import BY_NAME, Exercise, name_of
 from exercises.grade import INVALID, Grade, judge
 from exercises.replacing_plugin import PICKLE
 
@@ -21,31 +24,53 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
     `python -m exercises check`. Raise LookupError if there is no such exercise.
     """
     exercise = _exercise_of(name or function.__name__)
-    wanted, got = _parameters(_original(exercise)), _parameters(function)
-    if wanted == got:
+    functions = _functions_of(exercise, function)
+    if (problem := _problem_of(exercise, functions)) is None:
         with tempfile.TemporaryDirectory(prefix="cell-") as folder:
             file = Path(folder, exercise.name + PICKLE)
-            file.write_bytes(cloudpickle.dumps(function))
+            file.write_bytes(cloudpickle.dumps(functions))
             result = judge(exercise, file)
     else:
-        names = [", ".join(parameter[0] for parameter in parameters) for parameters in (wanted, got)]
-        sentence = f"The parameters must be ({names[0]}), but they are ({names[1]})."
-        result = Grade(exercise.name, INVALID, sentence, failed=exercise.tests)
+        result = Grade(exercise.name, INVALID, problem, failed=exercise.tests)
     print(f"{result.name}: {result.state}. {result.sentence}")
     return result
 
 
 def _exercise_of(name: str) -> Exercise:
-    found = [BY_NAME[name]] if name in BY_NAME else [e for e in BY_NAME.values() if e.function == name]
+    found = [BY_NAME[name]] if name in BY_NAME else [e for e in BY_NAME.values() if _has(e, name)]
     if len(found) != 1:
         problem = "Several exercises have a function" if found else "There is no exercise with a function"
         raise LookupError(f"{problem} {name!r}; give the exercise's name: {', '.join(BY_NAME)}.")
     return found[0]
 
 
-def _original(exercise: Exercise) -> Callable[..., Any]:
+def _has(exercise: Exercise, function: str) -> bool:
+    return function in map(name_of, exercise.targets)
+
+
+def _functions_of(exercise: Exercise, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the functions of an exercise by target; the ones that the notebook does not have are None."""
+    if not exercise.also:
+        return {exercise.target: function}
+    cells = {**getattr(function, "__globals__", {}), function.__name__: function}
+    return {target: cells.get(name_of(target)) for target in exercise.targets}
+
+
+def _problem_of(exercise: Exercise, functions: dict[str, Any]) -> str | None:
+    for target, function in functions.items():
+        if not callable(function):
+            return f"There is no function `{name_of(target)}` in the notebook; {exercise.name} needs it, too."
+        wanted, got = _parameters(_original(exercise, target)), _parameters(function)
+        if wanted != got:
+            names = [", ".join(parameter[0] for parameter in parameters) for parameters in (wanted, got)]
+            of = f" of `{name_of(target)}`" if exercise.also else ""
+            return f"The parameters{of} must be ({names[0]}), but they are ({names[1]})."
+    return None
+
+
+def _original(exercise: Exercise, target: str) -> Callable[..., Any]:
     found: Any = importlib.import_module(exercise.module)
-    for part in exercise.qualified_name.split("."):
+    for part in exercise.qualified(target).split("."):
         found = getattr(found, part)
     return found
 

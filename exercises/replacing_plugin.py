@@ -16,19 +16,19 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from exercises.catalog import BY_NAME, Exercise
+from exercises.catalog import BY_NAME, Exercise, name_of
 from lab import forked
 from lab.ranks import RankError, run_ranks
-from lab.replace import replaced
+from lab.replace import apply
 
-PICKLE = ".pickle"  # of a function that was defined in a notebook
+PICKLE = ".pickle"  # of functions that were defined in a notebook
 HANG_SECONDS = 10.0  # a lesson's tests take less than this, also on a busy machine
 
 
-def load(path: Path, function: str) -> Callable[..., Any]:
-    """Return the function of that name from a learner's file.
+def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
+    """Return the learner's functions in a file, each with the path of what it replaces.
 
-    The module stays out of sys.modules, so the function is sent to the ranks by value, as it is now.
+    The module stays out of sys.modules, so the functions are sent to the ranks by value, as they are now.
     """
     if path.suffix == PICKLE:
         return cloudpickle.loads(path.read_bytes())
@@ -37,7 +37,7 @@ def load(path: Path, function: str) -> Callable[..., Any]:
         raise ImportError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, function)
+    return {target: getattr(module, name_of(target)) for target in exercise.targets}
 
 
 @contextlib.contextmanager
@@ -60,13 +60,13 @@ class Plugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
         try:
-            implementation = load(self.file, self.exercise.function)
+            replacements = load(self.exercise, self.file)
         except (Exception, SystemExit) as error:
             self.found["load_error"] = failure_of(error)
             self.save()
             session.shouldstop = "the learner's file cannot be imported"
             return (yield)
-        with replaced(self.exercise.target, implementation), short_hangs():
+        with apply(replacements), short_hangs():
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

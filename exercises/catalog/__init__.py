@@ -1,10 +1,10 @@
 """List all exercises, in the order in which the lessons teach them."""
 
 from exercises.catalog import comm, data_parallel, pipeline_parallel, tensor_parallel
-from exercises.catalog.exercise import ROOT, Exercise
+from exercises.catalog.exercise import ROOT, Exercise, name_of
 
 LESSONS = (comm, data_parallel, tensor_parallel, pipeline_parallel)
 EXERCISES: tuple[Exercise, ...] = tuple(exercise for lesson in LESSONS for exercise in lesson.EXERCISES)
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 
-__all__ = ["BY_NAME", "EXERCISES", "ROOT", "Exercise"]
+__all__ = ["BY_NAME", "EXERCISES", "ROOT", "Exercise", "name_of"]

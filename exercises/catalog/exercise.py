@@ -1,6 +1,7 @@
 """Describe one exercise: which part of a lesson is taken out, which tests grade it, and what helps."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -10,9 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class Exercise:
     """A function or method of a lesson that the learner writes, graded by the lesson's own tests.
 
-    `target` is its dotted path, and `tests` are pytest's node ids. `difficulty` is 1 to 5, and `minutes` is a
-    guess. `needs` names exercises that should be solved before. `doc` replaces the docstring of the lesson
-    where that one would give the solution away.
+    `target` is its dotted path, and `also` are the paths of others in the same file that make sense only
+    together with it. `tests` are pytest's node ids. `difficulty` is 1 to 5, and `minutes` is a guess. `needs`
+    names exercises that should be solved before. `doc` replaces the lesson's docstring of the target, and
+    `docs` those of others, by name, where the lesson's would give the solution away.
     """
 
     name: str
@@ -24,6 +26,13 @@ class Exercise:
     hints: tuple[str, str, str]
     needs: tuple[str, ...] = ()
     doc: str | None = None
+    also: tuple[str, ...] = ()
+    docs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The dotted paths of all functions that the learner writes."""
+        return (self.target, *self.also)
 
     @property
     def module(self) -> str:
@@ -40,15 +49,24 @@ class Exercise:
 
     @property
     def function(self) -> str:
-        """The name of the function that the learner writes."""
-        return self.target.rpartition(".")[2]
+        """The name of the function that the learner writes, or of the first one."""
+        return name_of(self.target)
+
+    def qualified(self, target: str) -> str:
+        """Return the name within the lesson's file, such as NaiveDataParallel.finish_gradient_sync."""
+        return target.removeprefix(self.module + ".")
 
     @property
     def qualified_name(self) -> str:
-        """The name within the lesson's file, such as NaiveDataParallel.finish_gradient_sync."""
-        return self.target.removeprefix(self.module + ".")
+        """The target's name within the lesson's file."""
+        return self.qualified(self.target)
 
     @property
     def file(self) -> Path:
         """The learner's file, relative to the folder of exercises: comm/ring_all_gather.py."""
         return Path(self.target.partition(".")[0], f"{self.name}.py")
+
+
+def name_of(target: str) -> str:
+    """Return the name of a target's function: gather_chunks of comm.algorithms.ring.gather_chunks."""
+    return target.rpartition(".")[2]

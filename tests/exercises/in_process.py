@@ -8,8 +8,8 @@ from exercises.replacing_plugin import short_hangs
 
 
 def solved(exercise: Exercise) -> str:
-    """Return the exercise's file with the lesson's own function."""
-    imports, _, _ = generated(exercise).partition(f"\n\n\ndef {exercise.function}(")
+    """Return the exercise's file with the lesson's own functions."""
+    imports, _, _ = generated(exercise).partition("\n\n\ndef ")
     return f"{imports}\n\n\n{solution(exercise)}"
 
 

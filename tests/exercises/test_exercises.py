@@ -11,7 +11,7 @@ from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.generate import FOLDER, generated, missing
 from exercises.grade import grade
 from exercises.replacing_plugin import load
-from lab.replace import replaced
+from lab.replace import apply, replaced
 from tests.exercises.in_process import run_tests, solved
 
 EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
@@ -24,17 +24,17 @@ def test_unsolved_it_fails_with_a_sentence_that_names_what_is_missing(exercise, 
     result = grade(exercise, file)
     assert (result.state, result.exit_code, result.credit) == ("unsolved", 1, 0.0)
     assert exercise.title in result.sentence and exercise.function in result.sentence
-    with replaced(exercise.target, load(file, exercise.function)):
+    with apply(load(exercise, file)):
         for test in exercise.tests:
             _, error = run_tests(exercise, test)
-            assert missing(exercise) in str(error), test
+            assert any(missing(exercise, target) in str(error) for target in exercise.targets), test
 
 
 @EACH
 def test_it_passes_with_the_lessons_own_code(exercise, tmp_path):
     file = tmp_path / f"{exercise.name}.py"
     file.write_text(solved(exercise))
-    with replaced(exercise.target, load(file, exercise.function)):
+    with apply(load(exercise, file)):
         _, error = run_tests(exercise)
     assert error is None, error
 
@@ -43,12 +43,12 @@ MUTANTS = [
     importlib.import_module(f"exercises.mutants.{path.stem}")
     for path in sorted((FOLDER / "mutants").glob("[!_]*.py"))
 ]
-WRONG = [(e, m) for e in EXERCISES for m in MUTANTS if e.target == m.TARGET]
+WRONG = [(e, m) for e in EXERCISES for m in MUTANTS if m.TARGET in e.targets]
 
 
 @pytest.mark.parametrize("exercise, mutant", WRONG, ids=[m.__name__.rpartition(".")[2] for _, m in WRONG])
 def test_it_fails_with_a_wrong_implementation_that_was_shipped(exercise, mutant):
-    with replaced(exercise.target, mutant.mutant):
+    with replaced(mutant.TARGET, mutant.mutant):
         _, error = run_tests(exercise)
     assert error is not None
 

@@ -10,7 +10,7 @@ from exercises.catalog import BY_NAME, Exercise
 from exercises.explain import explain, load_error, most_telling
 from exercises.grade import Grade, grade
 from exercises.replacing_plugin import failure_of, load
-from lab.replace import replaced
+from lab.replace import apply
 from tests.exercises.in_process import run_tests, solved
 
 RING = BY_NAME["ring_reduce_scatter"]
@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
     file = tmp_path / f"{RING.name}.py"
     file.write_text("import no_such_module\n" + solved(RING))
     with pytest.raises(ModuleNotFoundError) as found:
-        load(file, RING.function)
+        load(RING, file)
     sentence = load_error(RING, file, failure_of(found.value))
     assert "line 1 of ring_reduce_scatter.py: ModuleNotFoundError" in sentence
     assert "\n" not in sentence
@@ -64,7 +64,7 @@ def explained(folder, old: str, new: str) -> tuple[str, str, int]:
     file = folder / f"{RING.name}.py"
     text = solved(RING).replace(old, new)
     file.write_text(text)
-    with replaced(RING.target, load(file, RING.function)):
+    with apply(load(RING, file)):
         test, error = run_tests(RING)
     assert error is not None
     state, sentence = explain(RING, file, {"id": test, "failure": failure_of(error)})
@@ -90,7 +90,7 @@ def test_a_constant_factor_is_named_with_its_likely_cause(tmp_path):
     telling = exercise.tests[1]
     file = tmp_path / f"{exercise.name}.py"
     file.write_text(solved(exercise).replace('op="mean"', 'op="sum"'))
-    with replaced(exercise.target, load(file, exercise.function)):
+    with apply(load(exercise, file)):
         failures = [
             {"id": test, "failure": failure_of(run_tests(exercise, test)[1])} for test in exercise.tests[:2]
         ]

@@ -9,7 +9,7 @@ from exercises.catalog import BY_NAME, Exercise
 from exercises.grade import Grade
 from exercises.notebook import check
 from exercises.replacing_plugin import load
-from lab.replace import replaced
+from lab.replace import apply
 from tests.exercises.in_process import run_tests, solved
 
 
@@ -20,7 +20,7 @@ def defined_in_a_cell(name: str) -> dict:
 
 
 def judged_here(exercise: Exercise, file: Path) -> Grade:
-    with replaced(exercise.target, load(file, exercise.function)):
+    with apply(load(exercise, file)):
         test, error = run_tests(exercise)
     return Grade(exercise.name, "failed" if error else "passed", f"{test}: {error}", exercise.tests)
 
