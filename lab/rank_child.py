@@ -23,9 +23,11 @@ import torch.distributed as dist
 from lab import replace
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
+from lab.compared import compared_in
 from lab.devices import device_of
 from lab.gloo_threads import keep_from_preempting
 from lab.interface import LOOPBACK
+from lab.waiting import write_wait
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
         job: Job = pipe.recv()
     except EOFError:
         os._exit(0)  # a spare process that got no job
-    _die_with(pipe, job.folder)
+    _serve_the_parent(pipe, job)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
     with open(stack_file(job.folder, job.rank), "w") as stacks:
@@ -125,21 +127,24 @@ def _failure(error: BaseException) -> bytes:
         link = link.__cause__ or link.__context__
     now = time.monotonic()
     try:
-        return cloudpickle.dumps((now, None, trace))
+        return cloudpickle.dumps((now, compared_in(error), trace))
     except Exception:
         return cloudpickle.dumps((now, None, "".join(traceback.format_exception(error))))
 
 
-def _die_with(parent: Connection, folder: str) -> None:
-    """Start a thread that waits until the parent ends, then removes the folder and ends this process."""
+def _serve_the_parent(parent: Connection, job: Job) -> None:
+    """Start a thread that says for whom this rank waits, and that ends the rank with its parent."""
 
-    def end_with_parent() -> None:
+    def serve() -> None:
         with contextlib.suppress(EOFError, OSError):
-            parent.poll(None)
-        shutil.rmtree(folder, ignore_errors=True)
+            while True:
+                parent.recv_bytes()  # ASK_FOR_WAIT
+                with contextlib.suppress(Exception):
+                    write_wait(job.folder, job.rank)
+        shutil.rmtree(job.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=end_with_parent, name="end with parent", daemon=True).start()
+    threading.Thread(target=serve, name="serve the parent", daemon=True).start()
 
 
 def stack_file(folder: str, rank: int) -> str:

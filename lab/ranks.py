@@ -17,10 +17,12 @@ from typing import Any, TextIO
 import cloudpickle
 
 from lab import forked, replace
+from lab.compared import Compared
 from lab.devices import refuse_devices
 from lab.rank_child import Job, stack_file
 from lab.rank_output import print_tagged, where
 from lab.units import MAX_SECONDS
+from lab.waiting import ASK_FOR_WAIT, Wait, drawn, read_waits
 
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
 
@@ -28,12 +30,19 @@ _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a late
 class RankError(RuntimeError):
     """Report a rank that failed, died or hung. The text is its traceback, or says how it died or hangs.
 
-    `rank` is the rank that failed first or, after a hang, the lowest rank that is stuck.
+    `rank` is the rank that failed first or, after a hang, the lowest rank that is stuck. `compared` has, for
+    each rank that failed with an assertion, what that compared. `waits` says after a hang who waits for whom.
     """
 
-    def __init__(self, rank: int, text: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        text: str,
+        compared: dict[int, Compared] | None = None,
+        waits: dict[int, Wait] | None = None,
+    ) -> None:
         super().__init__(text)
-        self.rank = rank
+        self.rank, self.compared, self.waits = rank, compared or {}, waits or {}
 
 
 def run_ranks(
@@ -150,12 +159,13 @@ class _Supervisor:
             try:
                 when, result, trace = cloudpickle.loads(answer)
             except Exception as error:
-                when, trace = time.monotonic(), f"its result cannot be unpickled: {error!r}"
+                when, result, trace = time.monotonic(), None, f"its result cannot be unpickled: {error!r}"
             if trace is None:
                 self.answers[rank] = result
             else:
                 text = trace if isinstance(trace, str) else "".join(trace.format())
-                self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}"))
+                compared = {rank: result} if isinstance(result, Compared) else {}
+                self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}", compared))
 
     def _take_output(self, rank: int, stream: TextIO, buffer: bytearray, pipe: Any) -> None:
         data = os.read(pipe.fileno(), 65536)
@@ -176,23 +186,28 @@ class _Supervisor:
         rank, (_, error) = min(self.failures.items(), key=lambda item: item[1][0])
         others = [_last_line(str(later)) for r, (_, later) in sorted(self.failures.items()) if r != rank]
         note = "\nAfterwards also: " + "; ".join(others) if others else ""
-        return RankError(rank, f"{error}{note}")
+        compared = {r: c for _, one in self.failures.values() for r, c in one.compared.items()}
+        return RankError(rank, f"{error}{note}", compared)
 
     def _hang(self) -> RankError:
-        waiting = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
-        for rank in waiting:
-            with suppress(ProcessLookupError):
+        stuck = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
+        for rank in stuck:
+            with suppress(OSError):
                 os.kill(self.started[rank].process.pid, signal.SIGUSR1)
+                self.started[rank].pipe.send_bytes(ASK_FOR_WAIT)
         self._drain(time.monotonic() + _GRACE)
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
-            if job.rank in waiting:
+            if job.rank in stuck:
                 lines.append(f"rank {job.rank} is stuck {where(stack_file(job.folder, job.rank))}")
             elif job.rank in self.answers:
                 lines.append(f"rank {job.rank} has finished")
             else:
                 lines.append(_last_line(str(self.failures[job.rank][1])))
-        return RankError(waiting[0], "\n  ".join(lines))
+        waits = read_waits(self.jobs[0].folder, stuck)
+        if waits:
+            lines.append(drawn(waits))
+        return RankError(stuck[0], "\n  ".join(lines), waits=waits)
 
 
 def _last_line(text: str) -> str:

@@ -33,6 +33,7 @@ from lab.rank_cells import Reply, Request, serve
 from lab.rank_child import Job, stack_file
 from lab.rank_output import print_tagged, where
 from lab.units import MAX_SECONDS
+from lab.waiting import ASK_FOR_WAIT, drawn, read_waits
 
 START_SECONDS = 30.0
 INTERRUPT_SECONDS = 1.2  # for all ranks to end their cells after an interrupt
@@ -215,10 +216,13 @@ class StandingRanks:
         """End the cell on the ranks that still run it; return the error that says where each of them was."""
         waiting = [rank for rank in ranks if rank not in replies]
         for rank in waiting:
-            with suppress(ProcessLookupError):
+            with suppress(OSError):
                 os.kill(self.pids[rank], signal.SIGUSR1)
+                self._processes[rank].pipe.send_bytes(ASK_FOR_WAIT)
         time.sleep(0.1)  # faulthandler writes the stacks
         places = [f"rank {rank} was {where(stack_file(self._folder, rank))}" for rank in waiting]
+        if waits := read_waits(self._folder, waiting):
+            places.append(drawn(waits))
         message = cloudpickle.dumps(Request("interrupt"))
         for rank in waiting:
             self._connections[rank].send_bytes(message)

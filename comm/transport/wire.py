@@ -27,7 +27,9 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import liveness
 from lab.ledger import LEDGER
+from lab.waiting import Wait
 
+POINT_TO_POINT = "point_to_point"
 Group = dist.ProcessGroup | None
 MessageCounts = defaultdict[tuple[int, bool], int]  # messages so far by (peer, is a header)
 
@@ -59,6 +61,14 @@ class Transfer:
             raise self._wire.failed(error, self._peer, self._verb) from error
         if self.copy_to is not None:
             self.copy_to.copy_(self.tensor)
+
+    def awaited(self) -> Wait:
+        """Return for whom `wait` blocks: a report of a hang draws who waits for whom (lab/waiting.py)."""
+        peer = dist.get_global_rank(self._wire.group, self._peer)
+        if self._wire.op != POINT_TO_POINT:
+            return Wait(self._verb, peer, self._wire.op)
+        verb, preposition = self._verb.split()
+        return Wait(f"{verb} {self.tensor.nbytes} bytes {preposition}", peer)
 
 
 class Wire:
@@ -168,7 +178,7 @@ def peer_wire(group: Group, counted: bool = True) -> Wire:
     """Return a wire for point-to-point messages of a group. All these wires number messages together."""
     # Keep only the counts: a wire refers to its group, which then would never be freed.
     numbers = _peer_numbers.setdefault(group_of(group), (defaultdict(int), defaultdict(int)))
-    return Wire(group, "point_to_point", "direct", numbers=numbers, counted=counted)
+    return Wire(group, POINT_TO_POINT, "direct", numbers=numbers, counted=counted)
 
 
 def group_of(group: Group) -> dist.ProcessGroup:

@@ -1,0 +1,149 @@
+"""Collect what a failed assertion has compared, so that a reader learns more than that it failed.
+
+The frames of the error are searched from the inside. `lab.check.assert_same` and torch's `assert_close` have
+their tensors as local variables. Of a plain `assert a == b` both sides are computed once more from the
+frame's variables, but only where that calls nothing that could communicate or change a value.
+"""
+
+import ast
+import functools
+import linecache
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+MAX_NUMBERS = 1 << 16  # of one tensor; a larger one is not collected
+MAX_TEXT = 200
+
+_HARMLESS_CALLS = {
+    *("len", "sum", "max", "min", "abs", "set", "sorted", "list", "tuple", "dict", "range", "round"),
+    *("int", "float", "str", "bool", "zip", "enumerate", "isinstance", "type", "approx"),
+    *("tensor", "zeros", "ones", "full", "arange", "cat", "stack", "zeros_like", "ones_like", "full_like"),
+    *("item", "tolist", "numel", "dim", "size", "keys", "values", "items", "get", "count", "index", "abs"),
+    *("mean", "double", "float", "is_set", "startswith", "equal", "allclose", "isfinite", "any", "all"),
+}
+_UNSAFE_NODES = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)
+_COMPARING_CALLS = {"equal", "allclose"}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Hold pairs (got, expected) by name, and what they are: "gradient of naive", or a plain expression.
+
+    `world_size` is the number of ranks of the process that failed, or None without a group. `operator` is
+    that of a plain assertion, which does not always say which side is expected.
+    """
+
+    what: str
+    pairs: dict[str, tuple[Any, Any]]
+    world_size: int | None
+    operator: str = "=="
+    is_plain: bool = False
+
+
+def compared_in(error: BaseException) -> Compared | None:
+    """Return what the failed assertion has compared, or None where that cannot be found."""
+    if not isinstance(error, AssertionError):
+        return None
+    with suppress(Exception):  # the error itself is what counts
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if (found := _in_call(frame) or _in_assertion(frame, line)) is not None:
+                return found
+    return None
+
+
+def _in_call(frame: FrameType) -> Compared | None:
+    """Return what lab.check.assert_same or torch.testing.assert_close were called with."""
+    names, code = frame.f_locals, frame.f_code
+    if code.co_name == "assert_same" and code.co_filename.endswith("check.py"):
+        keys = sorted(names["actual"].keys() | names["expected"].keys())
+        pairs = {key: (names["actual"].get(key), names["expected"].get(key)) for key in keys}
+        return _compared(names["what"], pairs)
+    if code.co_name == "assert_close" and "torch" in code.co_filename:
+        actual, expected = names["actual"], names["expected"]
+        if isinstance(actual, dict) and isinstance(expected, dict):
+            return _compared("", {str(key): (actual.get(key), expected.get(key)) for key in expected})
+        if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
+            return _compared("", {str(i): pair for i, pair in enumerate(zip(actual, expected, strict=False))})
+        return _compared("", {"": (actual, expected)})
+    return None
+
+
+def _compared(what: str, pairs: dict[str, tuple[Any, Any]], **options: Any) -> Compared:
+    size = dist.get_world_size() if dist.is_initialized() else None
+    kept = {name: (_kept(got), _kept(expected)) for name, (got, expected) in pairs.items()}
+    return Compared(what.strip().rstrip(","), kept, size, **options)
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy that can be sent to another process: a tensor, a number or a text."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.parameter.UninitializedParameter):
+        if value.numel() <= MAX_NUMBERS:
+            return value.detach().to("cpu", copy=True)
+        return f"a tensor of {value.numel()} elements"
+    if value is None or isinstance(value, bool | int | float | complex):
+        return value
+    if isinstance(value, list | tuple) and len(value) <= 64 and all(map(_is_simple, value)):
+        return [_kept(one) for one in value]
+    text = repr(value)
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
+
+
+def _is_simple(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float)
+
+
+@functools.lru_cache(maxsize=8)
+def _tree(file: str) -> ast.Module:
+    return ast.parse("".join(linecache.getlines(file)))
+
+
+def _in_assertion(frame: FrameType, line: int) -> Compared | None:
+    """Return both sides of the comparison on this line, if it is a plain assertion that is false."""
+    for node in ast.walk(_tree(frame.f_code.co_filename)):
+        if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0):
+            return _false_part(node.test, functools.partial(_value, frame))
+    return None
+
+
+def _false_part(test: ast.expr, value_of: Callable[[ast.expr], Any]) -> Compared | None:
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return next((found for part in test.values if (found := _false_part(part, value_of))), None)
+    options = {"is_plain": True}
+    if isinstance(test, ast.Compare):
+        left = test.left
+        for operator, right in zip(test.ops, test.comparators, strict=True):
+            part = ast.Compare(left, [operator], [right])
+            if not value_of(part):
+                sign = ast.unparse(part).removeprefix(ast.unparse(left)).removesuffix(ast.unparse(right))
+                pair = value_of(left), value_of(right)
+                return _compared(ast.unparse(part), {"": pair}, operator=sign.strip(), **options)
+            left = right
+    elif isinstance(test, ast.Call) and _name(test.func) in _COMPARING_CALLS and len(test.args) >= 2:
+        if not value_of(test):
+            pair = value_of(test.args[0]), value_of(test.args[1])
+            return _compared(ast.unparse(test), {"": pair}, **options)
+    elif not value_of(test):
+        return _compared(ast.unparse(test), {"": (value_of(test), True)}, operator="", **options)
+    return None
+
+
+def _value(frame: FrameType, expression: ast.expr) -> Any:
+    """Return the value of an expression in a frame. Raise ValueError if it might have an effect."""
+    for node in ast.walk(expression):
+        if isinstance(node, _UNSAFE_NODES):
+            raise ValueError(f"{ast.unparse(node)} may have an effect.")
+        if isinstance(node, ast.Call) and _name(node.func) not in _HARMLESS_CALLS:
+            raise ValueError(f"{ast.unparse(node)} calls a function that may have an effect.")
+    code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<assertion>", "eval")
+    return eval(code, {**frame.f_globals, **frame.f_locals})
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

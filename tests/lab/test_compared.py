@@ -1,0 +1,80 @@
+"""What a failed assertion has compared is collected on the rank that fails, and harms nothing."""
+
+import pytest
+import torch
+
+from lab.check import assert_same
+from lab.compared import MAX_NUMBERS, Compared, compared_in
+from lab.ranks import RankError, run_ranks
+
+
+def compared_by(check, *arguments) -> Compared | None:
+    with pytest.raises(AssertionError) as error:
+        check(*arguments)
+    return compared_in(error.value)
+
+
+def test_assert_same_gives_all_tensors_also_those_that_agree_or_are_missing():
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    got = {"a": one, "b": one, "c": None}
+    found = compared_by(assert_same, got, {"a": two, "b": one, "c": one}, 1e-9, "gradient of naive")
+    assert (found.what, found.is_plain) == ("gradient of naive", False)
+    assert {name: torch.equal(*pair) for name, pair in found.pairs.items() if pair[0] is not None} == {
+        "a": False,
+        "b": True,
+    }
+    assert found.pairs["c"][0] is None
+
+
+@pytest.mark.parametrize(
+    "got, expected, names",
+    [
+        (torch.ones(1), torch.zeros(1), [""]),
+        ([torch.ones(1)], [torch.zeros(1)], ["0"]),
+        ({"w": torch.ones(1)}, {"w": torch.zeros(1)}, ["w"]),
+    ],
+)
+def test_torchs_assert_close_gives_each_pair(got, expected, names):
+    found = compared_by(torch.testing.assert_close, got, expected)
+    assert list(found.pairs) == names
+    assert all((g, e) == (torch.ones(1), torch.zeros(1)) for g, e in found.pairs.values())
+
+
+def test_a_plain_assertion_gives_both_sides_of_the_part_that_is_false():
+    def check(held: list[int], limit: int) -> None:
+        assert len(held) == 2 and max(held) <= limit, "too many"
+
+    found = compared_by(check, [1, 6], 3)
+    assert (found.what, found.operator, found.pairs) == ("max(held) <= limit", "<=", {"": (6, 3)})
+    assert found.is_plain
+
+
+def test_a_call_that_might_have_an_effect_is_not_repeated():
+    calls = []
+
+    def communicate() -> int:
+        calls.append(1)
+        return 3
+
+    def check() -> None:
+        assert communicate() == 4
+
+    assert compared_by(check) is None
+    assert calls == [1]
+
+
+def test_other_errors_and_large_tensors_are_left_alone():
+    assert compared_in(ValueError("no assertion")) is None
+    large = torch.ones(MAX_NUMBERS + 1)
+    found = compared_by(torch.testing.assert_close, large, large + 1)
+    assert found.pairs[""][0] == f"a tensor of {MAX_NUMBERS + 1} elements"
+
+
+def test_an_error_of_ranks_has_what_each_of_them_has_compared():
+    def work(cluster) -> None:
+        assert cluster.rank == 2
+
+    with pytest.raises(RankError) as error:
+        run_ranks(work, 2)
+    assert {rank: one.pairs[""] for rank, one in error.value.compared.items()} == {0: (0, 2), 1: (1, 2)}
+    assert error.value.compared[0].world_size == 2

@@ -1,0 +1,90 @@
+"""A report of a hang draws which rank waits for which, as a cycle where there is one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.collectives import all_reduce
+from comm.point_to_point import recv, send
+from lab.errors import WorkbookError
+from lab.ranks import RankError, run_ranks
+from lab.standing_ranks import StandingRanks
+from lab.waiting import Wait, chain, current_wait, drawn
+from tests.lab.test_standing_ranks import interrupt_soon
+
+
+def waits(**peers: int) -> dict[int, Wait]:
+    return {int(rank[1:]): Wait("receive from", peer) for rank, peer in peers.items()}
+
+
+@pytest.mark.parametrize(
+    "found, ranks",
+    [
+        (waits(r0=1, r1=0), [0, 1]),
+        (waits(r0=1, r1=2, r2=1), [1, 2]),
+        (waits(r2=0, r3=2), [3, 2]),
+        (waits(r0=0), [0]),
+        ({}, []),
+    ],
+)
+def test_a_cycle_is_found_before_the_longest_chain(found, ranks):
+    assert chain(found) == ranks
+
+
+def test_a_chain_names_the_rank_for_which_all_others_wait():
+    text = drawn({1: Wait("receive from", 0, "all_reduce"), 2: Wait("send 8 bytes to", 1)})
+    assert text == (
+        "rank 0 keeps the others waiting: rank 2 waits to send 8 bytes to rank 1 "
+        "-> rank 1 waits to receive from rank 0 in all_reduce"
+    )
+
+
+def report_of(work) -> str:
+    with pytest.raises(RankError) as error:
+        run_ranks(work, 2, timeout=1)
+    return str(error.value).splitlines()[-1].strip()
+
+
+CYCLE = "a cycle, in which each rank waits for the next: "
+
+
+def test_two_ranks_that_send_first_are_drawn_as_a_cycle():
+    def work(cluster) -> None:
+        send(torch.ones(10), 1 - cluster.rank)
+        recv(torch.ones(10), 1 - cluster.rank)
+
+    first, second = "rank 0 waits to send 40 bytes to rank 1", "rank 1 waits to send 40 bytes to rank 0"
+    assert report_of(work) == f"{CYCLE}{first} -> {second}"
+
+
+def test_a_rank_that_never_comes_to_an_asynchronous_collective_is_named():
+    def work(cluster) -> None:
+        if cluster.rank == 1:
+            all_reduce(torch.ones(4), async_op=True).wait()  # on a thread of its own
+
+    line = report_of(work)
+    assert line.startswith("rank 0 keeps the others waiting: rank 1 waits to ")
+    assert line.endswith(" rank 0 in all_reduce")
+
+
+def test_torchs_own_send_and_receive_are_drawn_too():
+    def work(cluster) -> None:
+        dist.recv(torch.ones(1), 1 - cluster.rank)
+
+    assert report_of(work) == (
+        f"{CYCLE}rank 0 waits to receive from rank 1 -> rank 1 waits to receive from rank 0"
+    )
+
+
+def test_an_interrupted_cell_of_standing_ranks_draws_the_cycle_too():
+    ranks = StandingRanks(2)
+    try:
+        interrupt_soon()
+        with pytest.raises(WorkbookError, match="rank 0 waits to send 4 bytes to rank 1 -> rank 1 waits to"):
+            ranks.run("import torch\nfrom comm.point_to_point import send\nsend(torch.ones(1), 1 - rank)")
+    finally:
+        ranks.stop()
+
+
+def test_a_process_that_computes_waits_for_no_rank():
+    assert current_wait() is None
