@@ -25,20 +25,27 @@ def is_in_a_notebook() -> bool:
 
 
 def where(path: str) -> str:
-    """Return where the main thread is, from a stack file: its lines outside of libraries, innermost first."""
+    """Return where the threads of a rank are, from a stack file: the main thread first.
+
+    A thread is described by its lines outside of libraries, innermost first. Threads that have none, such as
+    those of torch, are left out.
+    """
+    stacks: list[str] = []
     with suppress(OSError), open(path) as file:
         # faulthandler lists the main thread last and each thread's innermost frame first.
-        main_thread = file.read().rsplit("hread 0x", 1)[-1]
-        frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', main_thread)]
-        library = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<frozen", "<string>")
-        own = [
-            frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]
-        ]
-        if own:
-            # The line that waits, and the functions of the caller that led there.
-            chain = own if len(own) <= 4 else [own[0], *own[-3:]]
-            lines = [
-                f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain
-            ]
-            return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])
-    return "before its function was called"
+        stacks = file.read().split("hread 0x")[:0:-1]
+    main, *others = [_lines(stack) for stack in stacks] or [""]
+    also = "".join(f"\n      its other thread is {lines}" for lines in others if lines)
+    return (main or "before its function was called") + also
+
+
+def _lines(stack: str) -> str:
+    frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)]
+    library = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<frozen", "<string>")
+    own = [frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]]
+    if not own:
+        return ""
+    # The line that waits, and the functions of the caller that led there.
+    chain = own if len(own) <= 4 else [own[0], *own[-3:]]
+    lines = [f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain]
+    return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])

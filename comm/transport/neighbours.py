@@ -16,12 +16,10 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Self
 
-from comm.membership import liveness
 from lab.interface import own_address
 
 _TOKEN = struct.Struct("!q")
 _TOKEN_SECONDS = 2.0  # within which a connection must show the token
-_LOOK_SECONDS = 0.2  # between two checks whether a rank has died
 
 
 class Listeners:
@@ -52,12 +50,10 @@ class Listeners:
     def accept(self, deadline: float) -> socket.socket:
         """Return the connection that shows the token, and close all others.
 
-        Raise OSError at the deadline, or if a rank has died, which may be the one that should connect.
+        Raise OSError at the deadline.
         """
         while (left := deadline - time.monotonic()) > 0:
-            if (gone := liveness.cause(0)) and gone.how != "finished":
-                raise ConnectionError(str(gone))
-            for listener in wait(self._sockets, min(left, _LOOK_SECONDS)):
+            for listener in wait(self._sockets, left):
                 assert isinstance(listener, socket.socket)
                 listener.settimeout(left)
                 connection, _ = listener.accept()

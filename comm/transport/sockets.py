@@ -59,18 +59,23 @@ class RingSockets:
                     raise CommError(f"{who} has no address to which its neighbour could connect.")
             deadline = time.monotonic() + self._timeout
             try:
-                self._right, self._left = self._meet(listeners, rows[right], deadline)
+                self._right, self._left = self._meet(wire, listeners, rows[right], deadline)
             except OSError as error:
                 why = f"they could not connect ({error})"
                 raise self._lost("its neighbours on the ring", why=why) from error
             _close_forgotten(group, pattern)  # all ranks are here, so none reads from the old ring any more
 
     def _meet(
-        self, listeners: Listeners, row: tuple[int, int, int], deadline: float
+        self, wire: Wire, listeners: Listeners, row: tuple[int, int, int], deadline: float
     ) -> tuple[SocketOut | CmaOut, SocketIn | CmaIn]:
         """Connect to the right neighbour, which listens at `row`, and accept the left one."""
         with ExitStack() as opened:
             right = opened.enter_context(connect(row, self._wants_cma, deadline))
+            # A listener does not notice that the left neighbour has died before it could connect. Waiting for
+            # a message from it does.
+            have_connected = wire.isend(torch.zeros(1), (self.rank + 1) % self.size, header=True)
+            wire.irecv(torch.empty(1), (self.rank - 1) % self.size, header=True).wait()
+            have_connected.wait()
             left = opened.enter_context(listeners.accept(deadline))
             pid, is_read = _shake_hands(left, right)
             for end in (left, right):

@@ -1,6 +1,7 @@
 """The ring on plain sockets accepts only its neighbours, and fails with an error if they cannot connect."""
 
 import os
+import signal
 import socket
 import struct
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from comm.collectives import CommError, all_reduce
-from comm.transport import neighbours
+from comm.transport import neighbours, sockets
 from comm.transport.neighbours import Listeners
 from lab.interface import own_address
 from lab.ranks import RankError, run_ranks
@@ -79,6 +80,19 @@ def test_all_ranks_name_at_once_the_one_without_an_address():
     for error in run_ranks(one_has_none, 3, group_timeout=40, collect_failures=True):
         assert isinstance(error, RankError)
         assert "all_reduce (tcp): rank 1 has no address to which its neighbour could connect." in str(error)
+
+
+@pytest.mark.parametrize("pattern", ["tcp", "cma"])
+def test_a_rank_that_dies_before_it_connects_is_noticed_at_once(pattern: str):
+    def work(cluster) -> None:
+        if cluster.rank == 2:
+            sockets.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        all_reduce(torch.ones(3), pattern=pattern)
+
+    ends = run_ranks(work, 3, collect_failures=True, timeout=20)
+    assert str(ends[2]) == "rank 2 was killed by SIGKILL before it returned."
+    for rank in (0, 1):  # rank 2 should connect to rank 0, and rank 1 waits for rank 0
+        assert f"all_reduce ({pattern}): rank {rank} could not " in str(ends[rank])
 
 
 def test_the_address_is_that_of_the_interface_gloo_uses_or_of_the_one_that_leads_to_the_master(monkeypatch):

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -133,6 +134,7 @@ def test_a_hang_is_reported_with_the_line_where_each_rank_is_stuck_and_ends_them
     def work(cluster) -> None:
         (tmp_path / str(cluster.rank)).write_text(str(os.getpid()))
         if cluster.rank == 0:
+            threading.Thread(target=lambda: time.sleep(60), daemon=True).start()  # in the background
             dist.barrier()  # nobody else comes
         elif cluster.rank == 1:
             time.sleep(60)  # overslept
@@ -146,6 +148,7 @@ def test_a_hang_is_reported_with_the_line_where_each_rank_is_stuck_and_ends_them
     text = str(error.value)
     assert text.startswith("no answer within 1.5 s.")
     assert re.search(r"rank 0 is stuck at \S+test_rank_failures\.py:\d+ in work: .*nobody else comes", text)
+    assert re.search(r"\n +its other thread is at \S+test_rank_failures\.py:\d+ in .*in the background", text)
     assert re.search(r"rank 1 is stuck at \S+test_rank_failures\.py:\d+ in work: .*overslept", text)
     assert "rank 2 has finished" in text
     assert re.search(r"rank 3 is stuck at \S+test_rank_failures\.py:\d+ in work: (while True|pass)", text)
