@@ -1,0 +1,507 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 00 Setup
+#
+# **Question.** You can train a model on one device. Why is one device not enough, and what do you need in order to
+# try several of them on your own laptop?
+#
+# You need about 30 minutes. Everything in this notebook runs on a machine without a GPU, and nothing is downloaded.
+# The cell below starts four *ranks*. A rank is one process of a parallel job. Normally each rank has a device of its
+# own, often in another machine. Here all four are processes on your machine, and your processor is their device.
+#
+# Type your guess whenever a cell asks for one. A guess that turns out wrong is worth more than a fact that you only
+# read.
+
+# %%
+# %load_ext lab.notebook
+# %ranks 4
+
+# %% [markdown]
+# A cell whose first line is `%%ranks` runs on all four ranks at once. The value of its last line is shown for every
+# rank. If the ranks had the same value, it would be shown once.
+
+# %%
+# %%ranks
+f"I am rank {rank} of {world_size}, my device is the {device}"
+
+# %% [markdown]
+# If you see four lines, the workbook works on your machine. Every rank knows some names without an import: `rank`,
+# `world_size`, `device`, `torch`, and `dist`, which is `torch.distributed`. Variables stay from cell to cell, and
+# `pull("x")` in an ordinary cell returns the value of `x` on each rank.
+#
+# ## Why one device is not enough: memory
+#
+# A common size of a language model is 7 billion parameters. In float32 a parameter is a number of 4 bytes, so the
+# weights take 28 GB. A GPU for training has 80 GB. **Predict**: how many GB does the training need for weights,
+# gradients and the state of the optimizer Adam together? (Not counted is what the forward keeps for the backward.)
+
+# %%
+from lab.prediction import predict
+
+memory = predict("How many GB do weights, gradients and Adam's state take?", example=28, unit="GB")
+
+# %% [markdown]
+# We have no such model here, so we measure a small one: take one step, and count the bytes of all tensors that
+# training needs. Divided by the number of parameters, the result holds for a model of any size.
+
+# %%
+import torch
+
+from lab.model import GPT, GPTConfig, loss_of
+
+model = GPT(GPTConfig.named("small"))
+optimizer = torch.optim.Adam(model.parameters())
+tokens = torch.zeros(4, 64, dtype=torch.int64)
+loss_of(model(tokens), tokens).backward()
+optimizer.step()
+
+num_parameters = sum(p.numel() for p in model.parameters())
+held = {
+    "weights": sum(p.nbytes for p in model.parameters()),
+    "gradients": sum(p.grad.nbytes for p in model.parameters()),
+    "Adam's state": sum(t.nbytes for of_one in optimizer.state.values() for t in of_one.values()),
+}
+for name, size in held.items():
+    print(f"{name:<13} {size / num_parameters:5.2f} bytes for each parameter")
+print(f"{'together':<13} {sum(held.values()) / num_parameters:5.2f}")
+
+# %%
+memory.compare(round(sum(held.values()) / num_parameters * 7, 1))
+
+# %% [markdown]
+# Each parameter needs 16 bytes: 4 for itself, 4 for its gradient, and 8 because Adam keeps two running averages for
+# it. So 7 billion parameters need 112 GB, and no GPU of 80 GB can hold them, even before the first *activation*.
+# (Activations are the results of layers that the forward keeps for the backward.) The model must be divided among
+# several devices.
+#
+# ## Why one device is not enough: time
+#
+# Suppose that memory were no problem. To train a model with N parameters on D tokens takes about 6 N D operations: 2
+# for each parameter and token in the forward, and 4 in the backward. A usual number of tokens is 20 for each
+# parameter (Hoffmann et al., 2022). **Predict**: how many years would the machine in front of you need for the 7
+# billion parameters?
+
+# %%
+years = predict("How many years would this machine need?", example=2, unit="years")
+
+# %%
+import time
+
+
+def operations_per_second(size: int = 1024) -> float:
+    a, b = torch.ones(size, size), torch.ones(size, size)
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
+
+
+here = operations_per_second()
+needed = 6 * 7e9 * (20 * 7e9)
+SECONDS_PER_YEAR = 365 * 24 * 3600
+print(f"this machine multiplies matrices with {here / 1e9:.0f} GFLOP/s (billions of operations in a second)")
+years.compare(needed / here / SECONDS_PER_YEAR)
+
+# %% [markdown]
+# A large GPU does some 4e14 operations in a second in such a training. It would need 170 days, which is still too
+# long. A thousand of them would need four hours, if they did not have to wait for each other. This "if" is what the
+# workbook is about.
+#
+# ## Throughput against latency
+#
+# What exactly do more devices make faster? Two words must be kept apart:
+#
+# - *Latency* is the time from the start of one thing to its end, such as the time of one example's forward and
+#   backward.
+# - *Throughput* is how many things are done in a second, such as examples or tokens per second.
+#
+# The next cells process 8 batches. First one rank does all of them, then four ranks do two each. Each batch takes 60
+# ms of computing. **Predict** both: how many times as fast is a single batch with four ranks, and how many times as
+# fast are the eight?
+
+# %%
+one_batch = predict("A single batch is how many", example=4, unit="times as fast")
+
+# %%
+all_batches = predict("All eight batches are how many", example=4, unit="times as fast")
+
+# %% [markdown]
+# Four ranks that compute on a laptop with two cores would disturb each other. So here a clock replaces the computing:
+# each layer sleeps for as long as it would compute, as if every rank had a device of its own. We call this model a
+# *metronome* ([lab/metronome.py](../lab/metronome.py)). You will meet it wherever a laptop would hide the point.
+
+# %%
+# %%ranks
+from lab import timeline
+from lab.metronome import metronome_of
+from lab.model import GPT, GPTConfig, loss_of
+
+BATCHES = 8
+model = metronome_of(GPT(GPTConfig.named("small")), seconds=0.005)  # 4 layers, 3 * 5 ms each
+tokens = torch.zeros(1, 64, dtype=torch.int64)
+
+
+def train(batches):
+    dist.barrier()  # all ranks begin together
+    timeline.start_recording()
+    for number in batches:
+        with timeline.span(f"batch {number}", kind="compute"):
+            loss_of(model(tokens), tokens).backward()
+    return [event._replace(rank=rank) for event in timeline.recorded()]
+
+
+alone = train(range(BATCHES) if rank == 0 else [])
+together = train(range(rank, BATCHES, world_size))
+
+# %%
+import statistics
+
+from lab.picture import COLORS, show, show_events
+
+
+def latency(events):
+    return statistics.median(event.duration_ns for event in events)
+
+
+def duration(events):
+    return max(event.end_ns for event in events) - min(event.start_ns for event in events)
+
+
+alone, together = (sum(pull(name).values(), []) for name in ("alone", "together"))
+show_events(
+    {"one rank": alone, "four ranks": together},
+    alt="Two timelines. One rank processes eight batches one after the other. Four ranks process two each at the same "
+    "time and end after a quarter of the time, but each single batch is as long as before.",
+)
+
+# %%
+one_batch.compare(latency(alone) / latency(together))
+
+# %%
+all_batches.compare(duration(alone) / duration(together))
+
+# %% [markdown]
+# Four ranks have about four times the throughput, and the latency of a batch has not changed at all: look at the
+# width of the bars. The sentence "four GPUs are four times as fast" is about throughput.
+#
+# Two things are missing in this picture. First, nothing was *communicated*. In a real training the four ranks must
+# agree on the gradients after each batch, and that takes time. Second, there are ways to make the latency shorter:
+# several ranks work on one batch together, each on a part of each layer. Then they must communicate within every
+# layer.
+#
+# ## How fast is a link?
+#
+# What connects two devices is called a *link*. Its *latency* is the time that even a tiny message takes, and its
+# *bandwidth* is how many bytes it moves in a second. On this machine ranks talk over *loopback*, a network that
+# exists only in the operating system's memory. **Predict** its bandwidth. (The disk of a laptop reads some 3 GB/s.)
+
+# %%
+bandwidth = predict("How many GB/s does loopback move from rank 0 to rank 1?", example=10, unit="GB/s")
+
+# %%
+# %%ranks
+from comm.point_to_point import measure_link
+
+link = measure_link()  # messages of 4 bytes and of 4 MB go back and forth
+
+# %%
+link = pull("link")[0]
+bandwidth.compare(1e-9 / link.beta)
+
+# %% [markdown]
+# The table shows this figure among links of data centres. The others are from data sheets, for one direction. The
+# last column is the time in which the gradients of 7 billion parameters, 28 GB, pass once over the link.
+
+# %%
+GRADIENTS = 28.0  # GB
+LINKS = {  # GB/s in one direction, and a usual latency
+    "memory of one H100 GPU": (3350, "below 1 us"),
+    "NVLink 4, between GPUs of a machine": (450, "some 2 us"),
+    "PCIe 5.0 x16, GPU to processor": (63, "some 2 us"),
+    "InfiniBand NDR, 400 Gbit/s": (50, "some 2 us"),
+    "PCIe 4.0 x16": (31.5, "some 2 us"),
+    "Ethernet, 100 Gbit/s": (12.5, "10 to 50 us"),
+    "Ethernet, 25 Gbit/s": (3.1, "10 to 50 us"),
+    "Ethernet, 1 Gbit/s": (0.125, "50 to 100 us"),
+}
+rows = {"loopback, measured here": (1e-9 / link.beta, f"{link.alpha * 1e6:.0f} us"), **LINKS}
+print(f"{'link':<37}{'GB/s':>9}   {'latency':<14}{'28 GB take':>11}")
+for name, (rate, delay) in rows.items():
+    print(f"{name:<37}{rate:>9.4g} GB/s {delay:<14}{GRADIENTS / rate:>9.3g} s")
+
+# %%
+import matplotlib.pyplot as plt
+
+ordered = dict(sorted(rows.items(), key=lambda row: row[1][0]))
+figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+colors = [COLORS["communication" if name.startswith("loopback") else "compute"] for name in ordered]
+bars = axes.barh(list(ordered), [rate for rate, _ in ordered.values()], color=colors)
+axes.bar_label(bars, [f"{rate:,.4g}" for rate, _ in ordered.values()], padding=3)
+axes.set(xscale="log", xlim=(0.05, 30_000), xlabel="GB/s in one direction (each gridline is ten times the one before)")
+axes.grid(axis="x", alpha=0.3)
+axes.spines[["top", "right"]].set_visible(False)
+show(
+    figure,
+    alt="Bars of bandwidth on a logarithmic scale, from Ethernet at 0.125 GB/s to a GPU's memory at 3350 GB/s. "
+    "Loopback, measured on this machine, is in another colour.",
+)
+
+# %% [markdown]
+# Between the memory of a GPU and plain Ethernet there is a factor of 27,000. That is why it matters so much *who*
+# talks to *whom*: a technique that is excellent between GPUs of one machine can be useless between machines. It is
+# also why loopback alone would mislead you. Its messages move at the speed of memory, and the ranks' computing and
+# communicating share the same few cores. Where that would hide the point, the workbook simulates a slow link (`--link
+# 1gbit,0.2ms`).
+#
+# ## The triangle
+#
+# Every technique of distributed training pays with one of three resources to save another one:
+#
+# ```
+#                        computing
+#                       /         \
+#   compute activations/           \reduce gradients less often
+#   a second time     /             \(larger batches)
+#                    /               \
+#              memory ─────────────── communicating
+#                  shard the weights, gather
+#                  them when they are needed
+# ```
+#
+# Three real runs show it. Each trains the same small GPT on two ranks for 5 steps, with the same result. In the first
+# run each rank has all weights and gradients, and half of Adam's state (ZeRO 1). In the second a rank has only half
+# of the weights and gradients, too (ZeRO 3): it gathers each layer when it needs it. The third also forgets the
+# activations of the forward, and computes them a second time in the backward (*recomputation*).
+#
+# **Predict**: how many times as much does a rank *send* in the second run as in the first, to save a third of the
+# memory for weights, gradients and state?
+
+# %%
+sent = predict("ZeRO 3 sends how many times the bytes of ZeRO 1?", example=3)
+
+# %%
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path.cwd().parent
+TORCHRUN = [sys.executable, "-m", "lab.torchrun", "--nproc-per-node=2"]  # what `make run` calls
+
+
+def train_script(script: str, *options: str) -> dict:
+    command = [*TORCHRUN, f"data_parallel/{script}", "--steps", "5", "--json", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+runs = {
+    "ZeRO 1": train_script("train_zero1.py"),
+    "ZeRO 3": train_script("train_zero3.py"),
+    "ZeRO 3, recomputation": train_script("train_zero3.py", "--recompute"),
+}
+STATE = ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes")
+for name, run in runs.items():
+    run["state"] = sum(run[row] for row in STATE) / 1e6
+    run["activations"] = run["activations_bytes"] / 1e6
+    run["sent"] = run["bytes_sent"] / run["steps"] / 1e6
+    print(f"{name:<22} loss after {run['steps']} steps {run['last_loss']:.4f}")
+
+# %%
+sent.compare(round(runs["ZeRO 3"]["sent"] / runs["ZeRO 1"]["sent"], 2))
+
+# %%
+forwards = {"ZeRO 1": 3, "ZeRO 3": 3, "ZeRO 3, recomputation": 4}  # a backward is worth two forwards
+panels = {
+    "computing: forwards": [(forwards, "forwards", "compute")],
+    "communicating: MB sent in a step": [({n: r["sent"] for n, r in runs.items()}, "sent", "communication")],
+    "memory: MB": [
+        ({n: r["state"] for n, r in runs.items()}, "weights, gradients, state", "backward"),
+        ({n: r["activations"] for n, r in runs.items()}, "activations", "forward"),
+    ],
+}
+figure, columns = plt.subplots(1, 3, figsize=(10, 3), layout="constrained", sharey=True)
+for axes, (title, parts) in zip(columns, panels.items(), strict=True):
+    left = dict.fromkeys(runs, 0.0)
+    for values, label, kind in parts:
+        axes.barh(list(runs), list(values.values()), left=list(left.values()), color=COLORS[kind], label=label)
+        left = {name: left[name] + values[name] for name in runs}
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlim(0, 1.25 * max(left.values()))
+    for row, total in enumerate(left.values()):
+        axes.text(total, row, f" {total:.3g}", va="center")
+    axes.spines[["top", "right"]].set_visible(False)
+columns[0].invert_yaxis()
+columns[2].legend(loc="lower right", frameon=False, fontsize=9)
+show(
+    figure,
+    alt="Three groups of bars. ZeRO 3 sends 4.92 MB in a step instead of 3.34, and holds 33.5 MB instead of 36.9. "
+    "With recomputation it computes four forwards instead of three, and holds 9.85 MB.",
+)
+for name, run in runs.items():
+    print(f"{name:<22} sends {run['sent']:.2f} MB, state {run['state']:5.2f} MB, activations {run['activations']:5.2f} MB")
+
+# %% [markdown]
+# The three runs have the same loss to the last digit that is shown: the techniques change where numbers are and when
+# they travel, not what is computed. ZeRO 3 pays with about half as many bytes again, and holds a third less.
+# Recomputation pays with one more forward, and here almost all activations disappear. (The number of forwards is the
+# only figure that was not measured: it is counted from the code.) Notebook 06 derives all these numbers.
+#
+# For every technique that you meet from now on, ask which corner pays and which corner gains.
+#
+# ## The ways in
+#
+# There are several ways to start ranks. They differ only in who starts the processes and who tells them about each
+# other. The lessons are the same files in all of them.
+#
+# | way | command | good for |
+# |---|---|---|
+# | a notebook's cell | `%%ranks`, as above, or `run_ranks(fn, world_size=4)` | looking at values |
+# | processes on this machine | `make run RUN_MODE=data_parallel_naive WORLD_SIZE=2` | training |
+# | the same, or several GPUs | `torchrun --nproc_per_node=2 data_parallel/train_naive.py` | training on a real machine |
+# | containers, as if they were machines | `RUN_MODE=data_parallel_naive docker-compose up --build` | networks |
+# | by hand, in two terminals | `RANK=0 WORLD_SIZE=2 ... python data_parallel/train_naive.py` | understanding: notebook 01 |
+#
+# `run_ranks` starts ranks for one function, and returns the result of each. You will find it in the tests and
+# benchmarks:
+
+# %%
+from lab.ranks import run_ranks
+
+
+def who(cluster):
+    return f"rank {cluster.rank} of {cluster.world_size}"
+
+
+run_ranks(who, 3)
+
+# %% [markdown]
+# The three runs of the triangle above were the second way: `lab.torchrun` is what `make run` calls.
+#
+# ## CPU, CUDA, ROCm
+#
+# Which devices PyTorch can use is decided when it is installed: there is a build for processors only, one for
+# NVIDIA's GPUs (CUDA) and one for AMD's (ROCm). A *backend* is the library that moves tensors between ranks. `gloo`
+# moves them between processors, `nccl` between NVIDIA's GPUs. Here is what this machine has:
+
+# %%
+import torch.distributed as dist
+
+print(f"a GPU that torch can use: {torch.cuda.is_available()}")
+print(f"gloo: {dist.is_gloo_available()}, nccl: {dist.is_nccl_available()}")
+
+# %% [markdown]
+# | machine | what to install | backend |
+# |---|---|---|
+# | a laptop or server without a GPU | `make setup`: it finds the build for processors | `gloo` |
+# | Linux with an NVIDIA GPU | `make setup`: the usual build brings CUDA, several GB | `nccl` |
+# | Linux with an AMD GPU | `make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y` | `nccl`, which is RCCL there |
+# | macOS | `make setup` | `gloo` |
+#
+# With ROCm an AMD GPU is called `cuda` in PyTorch, and AMD's library RCCL answers to the name `nccl`. So no lesson
+# has to know the difference. A lesson chooses `nccl` where there is a GPU, and `gloo` elsewhere. The environment
+# variable `BACKEND=gloo` overrides it: then a machine with GPUs runs our own collectives, whose messages can be
+# counted.
+#
+# ## Machines that are containers: docker-compose.yaml
+#
+# A container is a group of processes with a network interface and a host name of its own. For a rank it looks like a
+# machine, and that is what we need. You need no Docker for this notebook. We only read
+# [docker-compose.yaml](../docker-compose.yaml), which describes four such machines, node0 to node3. Here is all that
+# makes node2 a machine, with a remark beside each entry:
+
+# %%
+import yaml
+
+nodes = yaml.safe_load((REPOSITORY / "docker-compose.yaml").read_text())["services"]
+REMARKS = {
+    "image": "the files and programs: all machines have the same",
+    "hostname": "the name by which the other machines find it",
+    "networks": "a network of these machines only: no way out, no open port",
+    "environment": "settings, of which RANK is the only one that differs",
+    "cap_drop": "no special rights ...",
+    "cap_add": "... but one: it may slow its own link down (LINK=100mbit)",
+    "sysctls": "the same congestion control on every host",
+    "volumes": "a disk that all machines share, for checkpoints",
+    "depends_on": "node0 builds the image, so it comes first",
+    "init": "a small first process, so that Ctrl-C ends the rank at once",
+    "pull_policy": "the image is in no registry",
+}
+for key, remark in REMARKS.items():
+    value = nodes["node2"].get(key)
+    value = f"RANK: {value['RANK']}, and others" if key == "environment" else json.dumps(value)
+    print(f"{key + ':':<13} {value:<46} # {remark}")
+
+# %% [markdown]
+# **Predict**: in how many entries does the description of node2 differ from that of node1? Count each environment
+# variable as an entry.
+
+# %%
+differences = predict("How many entries differ between node1 and node2?", example=4)
+
+
+# %%
+def entries(node: dict) -> dict:
+    return {key: value for key, value in node.items() if key != "environment"} | node["environment"]
+
+
+one, two = entries(nodes["node1"]), entries(nodes["node2"])
+different = {key: (one[key], two[key]) for key in one if one[key] != two[key]}
+print(different)
+differences.compare(len(different))
+
+# %% [markdown]
+# Two: its name, and its rank. That is the idea of the style which is called *single program, multiple data*: every
+# rank runs the same program with the same settings, and decides by its number what its part is. The next cell shows
+# the variables by which a rank finds the others. Notebook 01 starts two ranks by hand with nothing else.
+
+# %%
+for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    print(f"{variable + '=':<12} {nodes['node2']['environment'][variable]}")
+
+# %% [markdown]
+# `${WORLD_SIZE:-4}` means: take the variable of the shell in which you type the command, and 4 if it is not set. So
+# the first command starts four machines, and the second two on a slow network:
+#
+# ```bash
+# RUN_MODE=comm docker-compose up --build
+# RUN_MODE=comm WORLD_SIZE=2 LINK=100mbit docker-compose up --build
+# ```
+#
+# ## Exercises
+#
+# 1. How many GPUs of 80 GB does a model of 70 billion parameters need at least for its weights, gradients and Adam's
+#    state? Change the cell that compares the memory, or do it by hand. <details><summary>Answer</summary>16 bytes for
+#    each of 70 billion parameters are 1,120 GB, so 14 GPUs, without any activation.</details>
+# 2. In the cell with the metronome, replace `world_size` by 2 in the line of `together`. Predict the picture before
+#    you run it. <details><summary>Answer</summary>Ranks 0 and 1 do the even and the odd batches. Ranks 2 and 3 do the
+#    even and the odd ones without 0 and 1, so six batches are computed twice: a job that is busy on all ranks and
+#    does the work of two.</details>
+# 3. Run `make exercises` in a terminal. It shows the first exercise of the workbook, in which every rank sends and
+#    receives at the same time. Look at the file that it names, and at `make exercises ARGS=hint`. You can solve it
+#    now or after notebook 02. [exercises/README.md](../exercises/README.md) lists all commands.
+#
+# ## The lesson beside this notebook, and further reading
+#
+# - [README.md](../README.md): all ways to start ranks, and what a run prints
+# - [entrypoint.sh](../entrypoint.sh): the table from RUN_MODE to the lesson's file
+# - Hoffmann et al., [Training Compute-Optimal Large Language Models](https://arxiv.org/abs/2203.15556), 2022: the 20
+#   tokens for each parameter
+# - Next: 01 Ranks
+
+# %%
+# %ranks stop
