@@ -23,11 +23,14 @@ _VARIES = (
 
 def texts_of(outputs: list[Any]) -> str:
     """Return the text of a cell's outputs without times, paths and colours. Lines of ranks come in any order."""
-    lines: list[str] = []
+    text = ""
     for output in outputs:
-        text = output.get("text") or output.get("data", {}).get("text/plain", "")
-        for varies, instead in _VARIES:
-            text = varies.sub(instead, text)
-        lines += text.splitlines()
+        if "text" in output:  # a piece of a stream, which may end in the middle of a line
+            text += output["text"]
+        else:
+            text += ("" if text.endswith("\n") else "\n") + output.get("data", {}).get("text/plain", "") + "\n"
+    for varies, instead in _VARIES:
+        text = varies.sub(instead, text)
+    lines = text.strip("\n").splitlines()
     tagged = sorted(line for line in lines if line.startswith("[rank "))
     return "\n".join([*tagged, *(line for line in lines if not line.startswith("[rank "))])

@@ -36,3 +36,10 @@ def test_times_rates_and_paths_may_differ(one, other):
 )
 def test_what_teaches_may_not_differ(one, other):
     assert text(one) != text(other)
+
+
+def test_a_line_may_come_in_one_piece_or_in_several():
+    pieces = [{"text": "[rank 0] a\n[ra"}, {"text": "nk 1] b"}, {"text": "\n"}]
+    assert texts_of(pieces) == texts_of([{"text": "[rank 1] b\n[rank 0] a\n"}]) == "[rank 0] a\n[rank 1] b"
+    value = {"data": {"text/plain": "3"}}
+    assert texts_of([{"text": "a"}, value]) == texts_of([{"text": "a"}, {"text": "\n"}, value]) == "a\n3"
