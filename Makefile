@@ -42,7 +42,7 @@ exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save
 	@$(PY) -m exercises $(ARGS)
 
 notebooks: $(READY) ## open the notebooks in JupyterLab
-	@$(PY) -m jupyter lab --notebook-dir notebooks
+	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
 	@$(PY) -m pytest tests/notebooks $(ARGS)
