@@ -17,6 +17,8 @@ _VARIES = (
     (re.compile(_NUMBER + r" times as (long|fast)\b"), "TIMES"),
     (re.compile(rf"(TIMES?) +({_VERDICT})"), r"\1"),
     (re.compile(r"/[\w./-]+/"), "PATH/"),
+    (re.compile(r"process \d+ on [\w.-]+"), "PROCESS"),
+    (re.compile(r"(MASTER_PORT=|127\.0\.0\.1:)\d+"), r"\1PORT"),
     (re.compile(r" +"), " "),  # a column is as wide as its times
 )
 

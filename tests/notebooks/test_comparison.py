@@ -20,9 +20,13 @@ def text(plain: str) -> str:
             "measured   1.010 ms      as predicted, within 5 %",
         ),
         ("/tmp/a/x.py:3 in f", "/home/b/x.py:3 in f"),
+        (
+            "rank 0 is process 12 on vm, at 127.0.0.1:4000",
+            "rank 0 is process 9 on a-laptop.local, at 127.0.0.1:31",
+        ),
     ],
 )
-def test_times_rates_and_paths_may_differ(one, other):
+def test_times_rates_paths_and_processes_may_differ(one, other):
     assert text(one) == text(other)
 
 
