@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 
@@ -79,6 +80,8 @@ def report(grades: list[Grade]) -> dict:
 def tell(grade: Grade) -> None:
     colour = "green" if grade.state == PASSED else "red"
     console.print(f"[{colour}]{grade.name}: {grade.state}[/]  {escape(grade.sentence)}")
+    if grade.drawing:
+        console.print(escape(textwrap.indent(grade.drawing, "    ")))
 
 
 def hint(space: Workspace, options: argparse.Namespace) -> int:

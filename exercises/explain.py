@@ -2,9 +2,10 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from exercises.catalog import Exercise
+from exercises.failure import name_of
 from exercises.generate import missing
 from exercises.inspect_file import shown
 
@@ -12,29 +13,40 @@ _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Fail
 _FACTOR = re.compile(r"(\S+) times what it should be")
 
 
-def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> tuple[str, str]:
-    """Return the state and the sentence for a failed test of exercises/replacing_plugin.py's report."""
+class Explanation(NamedTuple):
+    """A failed test in one sentence, and a drawing of several lines where that says more."""
+
+    state: str
+    sentence: str
+    drawing: str = ""
+
+
+def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation:
+    """Explain a failed test of exercises/replacing_plugin.py's report."""
     failure = test["failure"]
     text, trace = failure["text"], failure["trace"]
     for unwritten in (missing(exercise, target) for target in exercise.targets):
         if "NotImplementedError" in trace and unwritten in trace:
-            return "unsolved", unwritten
-    test_name = name_of(test["id"])
+            return Explanation("unsolved", unwritten)
+    test_name, cause = name_of(test["id"]), f" {failure['cause']}" if failure["cause"] else ""
     if text.startswith("no answer within"):
-        return "hangs", f"{test_name}: the ranks wait for one another: {_stuck(file, text)}."
+        sentence = f"{test_name}: the ranks wait for one another: {_stuck(file, text)}.{cause}"
+        return Explanation("hangs", sentence, failure["drawing"])
     rank = failure["rank"]
     if rank is not None and " failed:\n" not in text:
-        return "failed", f"{test_name}: {text.splitlines()[0]}"
-    who = "" if rank is None else f"rank {rank}"
+        return Explanation("failed", f"{test_name}: {text.splitlines()[0]}{cause}", failure["drawing"])
     at = _own_line(file, text if rank is not None else trace)
-    error = _error(text) if rank is not None else _named(failure["type"], text)
-    where = " at ".join(filter(None, (who, at)))
-    return "failed", f"{test_name}: {where + ': ' if where else ''}{error}"
+    where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
+    error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
+    error = error if not cause or error.endswith((".", "?", "!")) else f"{error}."
+    return Explanation("failed", f"{test_name}: {where and where + ': '}{error}{cause}", failure["drawing"])
 
 
 def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the failed test to explain: the first one that names a factor, else the first one."""
-    return next((test for test in failures if _FACTOR.search(test["failure"]["text"])), failures[0])
+    """Return the failed test to explain: the first one with a factor, else with a cause, else the first."""
+    found = [test for test in failures if _FACTOR.search(test["failure"]["difference"] or "")]
+    found += [test for test in failures if test["failure"]["cause"]]
+    return [*found, *failures][0]
 
 
 def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
@@ -42,13 +54,6 @@ def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
     at = _own_line(file, failure["trace"])
     error = _named(failure["type"], failure["text"])
     return f"{shown(file)} cannot be imported: {at + ': ' if at else ''}{error}"
-
-
-def name_of(test: str) -> str:
-    """Return a test's name in words: "ring all reduce equals one process"."""
-    name, _, parameters = test.rpartition("::")[2].partition("[")
-    words = name.removeprefix("test_").replace("_", " ")
-    return f"{words} ({parameters.rstrip(']')})" if parameters else words
 
 
 def _error(text: str) -> str:
@@ -64,21 +69,8 @@ def _named(kind: str, text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return f"{kind}."
-    if lines[0].endswith("differ:"):  # as lab.check.assert_same says it, with a line for each tensor
-        return f"{kind}: {lines[0]} {'; '.join(lines[1:3])}{_likely_cause(lines[1:])}"
     wanted = [line for line in lines[1:4] if line.startswith(("Mismatched", "Greatest", "Expected"))]
     return f"{kind}: {'; '.join([*lines[:1], *wanted])}"
-
-
-def _likely_cause(lines: list[str]) -> str:
-    """Return what usually makes a tensor n times, or an n-th of, what it should be."""
-    found = _FACTOR.search("\n".join(lines))
-    factor = float(found[1]) if found else 1.0
-    if factor > 1.5 and abs(factor - round(factor)) < 1e-3:
-        return ". Is it a sum over ranks that should be a mean, or is it added up more than once?"
-    if 0 < factor < 0.7 and abs(1 / factor - round(1 / factor)) < 1e-3:
-        return ". Is it divided once too often, or is the part of one rank taken for all?"
-    return ""
 
 
 def _own_line(file: Path, trace: str) -> str:

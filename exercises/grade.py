@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exercises.catalog import ROOT, Exercise
-from exercises.explain import explain, load_error, most_telling, name_of
+from exercises.explain import explain, load_error, most_telling
+from exercises.failure import name_of
 from exercises.inspect_file import problem_of
 
 LIMIT_SECONDS = 60.0  # for all tests of an exercise
@@ -22,13 +23,17 @@ PASSED, FAILED, UNSOLVED, INVALID, HANGS = "passed", "failed", "unsolved", "inva
 
 @dataclass(frozen=True)
 class Grade:
-    """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed."""
+    """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed.
+
+    `drawing` shows a wrong schedule with the wrong cell marked, or the ranks that wait for each other.
+    """
 
     name: str
     state: str
     sentence: str
     passed: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    drawing: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -84,13 +89,14 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
     passed = tuple(test["id"] for test in found["tests"] if test["passed"])
     failures = [test for test in found["tests"] if not test["passed"]]
     missing = tuple(test for test in exercise.tests if test not in passed)
+    drawing = ""
     if failures:
-        state, sentence = explain(exercise, file, most_telling(failures))
+        state, sentence, drawing = explain(exercise, file, most_telling(failures))
     elif not missing:
         state, sentence = PASSED, f"{exercise.title} is right: {_number(passed)} of the lesson agree."
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
-    return Grade(exercise.name, state, sentence, passed, missing)
+    return Grade(exercise.name, state, sentence, passed, missing, drawing)
 
 
 def _number(tests: tuple[str, ...]) -> str:

@@ -32,7 +32,7 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
             result = judge(exercise, file)
     else:
         result = Grade(exercise.name, INVALID, problem, failed=exercise.tests)
-    print(f"{result.name}: {result.state}. {result.sentence}")
+    print("\n".join(filter(None, (f"{result.name}: {result.state}. {result.sentence}", result.drawing))))
     return result
 
 

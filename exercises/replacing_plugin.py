@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,12 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from exercises.catalog import BY_NAME, Exercise, name_of
+from exercises.catalog import BY_NAME, Exercise
+from exercises.catalog import name_of as name_of_target
+from exercises.failure import failure_of
+from exercises.schedule_table import originals, wrong_table
 from lab import forked
-from lab.ranks import RankError, run_ranks
+from lab.ranks import run_ranks
 from lab.replace import apply
 
 PICKLE = ".pickle"  # of functions that were defined in a notebook
@@ -37,7 +39,7 @@ def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
         raise ImportError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return {target: getattr(module, name_of(target)) for target in exercise.targets}
+    return {target: getattr(module, name_of_target(target)) for target in exercise.targets}
 
 
 @contextlib.contextmanager
@@ -56,6 +58,7 @@ class Plugin:
     def __init__(self, name: str, file: Path, report: Path) -> None:
         self.exercise, self.file, self.report = BY_NAME[name], file, report
         self.found: dict[str, Any] = {"load_error": None, "tests": []}
+        self.lessons_own, self.written = originals(self.exercise), {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
@@ -66,6 +69,7 @@ class Plugin:
             self.save()
             session.shouldstop = "the learner's file cannot be imported"
             return (yield)
+        self.written = replacements
         with apply(replacements), short_hangs():
             return (yield)
 
@@ -73,27 +77,27 @@ class Plugin:
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.when == "call" or report.failed:
-            failure = failure_of(call.excinfo.value) if call.excinfo is not None else None
+            failure = None
+            if call.excinfo is not None:
+                failure = failure_of(call.excinfo.value, item.nodeid, self.table())
             self.found["tests"].append({"id": item.nodeid, "passed": report.passed, "failure": failure})
             self.save()
             if failure is not None and failure["text"].startswith("no answer within"):
                 item.session.shouldstop = "the ranks hang"
         return report
 
+    def table(self) -> str | None:
+        """Return the learner's schedule with the first wrong cell marked, if the exercise is a schedule."""
+        for target, written in self.written.items():
+            original = self.lessons_own.get(name_of_target(target))
+            if original is not None and (text := wrong_table(original, written)) is not None:
+                return text
+        return None
+
     def save(self) -> None:
         new = self.report.with_suffix(".new")
         new.write_text(json.dumps(self.found))
         new.replace(self.report)  # a process that is killed leaves a complete report
-
-
-def failure_of(error: BaseException) -> dict[str, Any]:
-    """Return what grade.py needs to know about an error: its class, rank, text and traceback."""
-    return {
-        "type": type(error).__name__,
-        "rank": error.rank if isinstance(error, RankError) else None,
-        "text": str(error),
-        "trace": "".join(traceback.format_exception(error)),
-    }
 
 
 def start_ranks_with_few_imports(exercise: Exercise) -> None:

@@ -51,10 +51,22 @@ def compared_in(error: BaseException) -> Compared | None:
     """Return what the failed assertion has compared, or None where that cannot be found."""
     if not isinstance(error, AssertionError):
         return None
-    with suppress(Exception):  # the error itself is what counts
-        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        with suppress(Exception):  # the error itself is what counts
             if (found := _in_call(frame) or _in_assertion(frame, line)) is not None:
                 return found
+    with suppress(Exception):
+        return _in_text(str(error))
+    return None
+
+
+def _in_text(text: str) -> Compared | None:
+    """Return both sides of an assertion as pytest writes it: "assert [3.0, 3.0] == [1.0, 1.0]"."""
+    [statement] = ast.parse(text.splitlines()[0]).body
+    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
+        test = statement.test
+        pair = ast.literal_eval(test.left), ast.literal_eval(test.comparators[0])
+        return _compared(ast.unparse(test), {"": pair}, is_plain=True)
     return None
 
 
@@ -71,8 +83,17 @@ def _in_call(frame: FrameType) -> Compared | None:
             return _compared("", {str(key): (actual.get(key), expected.get(key)) for key in expected})
         if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
             return _compared("", {str(i): pair for i, pair in enumerate(zip(actual, expected, strict=False))})
-        return _compared("", {"": (actual, expected)})
+        return _compared("", {_first_argument(frame.f_back, code.co_name): (actual, expected)})
     return None
+
+
+def _first_argument(frame: FrameType | None, function: str) -> str:
+    """Return the source of what a function was called with: "model.head.weight.grad"."""
+    if frame is None:
+        return ""
+    calls = (node for node in ast.walk(_tree(frame.f_code.co_filename)) if isinstance(node, ast.Call))
+    here = (call for call in calls if call.lineno <= frame.f_lineno <= (call.end_lineno or 0))
+    return next((ast.unparse(call.args[0]) for call in here if _name(call.func) == function), "")
 
 
 def _compared(what: str, pairs: dict[str, tuple[Any, Any]], **options: Any) -> Compared:
@@ -87,16 +108,22 @@ def _kept(value: Any) -> Any:
         if value.numel() <= MAX_NUMBERS:
             return value.detach().to("cpu", copy=True)
         return f"a tensor of {value.numel()} elements"
+    if type(value).__name__.startswith("Approx"):  # pytest.approx(value)
+        value = value.expected
     if value is None or isinstance(value, bool | int | float | complex):
         return value
-    if isinstance(value, list | tuple) and len(value) <= 64 and all(map(_is_simple, value)):
+    if isinstance(value, str) and len(value) <= MAX_TEXT:
+        return value
+    if isinstance(value, list | tuple) and _is_simple(value):
         return [_kept(one) for one in value]
     text = repr(value)
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
 
 
 def _is_simple(value: Any) -> bool:
-    return isinstance(value, Tensor | int | float)
+    if isinstance(value, list | tuple):
+        return len(value) <= 64 and all(map(_is_simple, value))
+    return isinstance(value, Tensor | int | float | str)
 
 
 @functools.lru_cache(maxsize=8)
@@ -108,30 +135,44 @@ def _in_assertion(frame: FrameType, line: int) -> Compared | None:
     """Return both sides of the comparison on this line, if it is a plain assertion that is false."""
     for node in ast.walk(_tree(frame.f_code.co_filename)):
         if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0):
-            return _false_part(node.test, functools.partial(_value, frame))
+            try:
+                return _false_part(node.test, functools.partial(_value, frame))
+            except ValueError:
+                return _with_kept_left(node.test, frame)
     return None
 
 
 def _false_part(test: ast.expr, value_of: Callable[[ast.expr], Any]) -> Compared | None:
+    """Return both sides of the comparison that is false. Raise ValueError if it must not be repeated."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return next((found for part in test.values if (found := _false_part(part, value_of))), None)
-    options = {"is_plain": True}
     if isinstance(test, ast.Compare):
         left = test.left
         for operator, right in zip(test.ops, test.comparators, strict=True):
             part = ast.Compare(left, [operator], [right])
             if not value_of(part):
-                sign = ast.unparse(part).removeprefix(ast.unparse(left)).removesuffix(ast.unparse(right))
-                pair = value_of(left), value_of(right)
-                return _compared(ast.unparse(part), {"": pair}, operator=sign.strip(), **options)
+                return _sides(part, value_of(left), value_of(right))
             left = right
     elif isinstance(test, ast.Call) and _name(test.func) in _COMPARING_CALLS and len(test.args) >= 2:
         if not value_of(test):
             pair = value_of(test.args[0]), value_of(test.args[1])
-            return _compared(ast.unparse(test), {"": pair}, **options)
+            return _compared(ast.unparse(test), {"": pair}, is_plain=True)
     elif not value_of(test):
-        return _compared(ast.unparse(test), {"": (value_of(test), True)}, operator="", **options)
+        return _compared(ast.unparse(test), {"": (value_of(test), True)}, operator="", is_plain=True)
     return None
+
+
+def _with_kept_left(test: ast.expr, frame: FrameType) -> Compared | None:
+    """Return both sides of a comparison whose left side pytest has kept, because it must not be repeated."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return _sides(test, _value_kept_by_pytest(frame), _value(frame, test.comparators[0]))
+    return None
+
+
+def _sides(test: ast.Compare, left: Any, right: Any) -> Compared:
+    before, after = ast.unparse(test.left), ast.unparse(test.comparators[0])
+    operator = ast.unparse(test).removeprefix(before).removesuffix(after).strip()
+    return _compared(ast.unparse(test), {"": (left, right)}, operator=operator, is_plain=True)
 
 
 def _value(frame: FrameType, expression: ast.expr) -> Any:
@@ -143,6 +184,15 @@ def _value(frame: FrameType, expression: ast.expr) -> Any:
             raise ValueError(f"{ast.unparse(node)} calls a function that may have an effect.")
     code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<assertion>", "eval")
     return eval(code, {**frame.f_globals, **frame.f_locals})
+
+
+def _value_kept_by_pytest(frame: FrameType) -> Any:
+    """Return the left side of a false comparison: pytest keeps values in variables @py_assert0, 1, 2, ..."""
+    prefix = "@py_assert"
+    found = frame.f_locals.items()
+    kept = {int(name.removeprefix(prefix)): value for name, value in found if name.startswith(prefix)}
+    result = min(number for number, value in kept.items() if value is False)
+    return kept[max(number for number, value in kept.items() if number < result and value is not None)]
 
 
 def _name(function: ast.expr) -> str:

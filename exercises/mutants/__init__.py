@@ -3,7 +3,9 @@
 The docstring of a file says the symptom that a user would see. TARGET is the function or class that the
 mutant replaces, KILLER is a test without arguments that must fail with it, and `mutant` is the wrong
 implementation. If the killer may fail with another error than an AssertionError, FAILS_WITH is a part of that
-error's text, or a tuple of texts of which the error must contain one. tests/test_mutants.py runs all mutants.
+error's text, or a tuple of texts of which the error must contain one. CAUSE is a part of the likely cause
+that the checker of exercises must name (exercises/causes.py); a file without it is one whose failure does not
+show its cause. tests/test_mutants.py runs all mutants.
 
 A mutant must not call its own TARGET: while the mutant is in place, that name is the mutant.
 """

@@ -7,6 +7,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.pipelined_ring.all_gather"
 KILLER = "tests.comm.test_collectives_by_hand.test_an_all_gather_puts_shards_in_rank_order_on_every_rank"
+CAUSE = "wrong order"
 
 
 def mutant(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ KILLER = (
     "tests.data_parallel.test_bucket_overlap"
     ".test_a_mean_in_fp16_buckets_does_not_overflow_even_if_the_sum_would"
 )
+CAUSE = "divided by their number once too often"
 
 
 def mutant(numbers: Tensor, dtype: torch.dtype, ranks: int) -> tuple[Tensor, str]:

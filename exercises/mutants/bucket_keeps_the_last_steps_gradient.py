@@ -6,6 +6,7 @@ TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel"
 KILLER = (
     "tests.data_parallel.test_equivalence.test_the_ranks_that_use_a_parameter_may_change_from_step_to_step"
 )
+CAUSE = "one of an earlier step kept"
 
 
 class mutant(BucketDataParallel):

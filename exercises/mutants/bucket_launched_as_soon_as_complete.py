@@ -5,6 +5,7 @@ from torch import Tensor
 TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._on_gradient"
 KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
 FAILS_WITH = "The ranks do not fit together"
+CAUSE = "agree on one order"
 
 
 def mutant(self, parameter: Tensor) -> None:

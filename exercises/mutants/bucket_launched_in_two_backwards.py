@@ -8,6 +8,7 @@ KILLER = (
     ".test_a_dropped_backward_that_did_not_reach_all_layers_is_refused_on_all_ranks"
 )
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self, parameter: Tensor) -> None:

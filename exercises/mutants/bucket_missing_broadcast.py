@@ -8,6 +8,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 
 TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel"
 KILLER = "tests.data_parallel.test_equivalence.test_ranks_start_from_rank_0s_parameters_and_buffers"
+CAUSE = "broadcast missing"
 
 
 class mutant(BucketDataParallel):

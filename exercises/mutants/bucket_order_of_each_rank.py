@@ -4,6 +4,7 @@ from comm.collectives import Group
 
 TARGET = "data_parallel.bucket_order.BucketOrder.adopt_observed"
 KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
+CAUSE = "one order on which they have agreed"
 
 
 def mutant(self, group: Group) -> bool:

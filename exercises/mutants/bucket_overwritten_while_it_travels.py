@@ -8,6 +8,7 @@ TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._drop_unfinished
 KILLER = (
     "tests.data_parallel.test_loops.test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward"
 )
+CAUSE = "still on their way"
 
 
 def mutant(self, parameter: Tensor) -> None:

@@ -7,6 +7,7 @@ from lab.errors import WorkbookError
 TARGET = "training.range_checkpoint._refuse_damaged"
 KILLER = "tests.training.test_range_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(folder: Path, digests: dict[str, str]) -> None:

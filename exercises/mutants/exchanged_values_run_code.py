@@ -7,6 +7,7 @@ import torch.distributed as dist
 TARGET = "comm.exchange.exchange"
 KILLER = "tests.comm.test_exchange.test_a_value_that_would_run_code_when_it_is_read_is_refused_and_does_not"
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

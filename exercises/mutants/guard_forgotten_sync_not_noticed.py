@@ -5,6 +5,7 @@ from torch.optim import Optimizer
 TARGET = "data_parallel.guard.ReplicaGuard.before_step"
 KILLER = "tests.data_parallel.test_wrapping.test_a_step_without_finish_gradient_sync_is_refused"
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self, optimizer: Optimizer) -> None:

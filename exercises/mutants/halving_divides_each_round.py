@@ -7,6 +7,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.hypercube.halving_doubling"
 KILLER = "tests.comm.test_narrated.test_halving_doubling_equals_one_process"
+CAUSE = "divided by their number once too often"
 
 
 def mutant(wire: Wire, tensor: torch.Tensor, op: str) -> None:

@@ -2,6 +2,7 @@
 
 TARGET = "data_parallel.ordered_launcher.OrderedLauncher.ready"
 KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
+CAUSE = "one order on which they have agreed"
 
 
 def mutant(self, i: int) -> None:

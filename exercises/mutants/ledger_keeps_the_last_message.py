@@ -4,6 +4,7 @@ from lab.ledger import Entry, Ledger, Traffic
 
 TARGET = "lab.ledger.Ledger.count"
 KILLER = "tests.comm.test_cost.test_the_bytes_of_every_message_are_counted_and_not_its_elements"
+CAUSE = "left out"
 
 
 def mutant(self: Ledger, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:

@@ -8,6 +8,7 @@ from data_parallel.train_overlap import OverlapDataParallel
 
 TARGET = "data_parallel.train_overlap.OverlapDataParallel"
 KILLER = "tests.data_parallel.test_narrated.test_overlap_equals_one_process"
+CAUSE = "not averaged over the ranks"
 
 
 class mutant(OverlapDataParallel):

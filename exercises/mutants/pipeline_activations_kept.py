@@ -6,6 +6,7 @@ TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward_input"
 KILLER = (
     "tests.pipeline_parallel.test_mutant_killers.test_1f1b_holds_no_more_microbatches_than_ranks_come_after"
 )
+CAUSE = "kept"
 
 
 def mutant(self, microbatch: int, dy):

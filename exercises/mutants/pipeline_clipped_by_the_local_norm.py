@@ -5,6 +5,7 @@ from torch import Tensor
 
 TARGET = "pipeline_parallel.pipeline.Pipeline.clip_grad_norm_"
 KILLER = "tests.pipeline_parallel.test_plausible_use.test_the_norm_is_that_of_all_stages"
+CAUSE = "one rank's part"
 
 
 def mutant(self, max_norm: float) -> Tensor:

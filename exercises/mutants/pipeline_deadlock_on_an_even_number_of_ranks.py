@@ -10,6 +10,7 @@ KILLER = (
     ".test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even"
 )
 FAILS_WITH = "waited until the timeout"
+CAUSE = "deadlock"
 
 
 def mutant(self) -> None:

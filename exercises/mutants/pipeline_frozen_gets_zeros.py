@@ -2,6 +2,7 @@
 
 TARGET = "pipeline_parallel.pipeline.Pipeline._shared"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_a_frozen_embedding_gets_no_gradient"
+CAUSE = "Zeros stand where no gradient should be"
 
 
 def mutant(self):

@@ -2,6 +2,7 @@
 
 TARGET = "pipeline_parallel.stage_runner.AutogradRunner.backward"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_full_backwards_may_stand_beside_split_ones"
+CAUSE = "is it not computed"
 
 
 def mutant(self, microbatch: int, dy):

@@ -6,6 +6,7 @@ from pipeline_parallel.stage_runner import AutogradRunner
 
 TARGET = "pipeline_parallel.stage_runner.AutogradRunner"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_over_all_microbatches"
+CAUSE = "where a mean is due"
 
 
 class mutant(AutogradRunner):

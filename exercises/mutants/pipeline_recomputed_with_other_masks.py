@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 TARGET = "pipeline_parallel.stage_runner.AutogradRunner.forward"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_recomputation_drops_out_the_same"
+CAUSE = "must draw the same mask"
 
 
 def mutant(self, microbatch: int, x, target=None):

@@ -6,6 +6,7 @@ KILLER = (
     ".test_torchs_own_clipping_and_grad_scalers_are_refused_on_all_ranks_and_a_single_norm_is_not"
 )
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(parameters) -> None:

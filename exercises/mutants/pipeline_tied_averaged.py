@@ -6,6 +6,7 @@ from comm.point_to_point import irecv, isend
 
 TARGET = "pipeline_parallel.pipeline.Pipeline.finish_gradient_sync"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_both_copies_of_a_tied_embedding_get_both_gradients"
+CAUSE = "divided by their number once too often"
 
 
 def mutant(self) -> None:

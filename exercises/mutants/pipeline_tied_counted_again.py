@@ -2,6 +2,7 @@
 
 TARGET = "pipeline_parallel.tied.NewGradients.take"
 KILLER = "tests.pipeline_parallel.test_tied.test_a_tied_gradient_counts_once_after_two_accumulated_steps"
+CAUSE = "counted again"
 
 
 def mutant(self, parameter):

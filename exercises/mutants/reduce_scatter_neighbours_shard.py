@@ -9,6 +9,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.pipelined_ring.reduce_scatter"
 KILLER = "tests.comm.test_collectives_by_hand.test_a_reduce_scatter_gives_each_rank_its_own_shard"
+CAUSE = "place of its rank"
 
 
 def mutant(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:

@@ -2,6 +2,7 @@
 
 TARGET = "lab.meter.Meter._tokens_per_second"
 KILLER = "tests.training.test_run.test_tokens_per_second_are_those_of_all_ranks"
+CAUSE = "only one of 2 parts"
 
 
 def mutant(self) -> float | None:

@@ -2,6 +2,7 @@
 
 TARGET = "data_parallel.sampler.DistributedSampler.set_epoch"
 KILLER = "tests.data_parallel.test_sampler.test_each_epoch_has_another_order"
+CAUSE = "the same again"
 
 
 def mutant(self, epoch: int) -> None:

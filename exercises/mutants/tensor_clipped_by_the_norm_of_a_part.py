@@ -4,6 +4,7 @@ import torch
 
 TARGET = "training.gradient_part.GradientPart.norms"
 KILLER = "tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_uses_the_norm_of_the_full_model"
+CAUSE = "one rank's part"
 
 
 def mutant(parts, ord=2, dtype=None, **_):

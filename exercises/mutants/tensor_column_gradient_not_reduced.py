@@ -4,6 +4,7 @@ from torch import Tensor
 
 TARGET = "tensor_parallel.overlapped._ColumnParallel.backward"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
+CAUSE = "not added up over the ranks"
 
 
 def mutant(ctx, *grads: Tensor):

@@ -9,6 +9,7 @@ KILLER = (
     "tests.tensor_parallel.test_parallelize"
     ".test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process"
 )
+CAUSE = "what each rank puts in"
 
 
 def mutant(self, positions_t: Tensor) -> Tensor:

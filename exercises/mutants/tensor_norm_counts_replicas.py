@@ -7,6 +7,7 @@ from comm.collectives import all_reduce
 
 TARGET = "tensor_parallel.parallel_model.TensorParallel.clip_grad_norm_"
 KILLER = "tests.tensor_parallel.test_parallelize.test_replicated_parameters_count_once_in_the_norm"
+CAUSE = "counted on each"
 
 
 def mutant(self, max_norm: float) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 TARGET = "tensor_parallel.parallel_model.TensorParallel.clip_grad_norm_"
 KILLER = "tests.tensor_parallel.test_parallelize.test_replicated_parameters_count_once_in_the_norm"
+CAUSE = "one rank's part"
 
 
 def mutant(self, max_norm: float) -> Tensor:

@@ -5,6 +5,7 @@ KILLER = (
     "tests.tensor_parallel.test_parallelize"
     ".test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process"
 )
+CAUSE = "not added up over the ranks"
 
 
 def mutant(self) -> None:

@@ -9,6 +9,7 @@ from comm.functions import scatter_sums, sum_over_ranks
 TARGET = "tensor_parallel.layers.VocabParallelEmbedding.forward"
 KILLER = "tests.tensor_parallel.test_layers.test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks"
 FAILS_WITH = "DID NOT RAISE IndexError"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self, tokens: Tensor) -> Tensor:

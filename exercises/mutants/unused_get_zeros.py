@@ -4,6 +4,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 
 TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel"
 KILLER = "tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_on_all_ranks_or_on_none"
+CAUSE = "Zeros stand where no gradient should be"
 
 
 class mutant(BucketDataParallel):

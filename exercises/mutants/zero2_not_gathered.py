@@ -4,6 +4,7 @@ TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer.step"
 KILLER = (
     "tests.data_parallel.test_zero_mutant_killers.test_after_a_step_all_ranks_compute_with_the_new_parameters"
 )
+CAUSE = "new parameters gathered"
 
 
 def mutant(self, closure=None):

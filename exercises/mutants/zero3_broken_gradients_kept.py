@@ -4,6 +4,7 @@ TARGET = "data_parallel.any_loop.AnyLoop._give_up_backward"
 KILLER = (
     "tests.data_parallel.test_zero3_exceptions.test_after_an_exception_in_any_pass_the_next_step_is_right"
 )
+CAUSE = "given up"
 
 
 def mutant(self) -> None:

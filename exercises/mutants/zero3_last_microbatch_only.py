@@ -4,6 +4,7 @@ TARGET = "data_parallel.gradient_shard.GradientShard.keep"
 KILLER = (
     "tests.data_parallel.test_zero_mutant_killers.test_the_gradients_of_all_microbatches_add_up_in_the_shards"
 )
+CAUSE = "only the last one used"
 
 
 def mutant(self, arrived) -> None:

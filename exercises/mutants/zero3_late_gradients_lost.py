@@ -2,6 +2,7 @@
 
 TARGET = "data_parallel.any_loop.AnyLoop._send_late"
 KILLER = "tests.data_parallel.test_zero3_loops.test_forwards_and_backwards_may_come_in_any_number_and_order"
+CAUSE = "never written"
 
 
 def mutant(self) -> None:

@@ -3,6 +3,7 @@
 TARGET = "data_parallel.wrapped.refuse_penalties"
 KILLER = "tests.data_parallel.test_zero3_refusals.test_a_penalty_on_the_shards_is_refused"
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(names, units) -> None:

@@ -3,6 +3,7 @@
 TARGET = "data_parallel.wrapped.Wrapped.refuse_changes"
 KILLER = "tests.data_parallel.test_zero3_refusals.test_a_module_that_was_changed_after_wrapping_is_refused"
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self) -> None:

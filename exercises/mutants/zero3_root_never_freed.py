@@ -4,6 +4,7 @@ TARGET = "data_parallel.blocks.ShardedBlock.free"
 KILLER = (
     "tests.data_parallel.test_zero_mutant_killers.test_after_a_step_all_ranks_compute_with_the_new_parameters"
 )
+CAUSE = "old copies freed"
 
 
 def mutant(self) -> None:

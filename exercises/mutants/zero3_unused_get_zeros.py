@@ -5,6 +5,7 @@ KILLER = (
     "tests.data_parallel.test_zero_mutant_killers"
     ".test_weight_decay_does_not_change_parameters_that_no_rank_used"
 )
+CAUSE = "Zeros stand where no gradient should be"
 
 
 def mutant(self) -> None:

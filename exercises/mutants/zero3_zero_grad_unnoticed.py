@@ -2,6 +2,7 @@
 
 TARGET = "data_parallel.unit.ShardedUnit.adopt_gradients"
 KILLER = "tests.data_parallel.test_zero3_loops.test_a_gan_learns_as_in_one_process"
+CAUSE = "zero_grad()"
 
 
 def mutant(self) -> list:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 TARGET = "training.clipping.clip_grad_norm_"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_gradients_are_clipped_by_the_norm_over_all_shards"
+CAUSE = "one rank's part"
 
 
 def mutant(pieces: list[nn.Parameter], max_norm: float, group, pattern) -> Tensor:

@@ -8,6 +8,7 @@ KILLER = (
     "test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right"
 )
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self, parameter: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ KILLER = (
     ".test_replaced_parameters_are_refused_until_the_optimizer_has_them"
 )
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self) -> None:

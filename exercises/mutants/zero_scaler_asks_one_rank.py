@@ -8,6 +8,7 @@ KILLER = (
     "test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf"
 )
 FAILS_WITH = "all_gather"  # the ranks that step wait for the one that does not
+CAUSE = "what only that rank has seen"
 
 
 def mutant(part: Tensor, group, pattern: str | None) -> Tensor:

@@ -8,6 +8,7 @@ KILLER = (
     ".test_the_optimizer_state_of_another_rank_is_refused_and_a_ranks_own_is_loaded"
 )
 FAILS_WITH = "DID NOT RAISE"
+CAUSE = "check that must refuse it"
 
 
 def mutant(self, state_dict: dict[str, Any]) -> None:

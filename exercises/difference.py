@@ -1,0 +1,76 @@
+"""Say in a few words what differs: which value, which element, what the test got and what it expected."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from exercises.relations import Relation, wrong_values
+from lab.compared import Compared
+
+CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
+
+
+def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) -> str | None:
+    """Return what one rank has compared: "gradient `weight` is 3 times what it should be: got ...".
+
+    The value with the clearest relation is shown, and of the others the number. None says that nothing is
+    known of what was compared.
+    """
+    one = compared.get(rank) or next(iter(compared.values()), None)
+    if one is None:
+        return None
+    if one.is_plain:
+        return _plain(one)
+    wrong = wrong_values(one)
+    if not wrong:
+        return None
+    name = min(wrong, key=lambda name: _clarity(wrong[name]))
+    also = f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
+    what = " ".join(filter(None, (one.what, f"`{name}`" if name else "")))
+    text = f"{what or 'the result'}: {wrong[name].text}"
+    return f"{text}{_example(*one.pairs[name])}{also}"
+
+
+def _plain(one: Compared) -> str | None:
+    got, expected = one.pairs[""]
+    if not one.operator:
+        return f"`{_short(one.what)}` is asserted, and is {_short(got)}"
+    if isinstance(got, Tensor) or isinstance(expected, Tensor):
+        found = wrong_values(one).get("")
+        return f"`{_short(one.what)}` is asserted, and is false{': ' + found.text if found else ''}"
+    return f"`{_short(one.what)}` is asserted: got {_short(got)}, compared with {_short(expected)}"
+
+
+def _example(got: Any, expected: Any) -> str:
+    """Return the element that is most wrong: " (element [0, 1]: got 0.3, expected 0.1)"."""
+    if isinstance(got, Tensor) and isinstance(expected, Tensor) and got.shape == expected.shape:
+        if not got.numel():
+            return ""
+        place = int((got - expected).abs().nan_to_num(nan=float("inf")).argmax())
+        index = [int(i) for i in _unravelled(place, got.shape)]
+        one, other = got.flatten()[place].item(), expected.flatten()[place].item()
+        where = f"element {index}: " if index else ""
+        return f" ({where}got {_short(one)}, expected {_short(other)})"
+    return "" if isinstance(got, Tensor) or isinstance(expected, Tensor) else _pair(got, expected)
+
+
+def _pair(got: Any, expected: Any) -> str:
+    return "" if got is None or expected is None else f" (got {_short(got)}, expected {_short(expected)})"
+
+
+def _unravelled(place: int, shape: tuple[int, ...]) -> list[int]:
+    index: list[int] = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        index.insert(0, rest)
+    return index
+
+
+def _clarity(found: Relation) -> int:
+    return CLEAREST.index(found.kind) if found.kind in CLEAREST else len(CLEAREST)
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float | complex) else str(value) or "empty"
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,44 @@
+"""Describe the error of a failed test: where it happened, what differs, and what has probably caused it."""
+
+import traceback
+from typing import Any
+
+from exercises.causes import likely_cause
+from exercises.difference import shown_difference
+from exercises.evidence import Evidence
+from lab.compared import compared_in
+from lab.ranks import RankError
+from lab.waiting import drawn
+
+
+def failure_of(error: BaseException, test: str = "", table: str | None = None) -> dict[str, Any]:
+    """Return what grade.py needs to know about an error: where it happened, what differs, what may cause it.
+
+    `test` is the failed test's id, and `table` the learner's wrong schedule, which begins with a sentence.
+    """
+    own = compared_in(error)
+    compared = error.compared if isinstance(error, RankError) else {None: own} if own else {}
+    waits = error.waits if isinstance(error, RankError) else {}
+    rank = error.rank if isinstance(error, RankError) else None
+    evidence = Evidence(name_of(test), str(error), compared, waits)
+    difference, drawing = shown_difference(compared, rank), ""
+    if found := evidence.who_waits():
+        drawing = drawn(found)
+    if table:
+        difference, _, drawing = table.partition("\n")
+    return {
+        "type": type(error).__name__,
+        "rank": rank,
+        "text": str(error),
+        "trace": "".join(traceback.format_exception(error)),
+        "difference": difference,
+        "cause": likely_cause(evidence),
+        "drawing": drawing,
+    }
+
+
+def name_of(test: str) -> str:
+    """Return a test's name in words: "ring all reduce equals one process"."""
+    name, _, parameters = test.rpartition("::")[2].partition("[")
+    words = name.removeprefix("test_").replace("_", " ")
+    return f"{words} ({parameters.rstrip(']')})" if parameters else words

@@ -1,0 +1,61 @@
+"""Show where a learner's schedule differs from the lesson's: the table, with the first wrong cell marked."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from exercises.catalog import Exercise
+from pipeline_parallel.actions import Table
+from pipeline_parallel.validate import grid
+
+SCHEDULES = "pipeline_parallel.schedules"
+SIZES = ((1, 1), (2, 2), (2, 3), (3, 4), (4, 6))  # ranks, microbatches
+CHUNKS = 2
+
+
+def originals(exercise: Exercise) -> dict[str, Callable[..., Any]]:
+    """Return the lesson's own functions that return a schedule, by name; call it before they are replaced."""
+    if exercise.module != SCHEDULES:
+        return {}
+    lesson = importlib.import_module(exercise.module)
+    names = [exercise.qualified(target) for target in exercise.targets]
+    return {name: getattr(lesson, name) for name in names if hasattr(lesson, name)}
+
+
+def wrong_table(original: Callable[..., Any], written: Callable[..., Any]) -> str | None:
+    """Return the smallest table that is wrong, with a sentence before it, or None if all are right.
+
+    A table is wrong here if it differs from the lesson's, so this is for a function that has failed a test.
+    """
+    for ranks, microbatches in SIZES:
+        sizes = {"microbatches": microbatches, "stages": ranks, "ranks": ranks, "chunks": CHUNKS}
+        with suppress(Exception):
+            names = inspect.signature(original).parameters
+            arguments = {name: sizes[name] for name in names}
+            expected, got = original(**arguments), written(**arguments)
+            call = f"{original.__name__}({', '.join(str(value) for value in arguments.values())})"
+            if (text := marked(expected, got, call)) is not None:
+                return text
+    return None
+
+
+def marked(expected: Table, got: Table, call: str) -> str | None:
+    """Return the table that was got, with its first wrong cell in brackets, or None if it is right."""
+    if len(got) != len(expected):
+        return f"{call} has {len(got)} rows, and not {len(expected)}, one for each rank."
+    for slot in range(max(len(row) for row in expected) + 1):
+        for rank, (right, wrong) in enumerate(zip(expected, got, strict=True)):
+            one, other = _at(right, slot), _at(wrong, slot)
+            if one != other:
+                found = "ends there" if other is None else f"has {other} there"
+                where = f"rank {rank}, slot {slot}: {one or 'no action'} is expected"
+                sentence = f"{call}, {where}, but the row {found}."
+                notes = {rank: f"expected in slot {slot}: {one or 'the end'}"}
+                return f"{sentence}\n{grid(got, [(rank, slot)], notes)}"
+    return None
+
+
+def _at(row: list[Any], slot: int) -> Any:
+    return row[slot] if slot < len(row) else None
