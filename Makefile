@@ -22,10 +22,10 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test exercises notebooks check-notebooks containers rehearse lint clean
+.PHONY: help setup run test exercises notebooks check-notebooks site check-site containers rehearse lint clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-12s %s\n' "$$target" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
 
 setup: $(READY) ## make .venv and install requirements.txt into it
 
@@ -42,10 +42,16 @@ exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save
 	@$(PY) -m exercises $(ARGS)
 
 notebooks: $(READY) ## open the notebooks in JupyterLab
-	@$(PY) -m jupyter lab --notebook-dir notebooks
+	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
 	@$(PY) -m pytest tests/notebooks $(ARGS)
+
+site: $(READY) ## build the site of READMEs and notebooks
+	@$(PY) site/build.py
+
+check-site: $(READY) ## build the site in a temporary folder, and test it
+	@$(PY) -m pytest tests/site $(ARGS)
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)
@@ -58,8 +64,8 @@ lint: $(READY) ## ruff check, ruff format --check and mypy
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .hypothesis .mypy_cache .ruff_cache
+clean: ## remove .venv, caches and the built site
+	rm -rf $(VENV) site/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv contains the path of this folder, so it is set up again after the folder was moved or copied.

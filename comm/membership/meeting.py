@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,33 +32,15 @@ def meet(
     claim one rank or one GPU, or if the world sizes differ.
     """
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
-    entry = json.dumps(me)
-    seated = store.compare_set(f"rank/{rank}", "", entry).decode()
-    if seated != entry:
-        other = json.loads(seated)
-        raise give_up(
-            store,
-            rank,
-            f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
-            f"{me['pid']} on {me['host']}; give each its own RANK.",
-        )
+    claim(store, rank, me)
     is_connected = _connect_to_rank_0(store, rank, world_size, 1.0, refusal)
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
-    present: dict[int, dict] = {}
+    present: dict[int, dict[str, Any]] = {}
     while len(present) < world_size or not is_connected:
         is_connected = is_connected or _connect_to_rank_0(store, rank, world_size, 0.0, refusal)
         raise_if_given_up(store, rank)
-        for peer in range(world_size):
-            if peer not in present and store.check([f"rank/{peer}"]):
-                present[peer] = json.loads(store.get(f"rank/{peer}"))
-                if present[peer]["world_size"] != world_size:
-                    raise give_up(
-                        store,
-                        rank,
-                        f"Rank {rank} was started with WORLD_SIZE {world_size}, but rank {peer} with "
-                        f"{present[peer]['world_size']}; all ranks need the same.",
-                    )
+        note_arrivals(store, rank, world_size, present)
         missing = [peer for peer in range(world_size) if peer not in present]
         now = time.monotonic()
         if missing and now > deadline:
@@ -79,6 +62,37 @@ def meet(
     wait_for_all(store, rank, world_size, "seen", deadline)
     if rank == 0:
         _say(rank, world_size, f"all {world_size} ranks have met")
+
+
+def claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
+    """Write `me` to the store under this rank's key. CommError if another process was there first."""
+    entry = json.dumps(me)
+    seated = store.compare_set(f"rank/{rank}", "", entry).decode()
+    if seated != entry:
+        other = json.loads(seated)
+        raise give_up(
+            store,
+            rank,
+            f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
+            f"{me['pid']} on {me['host']}; give each its own RANK.",
+        )
+
+
+def note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
+    """Add to `present` the entries of ranks that have come since the last call.
+
+    Raise CommError if one of them was started with another world size.
+    """
+    for peer in range(world_size):
+        if peer not in present and store.check([f"rank/{peer}"]):
+            present[peer] = json.loads(store.get(f"rank/{peer}"))
+            if present[peer]["world_size"] != world_size:
+                raise give_up(
+                    store,
+                    rank,
+                    f"Rank {rank} was started with WORLD_SIZE {world_size}, but rank {peer} with "
+                    f"{present[peer]['world_size']}; all ranks need the same.",
+                )
 
 
 def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:

@@ -39,6 +39,7 @@ EXERCISES = (
             "tests/data_parallel/test_narrated.py::test_naive_equals_one_process",
             EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
             EQUIVALENCE + "test_a_parameter_has_a_gradient_on_all_ranks_or_on_none",
+            EQUIVALENCE + "test_a_module_without_trained_parameters_is_allowed",
             "tests/data_parallel/test_naive.py::test_naive_sends_each_gradient_and_the_flags_after_the_backward",
         ),
         difficulty=2,

@@ -106,6 +106,21 @@ def test_an_all_to_all_without_sizes_divides_evenly():
         assert got == [100 * p + 2 * rank + i for p in range(3) for i in range(2)]
 
 
+def test_an_all_to_all_sends_each_rank_its_part_of_any_size():
+    sizes = [[(p + 2 * q) % 4 for q in range(3)] for p in range(3)]  # what rank p sends to rank q
+
+    def exchange(cluster) -> list[float]:
+        n, r = cluster.world_size, cluster.rank
+        full = torch.cat([torch.full((sizes[r][q],), 10.0 * r + q) for q in range(n)])
+        received = [sizes[p][r] for p in range(n)]
+        output = torch.empty(sum(received))
+        collectives.all_to_all(output, full, received, sizes[r])
+        return output.tolist()
+
+    for rank, got in enumerate(run_ranks(exchange, 3)):
+        assert got == [10.0 * p + rank for p in range(3) for _ in range(sizes[p][rank])]
+
+
 def test_gradients_of_a_model_are_averaged_where_they_are():
     def average(cluster) -> None:
         layer = torch.nn.Linear(3, 2)

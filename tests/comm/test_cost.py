@@ -163,25 +163,37 @@ def test_what_all_ranks_send_in_a_ring_adds_up_to_every_byte_moved():
 
 
 def test_predicted_seconds_follow_alpha_and_beta():
-    link = Link(alpha=1e-3, beta=1e-6)  # a millisecond a message, a microsecond a byte
-    header = 2e-3  # two rounds among four ranks
-
-    def payload(op: str, pattern: str, ranks: int = 4) -> float:
-        return cost.seconds(op, pattern, 1200, ranks, link)
-
-    assert payload("barrier", "tree") == pytest.approx(header)
-    assert payload("broadcast", "tree") == pytest.approx(header + 2 * (1e-3 + 1200e-6))
-    assert payload("broadcast", "flat") == pytest.approx(header + 1e-3 + 3600e-6)
-    assert payload("all_gather", "ring") == pytest.approx(header + 3 * (1e-3 + 300e-6))
-    assert payload("all_reduce", "ring") == pytest.approx(header + 6 * (1e-3 + 300e-6))
-    assert payload("all_reduce", "recursive_doubling") == pytest.approx(header + 2 * (1e-3 + 1200e-6))
-    assert payload("all_reduce", "halving_doubling") == pytest.approx(header + 4e-3 + 1.5 * 1200e-6)
-    assert payload("all_to_all", "pairwise") == pytest.approx(2 * header + 3e-3 + 900e-6)
-    # five ranks: the fifth hands its tensor to another first and gets the result at the end
-    assert payload("all_reduce", "recursive_doubling", 5) == pytest.approx(3e-3 + 4 * (1e-3 + 1200e-6))
-    for op, pattern in OURS:
-        assert payload(op, pattern, 1) == 0.0
-        assert payload(op, pattern) > 0.0
+    a, b = 1e-3, 1200e-6  # a millisecond for each message; 1200 bytes, and a microsecond for each
+    header = 2 * a  # two rounds among four ranks
+    four_ranks = {
+        ("barrier", "tree"): header,
+        ("broadcast", "tree"): header + 2 * (a + b),
+        ("broadcast", "flat"): header + a + 3 * b,
+        ("reduce", "tree"): header + 2 * (a + b),
+        ("reduce", "flat"): header + a + 3 * b,
+        ("scatter", "flat"): header + a + 3 / 4 * b,
+        ("gather", "flat"): header + a + 3 / 4 * b,
+        ("all_gather", "ring"): header + 3 * (a + b / 4),
+        ("reduce_scatter", "pipelined_ring"): header + 3 * (a + b / 4),
+        ("all_reduce", "ring"): header + 6 * (a + b / 4),
+        ("all_reduce", "tcp"): 3 * a + 6 * (a + b / 4),  # headers go around the ring, too
+        ("all_gather", "cma"): 3 * a + 3 * (a + b / 4),
+        ("all_reduce", "tree"): header + 4 * (a + b),
+        ("all_reduce", "flat"): header + 2 * (a + 3 * b),
+        ("all_reduce", "recursive_doubling"): header + 2 * (a + b),
+        ("all_reduce", "halving_doubling"): header + 4 * a + 2 * 3 / 4 * b,
+        ("all_to_all", "pairwise"): 2 * header + 3 * a + 3 / 4 * b,
+    }
+    five_ranks = {  # the fifth one gives its tensor to another first, and gets the result at the end
+        ("all_reduce", "recursive_doubling"): 3 * a + 4 * (a + b),
+        ("all_reduce", "halving_doubling"): 3 * a + 4 * a + 2 * 3 / 4 * b + 2 * (a + b),
+    }
+    for ranks, expected in ((4, four_ranks), (5, five_ranks), (1, dict.fromkeys(OURS, 0.0))):
+        for (op, pattern), seconds in expected.items():
+            got = cost.seconds(op, pattern, 1200, ranks, Link(alpha=1e-3, beta=1e-6))
+            told = f"{op} {pattern} on {ranks} ranks takes {seconds:.6f} s, not {got:.6f} s"
+            assert got == pytest.approx(seconds), told
+    assert all(cost.seconds(*each, 1200, 4, Link(alpha=1e-3, beta=1e-6)) > 0 for each in OURS)
 
 
 def test_an_unknown_pattern_has_no_formula():

@@ -17,17 +17,22 @@ _VARIES = (
     (re.compile(_NUMBER + r" times as (long|fast)\b"), "TIMES"),
     (re.compile(rf"(TIMES?) +({_VERDICT})"), r"\1"),
     (re.compile(r"/[\w./-]+/"), "PATH/"),
+    (re.compile(r"process \d+ on [\w.-]+"), "PROCESS"),
+    (re.compile(r"(MASTER_PORT=|127\.0\.0\.1:)\d+"), r"\1PORT"),
     (re.compile(r" +"), " "),  # a column is as wide as its times
 )
 
 
 def texts_of(outputs: list[Any]) -> str:
     """Return the text of a cell's outputs without times, paths and colours. Lines of ranks come in any order."""
-    lines: list[str] = []
+    text = ""
     for output in outputs:
-        text = output.get("text") or output.get("data", {}).get("text/plain", "")
-        for varies, instead in _VARIES:
-            text = varies.sub(instead, text)
-        lines += text.splitlines()
+        if "text" in output:  # a piece of a stream, which may end in the middle of a line
+            text += output["text"]
+        else:
+            text += ("" if text.endswith("\n") else "\n") + output.get("data", {}).get("text/plain", "") + "\n"
+    for varies, instead in _VARIES:
+        text = varies.sub(instead, text)
+    lines = text.strip("\n").splitlines()
     tagged = sorted(line for line in lines if line.startswith("[rank "))
     return "\n".join([*tagged, *(line for line in lines if not line.startswith("[rank "))])

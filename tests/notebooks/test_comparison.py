@@ -20,9 +20,13 @@ def text(plain: str) -> str:
             "measured   1.010 ms      as predicted, within 5 %",
         ),
         ("/tmp/a/x.py:3 in f", "/home/b/x.py:3 in f"),
+        (
+            "rank 0 is process 12 on vm, at 127.0.0.1:4000",
+            "rank 0 is process 9 on a-laptop.local, at 127.0.0.1:31",
+        ),
     ],
 )
-def test_times_rates_and_paths_may_differ(one, other):
+def test_times_rates_paths_and_processes_may_differ(one, other):
     assert text(one) == text(other)
 
 
@@ -36,3 +40,10 @@ def test_times_rates_and_paths_may_differ(one, other):
 )
 def test_what_teaches_may_not_differ(one, other):
     assert text(one) != text(other)
+
+
+def test_a_line_may_come_in_one_piece_or_in_several():
+    pieces = [{"text": "[rank 0] a\n[ra"}, {"text": "nk 1] b"}, {"text": "\n"}]
+    assert texts_of(pieces) == texts_of([{"text": "[rank 1] b\n[rank 0] a\n"}]) == "[rank 0] a\n[rank 1] b"
+    value = {"data": {"text/plain": "3"}}
+    assert texts_of([{"text": "a"}, value]) == texts_of([{"text": "a"}, {"text": "\n"}, value]) == "a\n3"

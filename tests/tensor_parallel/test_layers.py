@@ -120,6 +120,10 @@ def test_the_bias_of_a_row_layer_is_added_once():
         assert_same({"y": y.detach()}, {"y": torch.tensor([[1.0, 2.0, 3.0]]).expand(5, 3)}, what="output")
         assert_same({"bias": layer.bias.grad}, {"bias": torch.full((3,), 5.0)})
 
+        for by_tokens in (False, True):  # a layer may have no bias
+            plain = RowParallelLinear(4, 3, bias=False, sequence_parallel=by_tokens).double()
+            assert not plain(torch.zeros(1, 6, 2).double()).any()
+
     run_ranks(look, 2)
 
 

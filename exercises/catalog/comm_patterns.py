@@ -1,4 +1,4 @@
-"""Exercises of lesson 1: messages between ranks, and the collectives that are made of them."""
+"""Exercises of lesson 1, first part: messages between ranks, and the collectives made of them."""
 
 from exercises.catalog.exercise import Exercise
 
@@ -22,8 +22,8 @@ EXERCISES = (
         hints=(
             "`wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a message and return at once. "
             "Each returns a transfer, and `transfer.wait()` returns when the message is done.",
-            "Start the receive from rank r-1 and the send to rank r+1, both modulo n, and only then wait for "
-            "both. If every rank waited for its own send first, no rank would receive.",
+            "Start the receive from rank r-1 and the send to rank r+1, both modulo n, and only then wait "
+            "for both. If every rank waited for its own send first, no rank would receive.",
             "A tensor may be empty (`tensor.numel()` is 0). Then there is no message: neither start a "
             "transfer for it nor wait for one. The two tensors may have different sizes, so look at each.",
         ),
@@ -62,9 +62,32 @@ EXERCISES = (
         needs=("ring_reduce_scatter",),
         hints=(
             "A rank sends on what it received in the step before. In step 0 it sends its own chunk.",
-            "What a rank receives in step s is what its left neighbour sends in step s. Nothing is added, so "
-            "a chunk can be received where it belongs.",
+            "What a rank receives in step s is what its left neighbour sends in step s. Nothing is added, "
+            "so a chunk can be received where it belongs.",
             "In step s of n-1, rank r sends chunks[(r - s) % n] and receives chunks[(r - 1 - s) % n].",
+        ),
+    ),
+    Exercise(
+        name="ring_all_reduce",
+        title="Ring all-reduce",
+        target="comm.algorithms.ring.all_reduce",
+        tests=(
+            NARRATED + "test_ring_all_reduce_equals_one_process",
+            COLLECTIVES + "test_every_reduction_is_right_in_every_dtype[ring]",
+        ),
+        difficulty=1,
+        minutes=10,
+        needs=("ring_reduce_scatter", "ring_all_gather"),
+        doc="""
+            Replace every rank's `full` by the reduction of all, in 2(n-1) messages of an n-th of it.
+        """,
+        hints=(
+            "After a reduce-scatter each rank has one finished chunk, and the other chunks are partial "
+            "sums. What is missing?",
+            "shards_of(full, wire.size) returns the chunks as views. What is written into a chunk is "
+            "written into `full`.",
+            "Divide `full` into chunks, call reduce_chunks(wire, chunks, op), and then gather_chunks(wire, "
+            "chunks).",
         ),
     ),
     Exercise(
@@ -107,8 +130,8 @@ EXERCISES = (
         minutes=30,
         needs=("tree_broadcast",),
         hints=(
-            "Count positions from the root: position = (rank - root) % size. The root is at position 0. Find "
-            "parents and children as positions, and turn them into ranks at the end.",
+            "Count positions from the root: position = (rank - root) % size. The root is at position 0. "
+            "Find parents and children as positions, and turn them into ranks at the end.",
             "Position 6 is 110 in binary. Its parent is 4, or 100: clear the lowest 1 bit. That bit, "
             "position & -position, is the position's reach: its subtree has the positions up to the reach.",
             "The reach of the root is the smallest power of two that is at least the size. The children are "
@@ -147,44 +170,30 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="predicted_seconds",
-        title="The predicted time of a collective",
-        target="comm.cost.seconds",
+        name="all_to_all",
+        title="All-to-all",
+        target="comm.algorithms.pairwise.all_to_all",
         tests=(
-            "tests/comm/test_cost.py::test_predicted_seconds_follow_alpha_and_beta",
-            "tests/comm/test_cost.py::test_an_unknown_pattern_has_no_formula",
+            NARRATED + "test_pairwise_all_to_all_equals_one_process",
+            "tests/comm/test_cost.py::test_an_uneven_all_to_all_is_counted_exactly",
+            BY_HAND + "test_an_all_to_all_sends_each_rank_its_part_of_any_size",
         ),
-        difficulty=3,
-        minutes=40,
-        needs=("tree_broadcast", "ring_all_gather"),
+        difficulty=2,
+        minutes=20,
+        needs=("send_and_receive",),
         doc="""
-            Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`.
+            Send part p of `full` to rank p, and receive part p of `output` from it.
 
-            A message of b bytes takes link.alpha + b * link.beta seconds. With one rank nothing is sent. The
-            patterns, with n ranks, and L rounds of a tree (`_log2_up`):
-
-                barrier           tree (headers only)
-                broadcast         flat, tree          flat: n-1 sends, whose latencies overlap
-                reduce            flat, tree
-                scatter, gather   flat                n-1 messages of an n-th; latencies overlap
-                all_gather        ring
-                reduce_scatter    ring
-                all_reduce        ring, flat (a reduce and a broadcast), tree (the same)
-                                  recursive_doubling, halving_doubling
-                all_to_all        pairwise            n-1 messages of an n-th, one after another
-
-            The patterns pipelined_ring, tcp and cma cost as much as ring. If n is no power of two, the two
-            doublings take as long as with the largest power of two below n, and two messages of the full
-            tensor more. Headers take L alpha; with tcp and cma (n-1) alpha; 2 L alpha in an all_to_all. Raise
-            ValueError "There is no formula for {op} with pattern {pattern!r}." for anything else.
+            The parts stand one after the other. `in_sizes[p]` is the number of elements of part p of `full`,
+            and `out_sizes[p]` that of part p of `output`. An empty part is not sent.
         """,
         hints=(
-            "Count the steps that must follow one another, and the bytes that one rank sends in each step. "
-            "The ring's all-gather has n-1 steps, and each sends an n-th of the tensor.",
-            "An all-reduce by ring has twice the steps of an all-gather. A tree has L rounds with the full "
-            "tensor. Recursive doubling has log2 n rounds with the full tensor too.",
-            "Halving-doubling has 2 log2 n messages. They halve from 1/2 of the tensor to 1/n, and double "
-            "again, so they have 2 (n-1)/n of the bytes: 2 log2 n alpha + 2 (n-1)/n B beta.",
+            "full.split(in_sizes) are the parts that leave, and output.split(out_sizes) the places of those "
+            "that arrive. One of the parts does not travel. Which one?",
+            "Start all receives and all sends, and only then wait for all of them. This rank's own part is "
+            "copied. Leave out a message whose part is empty: its sizes are 0 on both ranks.",
+            "If every rank began with rank 0, all ranks would send to rank 0 at the same time. In step s = "
+            "1, 2, ... n-1 rank r sends to rank r+s and receives from rank r-s, both modulo n.",
         ),
     ),
 )

@@ -1,0 +1,154 @@
+"""Exercises of lesson 1, second part: the cost and the gradients of collectives, and how ranks meet."""
+
+from exercises.catalog.exercise import Exercise
+
+FUNCTIONS = "tests/comm/test_functions.py::"
+MEETING = "tests/comm/test_meeting.py::"
+
+EXERCISES = (
+    Exercise(
+        name="predicted_seconds",
+        title="The predicted time of a collective",
+        target="comm.cost.seconds",
+        tests=(
+            "tests/comm/test_cost.py::test_predicted_seconds_follow_alpha_and_beta",
+            "tests/comm/test_cost.py::test_an_unknown_pattern_has_no_formula",
+        ),
+        difficulty=3,
+        minutes=40,
+        needs=("tree_broadcast", "ring_all_gather"),
+        doc="""
+            Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`.
+
+            A message of b bytes takes link.alpha + b * link.beta seconds. With one rank nothing is sent. The
+            patterns, with n ranks, and L rounds of a tree (`_log2_up`):
+
+                barrier           tree (headers only)
+                broadcast         flat, tree          flat: n-1 sends, whose latencies overlap
+                reduce            flat, tree
+                scatter, gather   flat                n-1 messages of an n-th; latencies overlap
+                all_gather        ring
+                reduce_scatter    ring
+                all_reduce        ring, flat (a reduce and a broadcast), tree (the same)
+                                  recursive_doubling, halving_doubling
+                all_to_all        pairwise            n-1 messages of an n-th, one after another
+
+            The patterns pipelined_ring, tcp and cma cost as much as ring. If n is no power of two, the two
+            doublings take as long as with the largest power of two below n, and two messages of the full
+            tensor more. Headers take L alpha; with tcp and cma (n-1) alpha; 2 L alpha in an all_to_all. Raise
+            ValueError "There is no formula for {op} with pattern {pattern!r}." for anything else.
+        """,
+        hints=(
+            "Count the steps that must follow one another, and the bytes that one rank sends in each step. "
+            "The ring's all-gather has n-1 steps, and each sends an n-th of the tensor.",
+            "An all-reduce by ring has twice the steps of an all-gather. A tree has L rounds with the full "
+            "tensor. Recursive doubling has log2 n rounds with the full tensor too.",
+            "Halving-doubling has 2 log2 n messages. They halve from 1/2 of the tensor to 1/n, and double "
+            "again, so they have 2 (n-1)/n of the bytes: 2 log2 n alpha + 2 (n-1)/n B beta.",
+        ),
+    ),
+    Exercise(
+        name="conjugate_functions",
+        title="Collectives and their conjugates",
+        target="comm.functions.sum_over_ranks",
+        also=(
+            "comm.functions.copy_to_ranks",
+            "comm.functions.gather_from_ranks",
+            "comm.functions.split_to_ranks",
+        ),
+        tests=(
+            "tests/comm/test_narrated.py::test_a_function_and_its_conjugate_equal_one_process",
+            FUNCTIONS + "test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum",
+            FUNCTIONS + "test_each_pair_is_what_autograd_finds_on_one_process[3]",
+            FUNCTIONS + "test_inputs_outputs_and_gradients_are_left_as_they_were",
+        ),
+        difficulty=3,
+        minutes=35,
+        needs=("ring_all_reduce",),
+        doc="""
+            Return the sum of all ranks' `x`. All ranks compute the same loss from it, which counts once.
+
+            Use `_Pair.apply(x, forward, backward)`: `forward` makes the output from x, and `backward` makes
+            the gradient of x from that of the output. `summed` returns the sum over ranks in a new tensor,
+            and `own_shard` this rank's shard as a view. `InFlightAllGather(shard, dim, group, size).wait()`
+            returns all shards together. No function may return or change the memory of its input.
+        """,
+        docs={
+            "copy_to_ranks": """
+                Return `x`, which is the same on all ranks. Each rank computes something else from it.
+            """,
+            "gather_from_ranks": """
+                Return the shards of all ranks, together along `dim`.
+
+                All ranks compute the same loss from the result. If shards differ, `size` is the full size.
+            """,
+            "split_to_ranks": """
+                Return this rank's shard along `dim` of `x`, which is the same on all ranks.
+
+                Each rank computes something else from its shard.
+            """,
+        },
+        hints=(
+            "Ask of each function: is the gradient that arrives in the backward complete on every rank, or "
+            "does each rank have one term or one shard of it?",
+            "If all ranks compute the same loss from an output, its gradient is complete on each of them, "
+            "and another sum would make it n times too large. If each computes something else from an "
+            "input, each has one term of the input's gradient.",
+            "The backwards: the identity for sum_over_ranks, `summed` for copy_to_ranks, `own_shard` for "
+            "gather_from_ranks, and an all-gather for split_to_ranks, whose full size is x.shape[dim]. The "
+            "forward of copy_to_ranks is x.view_as(x).",
+        ),
+    ),
+    Exercise(
+        name="rendezvous",
+        title="A rendezvous at the store",
+        target="comm.membership.meeting.claim",
+        also=("comm.membership.meeting.note_arrivals", "comm.membership.meeting.wait_for_all"),
+        tests=(
+            MEETING + "test_ranks_find_each_other_at_a_store",
+            MEETING + "test_only_one_of_two_processes_gets_a_rank",
+            MEETING + "test_a_rank_that_comes_with_another_world_size_is_refused",
+            MEETING + "test_no_rank_goes_on_before_all_have_reached_a_stage",
+            MEETING + "test_ranks_that_do_not_reach_a_stage_are_named_at_the_deadline",
+            "tests/comm/test_rendezvous.py::test_different_world_sizes_are_refused_on_both_sides",
+        ),
+        difficulty=3,
+        minutes=40,
+        doc="""
+            Write `me` to the store under this rank's key. CommError if another process was there first.
+
+            The store is a key-value server for all ranks. store.compare_set(key, "", text) writes the text if
+            the key has no value, and returns, as bytes, the value that the key has then. The key is
+            `rank/{rank}`, and the value is `me` as JSON, with "host" and "pid". If another process is there,
+            raise give_up(store, rank, sentence), which tells the sentence to all other ranks, too: "Two
+            processes claim rank {rank}: process {pid} on {host} and process {pid} on {host}; give each its
+            own RANK."
+        """,
+        docs={
+            "note_arrivals": """
+                Add to `present` the entries of ranks that have come since the last call, by rank.
+
+                store.check([key]) returns whether the key has a value, and store.get(key) returns the value.
+                If an entry has another "world_size", give up with the sentence "Rank {rank} was started with
+                WORLD_SIZE {world_size}, but rank {peer} with {its world size}; all ranks need the same."
+            """,
+            "wait_for_all": """
+                Return when all ranks have called this with the same `stage`.
+
+                store.set(key, "") writes a key, `{stage}/{rank}`. `_absent` returns the ranks whose key is
+                missing. Sleep `_POLL / 10` seconds between two looks, and call raise_if_given_up(store, rank)
+                before each, because another rank may have found an error. After the deadline, a value of
+                time.monotonic(), give up: "The group cannot form: {_ranks(missing)} {_STUCK}."
+            """,
+        },
+        hints=(
+            "Two processes that first look whether a key is free, and then write, may both find it free. "
+            "compare_set looks and writes in one step, so exactly one of them wins.",
+            "compare_set returns bytes: compare its decoded result with your own text. If they are equal, "
+            "the place is yours. store.get waits for a key that is missing, so ask with store.check first.",
+            "A barrier on a store: write your own key, then loop while `_absent(store, world_size, stage)` "
+            "is not empty. In the loop call raise_if_given_up, compare time.monotonic() with the deadline, "
+            "sleep.",
+        ),
+    ),
+)

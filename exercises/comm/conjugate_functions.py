@@ -1,0 +1,50 @@
+"""Collectives and their conjugates. Write `sum_over_ranks`, `copy_to_ranks`, `gather_from_ranks` and
+`split_to_ranks` of comm/functions.py.
+
+Check it with `python -m exercises check conjugate_functions`.
+"""
+
+from torch import Tensor
+
+from comm.collectives import Group
+from comm.functions import InFlightAllGather, _Pair, own_shard, summed
+
+
+def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
+    """Return the sum of all ranks' `x`. All ranks compute the same loss from it, which counts once.
+
+    Use `_Pair.apply(x, forward, backward)`: `forward` makes the output from x, and `backward` makes
+    the gradient of x from that of the output. `summed` returns the sum over ranks in a new tensor,
+    and `own_shard` this rank's shard as a view. `InFlightAllGather(shard, dim, group, size).wait()`
+    returns all shards together. No function may return or change the memory of its input.
+    """
+    raise NotImplementedError(
+        "Collectives and their conjugates is not written yet: `sum_over_ranks` has no body."
+    )
+
+
+def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
+    """Return `x`, which is the same on all ranks. Each rank computes something else from it."""
+    raise NotImplementedError(
+        "Collectives and their conjugates is not written yet: `copy_to_ranks` has no body."
+    )
+
+
+def gather_from_ranks(x: Tensor, dim: int, group: Group = None, size: int | None = None) -> Tensor:
+    """Return the shards of all ranks, together along `dim`.
+
+    All ranks compute the same loss from the result. If shards differ, `size` is the full size.
+    """
+    raise NotImplementedError(
+        "Collectives and their conjugates is not written yet: `gather_from_ranks` has no body."
+    )
+
+
+def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
+    """Return this rank's shard along `dim` of `x`, which is the same on all ranks.
+
+    Each rank computes something else from its shard.
+    """
+    raise NotImplementedError(
+        "Collectives and their conjugates is not written yet: `split_to_ranks` has no body."
+    )

@@ -1,0 +1,46 @@
+"""A rendezvous at the store. Write `claim`, `note_arrivals` and `wait_for_all` of comm/membership/meeting.py.
+
+Check it with `python -m exercises check rendezvous`.
+"""
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from comm.membership.meeting import _POLL, _STUCK, _absent, _ranks, give_up, raise_if_given_up
+
+
+def claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
+    """Write `me` to the store under this rank's key. CommError if another process was there first.
+
+    The store is a key-value server for all ranks. store.compare_set(key, "", text) writes the text if
+    the key has no value, and returns, as bytes, the value that the key has then. The key is
+    `rank/{rank}`, and the value is `me` as JSON, with "host" and "pid". If another process is there,
+    raise give_up(store, rank, sentence), which tells the sentence to all other ranks, too: "Two
+    processes claim rank {rank}: process {pid} on {host} and process {pid} on {host}; give each its
+    own RANK."
+    """
+    raise NotImplementedError("A rendezvous at the store is not written yet: `claim` has no body.")
+
+
+def note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
+    """Add to `present` the entries of ranks that have come since the last call, by rank.
+
+    store.check([key]) returns whether the key has a value, and store.get(key) returns the value.
+    If an entry has another "world_size", give up with the sentence "Rank {rank} was started with
+    WORLD_SIZE {world_size}, but rank {peer} with {its world size}; all ranks need the same."
+    """
+    raise NotImplementedError("A rendezvous at the store is not written yet: `note_arrivals` has no body.")
+
+
+def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
+    """Return when all ranks have called this with the same `stage`.
+
+    store.set(key, "") writes a key, `{stage}/{rank}`. `_absent` returns the ranks whose key is
+    missing. Sleep `_POLL / 10` seconds between two looks, and call raise_if_given_up(store, rank)
+    before each, because another rank may have found an error. After the deadline, a value of
+    time.monotonic(), give up: "The group cannot form: {_ranks(missing)} {_STUCK}."
+    """
+    raise NotImplementedError("A rendezvous at the store is not written yet: `wait_for_all` has no body.")

@@ -1,0 +1,171 @@
+"""Show a repository as a site: a README is the page of its folder, and a link to a source file shows it.
+
+README.md, comm/README.md           index.html, comm/index.html
+notebooks/02_collectives.ipynb      notebooks/02_collectives.html
+a link to comm/tour.py              comm/tour.py.html, the highlighted file
+a link to comm/algorithms           comm/algorithms/index.html, a list of its files
+a link to a template in pages.py    the page to play with that is made of it
+"""
+
+import ast
+import html
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.project import Project
+from sphinx.transforms import SphinxTransform
+
+from pages import PAGES, write_pages
+
+# The parts of the menu: a title, and patterns of pages. A page stands where it matches first.
+MENU = (
+    (
+        "Lessons",
+        *("comm/index", "data_parallel/index", "tensor_parallel/index", "pipeline_parallel/index"),
+        r"\w+_parallel/index",
+    ),
+    ("Notebooks", "notebooks/.*"),
+    ("Pages to play with", "site/.*"),
+    ("Exercises", "exercises/.*"),
+    ("More", ".*"),
+)
+# Source files of other kinds are shown as plain text.
+LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cff": "yaml", ".html": "html", ".js": "js"}
+
+
+class ReadmesAreIndexes(Project):
+    """Names the README of a folder `index`, so that it becomes the folder's page."""
+
+    def path2doc(self, filename: Any) -> str | None:
+        name = super().path2doc(filename)
+        return name and re.sub(r"(^|/)README$", r"\1index", name)
+
+
+def menu(docnames: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the title of each part of the menu, and its pages."""
+    left = sorted(docnames - {"index"}, key=lambda name: (not name.endswith("/index"), name))
+    for title, *patterns in MENU:
+        pages = []
+        for pattern in patterns:
+            pages += [name for name in left if re.fullmatch(pattern, name)]
+            left = [name for name in left if name not in pages]
+        if pages:
+            yield title, pages
+
+
+def add_menu(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append the menu to the first page, where Sphinx looks for it."""
+    if docname == "index":
+        for title, pages in menu(app.project.docnames):
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n" + "\n".join(pages) + "\n```\n"
+
+
+class LinksToSources(SphinxTransform):
+    """Turns links to files and folders that have no page of their own into links to pages that show them."""
+
+    default_priority = 5  # before Sphinx copies the files as downloads
+
+    def apply(self, **kwargs: Any) -> None:
+        docname = self.env.docname
+        kinds = (addnodes.pending_xref, addnodes.download_reference)
+        for link in [link for kind in kinds for link in self.document.findall(kind)]:
+            path = (Path(self.env.doc2path(docname)).parent / link["reftarget"]).resolve()
+            root = Path(self.env.srcdir).resolve()
+            is_shown = link.get("reftype") == "myst" and not link.get("refdomain") and path.exists()
+            if not is_shown or not path.is_relative_to(root):
+                continue
+            page = page_of(self.env, path.relative_to(root).as_posix())
+            uri = posixpath.relpath(page, posixpath.dirname(docname) or ".")
+            link.replace_self(nodes.reference("", "", *link.children, refuri=uri, internal=True))
+
+
+class NotebookCells(SphinxTransform):
+    """Shows cells that run on ranks as Python, and gives pictures the text that describes them."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: Any) -> None:
+        for output in self.document.findall(
+            lambda node: isinstance(node, nodes.container) and node.get("nb_element") == "mime_bundle"
+        ):
+            texts = [each.astext() for each in output if each.get("mime_type") == "text/plain"]
+            for image in output.findall(nodes.image):
+                image["alt"] = "".join(texts)
+        for block in self.document.findall(nodes.literal_block):
+            if block.astext().startswith("%%rank"):
+                block["language"] = "python"
+
+
+def page_of(env: BuildEnvironment, path: str) -> str:
+    """Return the address of the page that shows a file or folder, and note that the page is needed."""
+    if (env.srcdir / path).is_dir():
+        name = f"{path}/index"
+        if name not in env.project.docnames:
+            _shown(env).add(path)
+        return f"{name}.html"
+    if path in PAGES:
+        return f"site/{PAGES[path]}"
+    _shown(env).add(path)
+    return f"{path}.html"
+
+
+def _shown(env: BuildEnvironment) -> set[str]:
+    if not hasattr(env, "workbook_shown"):
+        env.workbook_shown = set()  # type: ignore[attr-defined]
+    return env.workbook_shown  # type: ignore[attr-defined]
+
+
+def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the pages of all files and folders to which links lead."""
+    root, shown = Path(app.srcdir), _shown(app.env)
+    for folder in [path for path in shown if (root / path).is_dir()]:
+        files = [path for path in (root / folder).iterdir() if path.is_file() and path.suffix in LEXERS]
+        links = [f'<a href="{file.name}.html">{file.name}</a> {summary(file)}' for file in sorted(files)]
+        yield _page(app, f"{folder}/index", f"{folder}/", f"<ul><li>{'<li>'.join(links)}</ul>")
+        shown |= {f"{folder}/{file.name}" for file in files}
+    for path in sorted(path for path in shown if (root / path).is_file()):
+        lexer = LEXERS.get(Path(path).suffix, "text")
+        code = app.builder.highlighter.highlight_block((root / path).read_text(), lexer)
+        yield _page(app, path, path, code)
+
+
+def _page(app: Sphinx, name: str, title: str, body: str) -> tuple[str, dict[str, Any], str]:
+    """Return what Sphinx needs for a page: its name, its content, and its template."""
+    parents = [f"{folder}/index" for folder in map(str, Path(title).parents) if folder != "."] + ["index"]
+    above = next(docname for docname in parents if docname in app.env.titles)
+    up = posixpath.relpath(f"{above}.html", posixpath.dirname(name) or ".")
+    heading = f"<h1>{title}</h1><p>In <a href='{up}'>{html.escape(app.env.titles[above].astext())}</a></p>"
+    return name, {"title": title, "body": heading + body}, "page.html"
+
+
+def summary(path: Path) -> str:
+    """Return the first paragraph of a Python file's docstring, as HTML."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) if path.suffix == ".py" else None
+    return html.escape((docstring or "").partition("\n\n")[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("builder-inited", use_readmes)
+    app.connect("source-read", add_menu)
+    app.connect("html-collect-pages", source_pages)
+    app.connect("build-finished", add_pages)
+    app.add_transform(LinksToSources)
+    app.add_transform(NotebookCells)
+    return {"parallel_read_safe": False, "parallel_write_safe": True}
+
+
+def add_pages(app: Sphinx, failure: Exception | None) -> None:
+    """Write the pages to play with beside the page that lists them."""
+    if "site/index" in app.project.docnames and failure is None:
+        write_pages(Path(app.outdir) / "site")
+
+
+def use_readmes(app: Sphinx) -> None:
+    app.project = app.env.project = ReadmesAreIndexes(app.srcdir, app.config.source_suffix)

@@ -1,0 +1,179 @@
+"""The dumps of real ranks say which rank, which operation and which line is the cause."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lab.black_box import black_box, dump
+from lab.errors import WorkbookError
+from lab.flight_recorder import analyse, load
+from lab.ranks import RankError, run_ranks
+
+AGREED = "The ranks have called the same collectives, and all of them have ended."
+
+
+def recorded(folder, mistake, world_size: int = 3) -> list[str]:
+    """Run a mistake on ranks that record, and return what the analysis of their dumps says."""
+
+    def work(cluster):
+        with black_box(folder, cluster.rank, every=0.1):
+            dist.all_reduce(torch.ones(4))
+            mistake(cluster.rank)
+
+    run_ranks(work, world_size, group_timeout=1.0, collect_failures=True)
+    return analyse(load(folder))
+
+
+def test_ranks_that_agree_are_said_to_agree(tmp_path):
+    sentences = recorded(tmp_path, lambda rank: dist.broadcast(torch.ones(2), 0))
+    assert sentences == [AGREED]
+
+
+def test_a_different_order_names_both_operations_and_their_lines(tmp_path):
+    def mistake(rank):
+        if rank == 1:
+            dist.broadcast(torch.ones(4), 0)
+        dist.all_reduce(torch.ones(4))
+
+    head, many, one, _ = recorded(tmp_path, mistake)
+    assert "(ranks 0, 1 and 2), collective 3: the ranks have called different operations" in head
+    assert "ranks 0 and 2 called all_reduce" in many and many.endswith("dist.all_reduce(torch.ones(4))")
+    assert "rank 1 called broadcast" in one and one.endswith("in mistake: dist.broadcast(torch.ones(4), 0)")
+
+
+def test_different_shapes_are_shown_also_if_the_mismatch_has_killed_a_rank(tmp_path):
+    def mistake(rank):
+        dist.all_reduce(torch.ones(8 if rank == 1 else 4))
+
+    sentences = recorded(tmp_path, mistake)
+    assert any("the tensors of all_reduce differ" in sentence for sentence in sentences)
+    assert any("rank 1: (8) Float" in sentence for sentence in sentences)
+
+
+def test_different_dtypes_are_shown_though_gloo_adds_them_up_without_an_error(tmp_path):
+    def mistake(rank):
+        dist.all_reduce(torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32))
+
+    head, *lines = recorded(tmp_path, mistake)
+    assert "the tensors of all_reduce differ" in head
+    assert [line.split(", at")[0].strip() for line in lines] == [
+        "ranks 0 and 2: (4) Float",
+        "rank 1: (4) Int",
+    ]
+
+
+def test_a_rank_that_has_left_early_is_named(tmp_path):
+    def mistake(rank):
+        if rank != 1:
+            dist.all_reduce(torch.ones(4))
+
+    waiting, absent = recorded(tmp_path, mistake)
+    assert "ranks 0 and 2 wait in all_reduce" in waiting
+    assert absent == "  Rank 1 has not called it: it has ended"
+
+
+def test_a_rank_that_has_failed_is_named_with_its_error_and_line(tmp_path):
+    def mistake(rank):
+        if rank == 1:
+            raise ValueError("bad batch")
+        dist.all_reduce(torch.ones(4))
+
+    _, absent = recorded(tmp_path, mistake)
+    assert "Rank 1 has not called it: it has failed with ValueError: bad batch" in absent
+    assert absent.endswith('raise ValueError("bad batch")')
+
+
+def test_a_rank_that_hangs_in_a_receive_is_named_with_the_line_although_gloo_does_not_record_it(tmp_path):
+    def hang(cluster):
+        with black_box(tmp_path, cluster.rank, every=0.1):
+            if cluster.rank == 1:
+                dist.recv(torch.ones(4), 0)
+            dist.all_reduce(torch.ones(4))
+
+    with pytest.raises(RankError):
+        run_ranks(hang, 3, timeout=2)
+    _, absent = analyse(load(tmp_path))
+    assert "Rank 1 has not called it: it was at" in absent and "dist.recv(torch.ones(4), 0)" in absent
+
+
+def test_a_killed_rank_leaves_its_last_place(tmp_path):
+    def mistake(rank):
+        if rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(4))
+
+    assert recorded(tmp_path, mistake)[1].endswith("in mistake: time.sleep(0.5)")
+
+
+def test_each_group_has_its_own_count_and_its_own_ranks(tmp_path):
+    def mistake(rank):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        if rank == 0:
+            dist.all_reduce(torch.ones(4), group=group)
+        time.sleep(0.5)
+
+    sentences = recorded(tmp_path, mistake)
+    assert any("(ranks 0 and 1), collective 1: rank 0 waits in all_reduce" in line for line in sentences)
+
+
+def test_a_straggler_is_named_and_a_rank_that_is_late_once_is_not(tmp_path):
+    def mistake(rank):
+        for step in range(8):
+            if rank == 2 or (rank == 1 and step == 0):
+                time.sleep(0.04)
+            dist.all_reduce(torch.ones(4))
+
+    [sentence] = recorded(tmp_path, mistake)
+    assert "rank 2 is a straggler" in sentence
+
+
+def test_a_rank_without_a_dump_is_missed(tmp_path):
+    recorded(tmp_path, lambda rank: None)
+    (tmp_path / "rank_1").unlink()
+    assert analyse(load(tmp_path))[0] == "There is no dump of rank 1, which died early or wrote elsewhere."
+
+
+def test_a_recording_that_has_lost_its_beginning_is_compared_from_where_all_have_calls(tmp_path):
+    recorded(tmp_path, lambda rank: [dist.all_reduce(torch.ones(4)) for _ in range(5)])
+    content = pickle.loads((tmp_path / "rank_1").read_bytes())
+    content["entries"] = content["entries"][3:]
+    (tmp_path / "rank_1").write_bytes(pickle.dumps(content))
+    assert analyse(load(tmp_path)) == [
+        "The ranks have called the same collectives, and all of them have ended."
+    ]
+
+
+def test_a_dump_may_be_written_at_any_time(tmp_path):
+    def work(cluster):
+        return str(dump(tmp_path, cluster.rank))
+
+    assert run_ranks(work, 2) == [str(tmp_path / "rank_0"), str(tmp_path / "rank_1")]
+    assert list(load(tmp_path)) == [0, 1]
+
+
+def test_the_command_prints_the_analysis_or_one_sentence(tmp_path):
+    def command() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "lab.flight_recorder", str(tmp_path)], capture_output=True, text=True
+        )
+
+    empty = command()
+    assert empty.returncode == 1 and empty.stderr.count("\n") == 1 and "has no dump" in empty.stderr
+    recorded(tmp_path, lambda rank: None, world_size=2)
+    assert "called the same collectives" in command().stdout
+    (tmp_path / "rank_0").write_text("no dump")
+    assert "is no dump of PyTorch's flight recorder" in command().stderr
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path):
+    with pytest.raises(WorkbookError, match="has no dump"):
+        load(tmp_path)

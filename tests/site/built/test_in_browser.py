@@ -1,0 +1,57 @@
+"""The pages of the built site work in a browser: from files, on a narrow screen, and by keyboard."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.browser import Browser
+
+WIDTH = 400
+
+
+def pages(site: Path) -> list[Path]:
+    """Return all pages, but of those that show source files only every tenth: they have one template."""
+    found = sorted(site.rglob("*.html"))
+    sources = [page for page in found if "." in page.stem]
+    return [page for page in found if page not in sources or sources.index(page) % 10 == 0]
+
+
+def test_pages_load_from_files_without_complaint_and_fit_on_a_narrow_screen(browser: Browser, site: Path):
+    browser.resize(WIDTH, 800, mobile=True)
+    for page in pages(site):
+        browser.open(page)
+        assert browser.errors == [], page
+        assert browser.js("document.documentElement.scrollWidth") <= WIDTH, page
+        browser.js("scrollTo(500, 0)")
+        assert browser.js("scrollX") == 0, page
+    assert not [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
+
+
+@pytest.mark.parametrize("width", [WIDTH, 1280])
+def test_the_keyboard_reaches_the_menu_and_opens_a_page(browser: Browser, site: Path, width: int):
+    browser.resize(width, 800, mobile=width == WIDTH)
+    browser.open(site / "index.html")
+    for _ in range(100):
+        browser.key("Tab")
+        if browser.js("document.activeElement.textContent") == "Lesson 1: communication":
+            break
+    assert browser.js("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    browser.key("Enter")
+    browser.until("document.title.startsWith('Lesson 1')")
+
+
+def test_the_search_finds_pages_without_a_network(browser: Browser, site: Path):
+    browser.open(site / "search.html")
+    browser.js("location.search = '?q=bucket'")
+    browser.until("document.querySelectorAll('ul.search li a').length > 1")
+
+
+def test_the_schedule_player_lives_in_the_site(browser: Browser, site: Path):
+    browser.open(site / "site" / "index.html")
+    browser.js(
+        "[...document.querySelectorAll('article a')]"
+        ".find(link => link.textContent === 'Pipeline schedules').click()"
+    )
+    browser.until("document.getElementById('play') !== null")
+    browser.click("#play")
+    browser.until("document.getElementById('play').textContent === 'Pause'")
