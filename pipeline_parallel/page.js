@@ -1,7 +1,6 @@
 // Plays timelines that pipeline_parallel/simulate.py has computed. How long anything takes, and what waits
 // for what, is in the data; this file only shows it.
 
-const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const runs = data.runs.map(decode);
 
@@ -17,8 +16,6 @@ const state = {
 if (!runs.some(inSetting)) Object.assign(state, data.open, { shown: data.open.show });
 
 let charts = []; // one for each schedule on the page, see draw()
-let horizon = 1; // when the last of them ends
-let moments = []; // when anything starts or ends, for stepping
 
 /** A run with cells that know their place: rows[rank][i] = {name, kind, microbatch, stage, chunk, start, ...}. */
 function decode(run) {
@@ -53,24 +50,8 @@ function lastBy(list, t) {
   return list[low - 1];
 }
 
-const text = (value) => String(value).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
-const number = (value) => String(Number(value.toPrecision(4)));
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
-
 function inSetting(run) {
   return ["ranks", "microbatches", "message"].every((what) => run[what] === state[what]);
-}
-
-/** Fill a fieldset with radio buttons or checkboxes, [value, label] each. */
-function offer(id, type, options, isChosen) {
-  const box = $(id);
-  box.hidden = options.length < 2;
-  box.querySelector("span")?.remove();
-  const span = document.createElement("span");
-  span.innerHTML = options.map(([value, label]) =>
-    `<label><input type="${type}" name="${id}" value="${text(value)}" ${isChosen(value) ? "checked" : ""}>`
-    + `${text(label)}</label>`).join("");
-  box.append(span);
 }
 
 function offerAll() {
@@ -113,9 +94,6 @@ $("settings").addEventListener("change", ({ target }) => {
   if (byKeyboard) document.querySelector(`[name="${name}"][value="${CSS.escape(value)}"]`)?.focus();
 });
 
-let place; // where time runs: {width, left, right} in pixels
-const x = (t) => place.left + t / horizon * (place.width - place.left - place.right);
-
 function draw() {
   silence();
   const shown = runs.filter((run) => inSetting(run) && state.shown.includes(run.name));
@@ -129,7 +107,7 @@ function draw() {
     : "<p>Choose a schedule to see it.</p>";
   charts = shown.map((run, i) => chartOf(run, $("charts").children[i], most));
   document.querySelector("#legend .later").hidden = !cells.some((cell) => cell.chunk > 0);
-  drawAxis();
+  drawAxis("held");
   seek(state.time ?? 0.4 * horizon);
   const { ranks, microbatches, message } = state;
   history.replaceState(null, "", `#${new URLSearchParams({ ranks, microbatches, message, show: state.shown })}`);
@@ -199,27 +177,9 @@ function chartOf(run, figure, most) {
     running: run.rows.map(() => null) };
 }
 
-/** The scrubber is the time axis: its thumb stands above the cursor of every chart. */
-function drawAxis() {
-  const thumb = 16;
-  $("time").max = horizon;
-  $("time").style.marginLeft = `${place.left - thumb / 2}px`;
-  $("time").style.width = `${x(horizon) - x(0) + thumb}px`;
-  const rough = horizon / (place.width / 90);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const ticks = Array.from({ length: Math.floor(horizon / step + 1e-9) + 1 }, (_, i) => i * step);
-  $("axis").innerHTML = ticks.map((t) => `<text x="${x(t)}" y="12">${number(t)}</text>`).join("")
-    + `<text x="${place.width}" y="12" text-anchor="end">held</text>`;
-}
-
-function seek(time) {
-  state.time = Math.min(Math.max(time, 0), horizon);
-  $("time").value = state.time;
-  $("now").textContent = `${state.time.toFixed(horizon < 1 ? 4 : 1)} of ${number(horizon)}`;
-  $("time").setAttribute("aria-valuetext", $("now").textContent);
-  charts.forEach(showTime);
-}
+const clock = (time) => `${time.toFixed(horizon < 1 ? 4 : 1)} of ${number(horizon)}`;
+const pace = () => 4 * (charts[0]?.run.forward ?? 1);
+const showMoment = () => charts.forEach(showTime);
 
 function showTime(chart) {
   const at = x(state.time);
@@ -240,52 +200,6 @@ function showTime(chart) {
     chart.held[rank].textContent = number(held);
   });
 }
-
-let nextFrame = null; // while it plays
-
-function play(playing) {
-  cancelAnimationFrame(nextFrame);
-  nextFrame = null;
-  if (playing && charts.length) {
-    if (state.time >= horizon) seek(0);
-    let before = performance.now();
-    nextFrame = requestAnimationFrame(function frame(now) {
-      const perSecond = 4 * charts[0].run.forward * Number($("speed").value);
-      seek(state.time + Math.max(0, now - before) / 1000 * perSecond);
-      before = now;
-      if (state.time >= horizon) play(false);
-      else nextFrame = requestAnimationFrame(frame);
-    });
-  }
-  $("play").textContent = nextFrame ? "Pause" : "Play";
-}
-
-/** To the next moment at which something starts or ends, or to the one before. */
-function step(forwards) {
-  play(false);
-  const tiny = horizon * 1e-9;
-  const next = forwards ? moments.find((t) => t > state.time + tiny)
-    : moments.filter((t) => t < state.time - tiny).pop();
-  seek(next ?? (forwards ? horizon : 0));
-}
-
-$("play").addEventListener("click", () => play(!nextFrame));
-$("time").addEventListener("input", () => { play(false); seek(Number($("time").value)); });
-
-document.addEventListener("keydown", (event) => {
-  const { key, target } = event;
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  // What has a meaning of its own for space or arrows keeps it while it is in use by keyboard.
-  const own = key === " " ? "select, button, #settings input" : "select, #settings input";
-  if (target.matches?.(own) && target.matches(":focus-visible")) return;
-  const does = {
-    " ": () => play(!nextFrame), ArrowRight: () => step(true), ArrowLeft: () => step(false),
-    Home: () => seek(0), End: () => seek(horizon), Escape: silence,
-  }[key];
-  if (!does) return;
-  event.preventDefault();
-  does();
-});
 
 let widthBefore;
 addEventListener("resize", () => { if ($("charts").clientWidth !== widthBefore) draw(); });

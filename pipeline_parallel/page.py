@@ -11,9 +11,7 @@ A link opens the page with the settings that it names:
 schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
 """
 
-import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ import tyro
 
 from comm.cost import Link
 from lab.gantt import COLORS, Event, readable_on, shade
+from lab.page import assemble
 from pipeline_parallel import from_events
 from pipeline_parallel.actions import (
     FORWARD,
@@ -88,21 +87,20 @@ def write_page(
     runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
     real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
     data = {"runs": runs + real, "open": _opening(args, real)}
-    fills = {
-        "style": _part("page.css") + _colors(max(len(each) for run in runs + real for each in run["stages"])),
-        "costs": "For one microbatch, the layers of a rank take this time: "
-        f"forward {args.forward:g}, input gradient {args.input_gradient:g}, "
-        f"weight gradient {args.weight_gradient:g}.",
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "script": _part("page.js") + _part("page_words.js"),
-    }
-    page = re.sub(r"{{(\w+)}}", lambda found: fills[found[1]], _part("page.html"))
-    Path(path).write_text(page, encoding="utf-8")
-    return Path(path)
-
-
-def _part(name: str) -> str:
-    return (Path(__file__).parent / name).read_text("utf-8")
+    costs = (
+        f"For one microbatch, the layers of a rank take this time: forward {args.forward:g}, "
+        f"input gradient {args.input_gradient:g}, weight gradient {args.weight_gradient:g}."
+    )
+    here = Path(__file__).parent
+    return assemble(
+        path,
+        here / "page.html",
+        styles=[here / "page.css"],
+        scripts=[here / "page.js", here / "page_words.js"],
+        rules=_colors(max(len(each) for run in runs + real for each in run["stages"])),
+        data=data,
+        costs=costs,
+    )
 
 
 def simulation(args: PageArgs, name: str, ranks: int, microbatches: int, message: float) -> Simulation:
