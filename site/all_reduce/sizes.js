@@ -1,0 +1,94 @@
+// The lines of "which is fastest at which size", and the settings that all of the page follows.
+
+/** Draw the formulas' seconds over the tensor's size, both axes in powers of ten, and say which is fastest. */
+function drawSizes() {
+  const [width, height, left, bottom] = [$("charts").clientWidth, 280, 52, 24];
+  const right = 150;
+  const sizes = Array.from({ length: 57 }, (_, i) => 10 ** (2 + i / 8)); // 100 bytes to 1 GB
+  const at = (name, size) => ALGORITHMS[name].seconds(state.ranks, state.alpha, size * beta());
+  const names = Object.keys(ALGORITHMS);
+  const all = names.flatMap((name) => sizes.map((size) => at(name, size)));
+  const [low, high] = [Math.log10(Math.min(...all)), Math.log10(Math.max(...all))];
+  const across = (size) => left + (Math.log10(size) - 2) / 7 * (width - left - right);
+  const up = (time) => 8 + (high - Math.log10(time)) / (high - low) * (height - bottom - 8);
+  const powers = Array.from({ length: 20 }, (_, i) => i - 10).filter((power) => power >= low && power <= high);
+  const grid = powers.map((power) => `<line class="grid" x1="${left}" x2="${width - right}" y1="${up(10 ** power)}"`
+    + ` y2="${up(10 ** power)}"/><text class="small" x="${left - 6}" y="${up(10 ** power) + 4}" text-anchor="end">`
+    + `${seconds(10 ** power)}</text>`);
+  const ticks = [1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9].filter((_, i) => width > 600 || i % 2);
+  const labels = ticks.map((size) => `<text class="small" x="${across(size)}" y="${height - 6}" text-anchor="middle">`
+    + `${bytes(size)}</text>`);
+  const ends = names.map((name) => ({ name, y: up(at(name, 1e9)) })).sort((a, b) => a.y - b.y);
+  ends.forEach((end, i) => { end.y = Math.max(end.y, i ? ends[i - 1].y + 14 : 0); });
+  const lines = ends.map(({ name, y }) => `<path class="line-${name}" d="M${sizes.map((size) =>
+    `${across(size).toFixed(1)} ${up(at(name, size)).toFixed(1)}`).join("L")}"/>`
+    + `<path class="line-${name}" d="M${width - right + 5} ${y}h16"/>`
+    + `<text x="${width - right + 25}" y="${y + 4}">${ALGORITHMS[name].title}</text>`);
+  const here = across(Math.min(Math.max(state.size, 1e2), 1e9));
+  $("sizes").setAttribute("viewBox", `0 0 ${width} ${height}`);
+  $("sizes").setAttribute("height", height);
+  $("sizes").innerHTML = `${grid.join("")}${labels.join("")}${lines.join("")}`
+    + `<line class="here" x1="${here}" x2="${here}" y1="4" y2="${height - bottom}"/>`;
+  const best = names.reduce((a, b) => (at(b, state.size) < at(a, state.size) ? b : a));
+  $("fastest").textContent = `For ${bytes(state.size)} on ${state.ranks} ranks, ${ALGORITHMS[best].title} is the`
+    + ` fastest by formula: ${seconds(at(best, state.size))}.`;
+}
+
+function offerAll() {
+  offer("ranks", "radio", RANKS.map((n) => [n, n]), (n) => n === state.ranks);
+  offer("algorithms", "checkbox", Object.entries(ALGORITHMS).map(([name, { title }]) => [name, title]),
+    (name) => state.shown.includes(name));
+  const unit = state.size >= 1e9 ? 1e9 : state.size >= 1e6 ? 1e6 : 1e3;
+  $("unit").value = unit === 1e9 ? "1e9" : unit === 1e6 ? "1e6" : "1e3";
+  $("size").value = Number((state.size / unit).toPrecision(12));
+  $("alpha").value = Number((state.alpha * 1e6).toPrecision(12));
+  $("rate").value = state.rate;
+}
+
+/** Take over what is typed. What is no number within the limits is named, and nothing changes. */
+function readTyped() {
+  const given = {
+    size: Number($("unit").value) * parse("size"), alpha: parse("alpha") / 1e6, rate: parse("rate"),
+  };
+  const wrong = Object.keys(given).filter((what) => Number.isNaN(typed(what, given[what], NaN)));
+  for (const what of Object.keys(given)) $(what).setAttribute("aria-invalid", wrong.includes(what));
+  const words = { size: `a tensor of 4 bytes to 1 TB`, alpha: "a latency of 0 to 10 s", rate: "a rate above 0.001 Gbit/s" };
+  $("complaint").textContent = wrong.length ? `Give ${wrong.map((what) => words[what]).join(", and ")}.` : "";
+  if (!wrong.length) Object.assign(state, given);
+}
+const parse = (what) => ($(what).value.trim() === "" ? NaN : Number($(what).value));
+
+$("settings").addEventListener("input", ({ target }) => {
+  const { name, value, checked } = target;
+  if (name === "ranks") state.ranks = Number(value);
+  else if (name === "algorithms") {
+    state.shown = inOrder(checked ? [...state.shown, value] : state.shown.filter((each) => each !== value));
+  } else readTyped();
+  const share = state.time / horizon; // the new times may be much longer or shorter
+  play(false);
+  state.time = null;
+  draw();
+  seek(share * horizon);
+});
+$("settings").addEventListener("submit", (event) => event.preventDefault());
+
+$("charts").addEventListener("pointerdown", scrub);
+$("charts").addEventListener("pointermove", (event) => { if (event.buttons) scrub(event); });
+
+/** Go to the time at which the pointer is, where it is on a time axis. */
+function scrub(event) {
+  if (!event.target.closest("svg")) return;
+  const inside = event.clientX - $("charts").getBoundingClientRect().left - place.left;
+  if (inside < 0) return;
+  play(false);
+  seek(inside / (x(horizon) - x(0)) * horizon);
+}
+
+let widthBefore;
+addEventListener("resize", () => { if ($("charts").clientWidth !== widthBefore) draw(); });
+addEventListener("hashchange", () => location.reload());
+
+function start() {
+  offerAll();
+  draw();
+}
