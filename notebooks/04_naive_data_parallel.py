@@ -31,6 +31,12 @@
 # %load_ext lab.notebook
 # %ranks 4
 
+# %% [markdown]
+# A cell that begins with `%%ranks` runs on all four ranks at once, each a process of its own, and its variables stay there.
+# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. Values are shown side by side, equal ones
+# once. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x` here, as a dictionary by
+# rank.
+
 # %%
 import torch
 from matplotlib import pyplot as plt
@@ -97,7 +103,8 @@ mean
 # ## A step of a real model, slowly
 #
 # `BabyCNN` is a network of two convolutions and two linear layers for handwritten digits of 8 x 8 pixels. Each rank makes
-# one, with random numbers of its own. This is the first kernel of the first convolution on each rank:
+# one, with random numbers of its own, in double precision. This is the first kernel of the first convolution on each rank,
+# shown in single precision:
 
 # %%
 # %%ranks
@@ -105,7 +112,7 @@ from lab.model import BabyCNN, loss_of
 
 torch.set_printoptions(precision=2)
 model = BabyCNN(seed=rank).double()
-model.conv1.weight.detach()[0, 0]
+model.conv1.weight.detach()[0, 0].float()
 
 # %% [markdown]
 # **1. Equal weights.** The wrapper broadcasts rank 0's weights once, when it is made.
@@ -115,10 +122,10 @@ model.conv1.weight.detach()[0, 0]
 from data_parallel.train_naive import NaiveDataParallel
 
 parallel = NaiveDataParallel(model)
-model.conv1.weight.detach()[0, 0]
+model.conv1.weight.detach()[0, 0].float()
 
 # %% [markdown]
-# All four ranks have the same kernel now, so it is shown once.
+# All four ranks have the same kernel now, so it is shown once. Each copy of the model is a *replica*.
 #
 # **2. Equal slices.** The global batch has 8 images. Each rank takes two of them. These are their labels:
 
@@ -139,16 +146,16 @@ y
 # %%ranks
 loss = loss_of(parallel(x), y)
 loss.backward()
-model.linear2.bias.grad[:4]
+model.linear2.bias.grad[:4].float()
 
 # %% [markdown]
-# **4. The mean of the gradients.** `finish_gradient_sync()` all-reduces them, one parameter after the other. Its body is a
+# **4. The mean of the gradients.** `finish_gradient_sync()` all-reduces them, one parameter after the other. At its heart is a
 # loop of four lines; read it in [train_naive.py](../data_parallel/train_naive.py).
 
 # %%
 # %%ranks
 parallel.finish_gradient_sync()
-model.linear2.bias.grad[:4]
+model.linear2.bias.grad[:4].float()
 
 # %% [markdown]
 # Is that the gradient of one process? The notebook is a process of its own. It makes the same model, computes the
@@ -189,7 +196,8 @@ print(
 # ## What the step looks like
 #
 # On one machine the all-reduces are too fast to see. `slow_link.use` makes every message as slow as on a link of 100
-# Mbit/s with a latency of one millisecond. The next cell runs two steps and draws the second.
+# Mbit/s with a latency of one millisecond. A `span` records when its block began and ended, and `comm` records a span for each
+# collective. The next cell runs two steps and draws the second.
 
 # %%
 # %%ranks
@@ -263,7 +271,7 @@ def train(wrapper, make_optimizer, steps, batch_size=64):
         loss.backward()
         parallel.finish_gradient_sync()
         optimizer.step()
-        all_reduce(shown := loss.detach().clone(), op="mean")
+        all_reduce(shown := loss.detach().clone(), op="mean")  # a rank's own loss is that of its slice
         losses.append(shown.item())
         update = (vector() - start).norm().item() if step == 0 else update
     return losses, update
@@ -388,8 +396,8 @@ accumulated.compare(summed / at_once)
 # changes the training.
 #
 # Now both together: 4 ranks with 3 microbatches each must give the gradient of one process with 12 times as many
-# examples. And what does it cost to all-reduce after *each* microbatch, instead of once? **Predict** how many times the
-# bytes that would send.
+# examples. And what does it cost to all-reduce after *each* microbatch, instead of once? `comm` counts in a ledger what each
+# rank sends. **Predict** how many times the bytes the all-reduces after each microbatch send.
 
 # %%
 bytes_sent = predict("How many times the bytes?", example=1, unit="times")
@@ -429,8 +437,9 @@ bytes_sent.compare(pull("bytes_each / bytes_once")[0])
 
 # %% [markdown]
 # Both give the right gradients: the parts that are equal on all ranks already do not change when their mean is taken
-# again. But one of them sends three times as much. That is why wrappers have `no_sync()`: run all microbatches but the last inside it. The naive wrapper does not need
-# it, because it sends nothing before `finish_gradient_sync()`; those of notebook 05 do.
+# again. But one of them sends three times as much. That is why wrappers have `no_sync()`: run all microbatches but the last
+# inside it. The naive wrapper does not need it, because it sends nothing before `finish_gradient_sync()`; those of notebook
+# 05 do.
 #
 # What is it good for, then? Memory. Autograd keeps the activations of a forward until its backward, and a microbatch has
 # fewer of them.
@@ -460,41 +469,55 @@ show(
 #
 # ## "Tokens per second went up"
 #
-# Of one rank, or of all ranks together? And which watch has measured it? To see the trap, every rank gets a *metronome*
+# Of one rank, or of all ranks together? And which watch has measured it? To see the two traps, every rank gets a *metronome*
 # instead of a model: a layer that sleeps for a fixed time and computes nothing ([lab/metronome.py](../lab/metronome.py)). So
-# four ranks do not disturb each other on a laptop's few cores. Rank 3 is a *straggler*: its device is half as fast.
+# four ranks do not disturb each other on a laptop's few cores. Each rank takes its time twice: when its own backward has ended,
+# and when `finish_gradient_sync()` has ended. First, all devices are equally fast.
+
+# %%
+# %%ranks
+from lab.metronome import Metronome
+
+
+def speeds(seconds, steps=3):
+    """Return the tokens per second of this rank by its own watch, and of the job. A forward takes `seconds`."""
+    layer = torch.nn.Linear(8, 8)
+    metronome = Metronome(layer, [list(layer.parameters())], seconds, vocab_size=256)
+    parallel = NaiveDataParallel(metronome)
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    own, job = 0.0, 0.0
+    dist.barrier()  # all watches start together
+    for _ in range(steps):
+        began = time.perf_counter()
+        metronome.zero_grad()
+        loss_of(parallel(tokens), tokens).backward()
+        own += time.perf_counter() - began
+        parallel.finish_gradient_sync()
+        job += time.perf_counter() - began
+    return steps * tokens.numel() / own, steps * tokens.numel() * world_size / job
+
+
+rate, job_rate = speeds(seconds=0.1)
+print(f"by this rank's watch {rate:.0f} tokens/s, of the job {job_rate:.0f} tokens/s")
+
+# %% [markdown]
+# The first trap: one run, and two numbers, one about four times the other. Both are called "tokens per second". Data parallel
+# makes no rank faster. It makes the job faster, by a little less than the number of ranks. So a figure without "per device" or
+# "of the job" says nothing, and a comparison of one kind with the other invents a speedup of n.
 #
-# Each rank takes its time twice: when its own backward has ended, and when `finish_gradient_sync()` has ended.
-# **Predict**: each rank computes its tokens per second from the *first* time, and you add the four numbers up. How many
-# times the true speed of the job is that?
+# The second trap is a *straggler*. Let the device of rank 3 be half as fast. **Predict**: each rank computes its tokens per
+# second by its own watch, and you add the four numbers up. How many times the true speed of the job is that?
 
 # %%
 speed = predict("The sum of the four is how many times as fast as the job?", example=1, unit="times as fast")
 
 # %%
 # %%ranks
-from lab.metronome import Metronome
-
-layer = torch.nn.Linear(8, 8)
-seconds = 0.2 if rank == 3 else 0.1  # of the forward; the backward takes twice as long
-metronome = Metronome(layer, [list(layer.parameters())], seconds, vocab_size=256)
-parallel = NaiveDataParallel(metronome)
-tokens = torch.zeros(4, 32, dtype=torch.int64)
-own, job = 0.0, 0.0
-dist.barrier()
-for step in range(3):
-    began = time.perf_counter()
-    metronome.zero_grad()
-    loss_of(parallel(tokens), tokens).backward()
-    own += time.perf_counter() - began
-    parallel.finish_gradient_sync()
-    job += time.perf_counter() - began
-print(f"own watch {own / 3:.2f} s a step, the job {job / 3:.2f} s a step")
-rate = 3 * tokens.numel() / own
-true_rate = 3 * tokens.numel() * world_size / job
+rate, job_rate = speeds(seconds=0.2 if rank == 3 else 0.1)
+print(f"by this rank's watch {rate:.0f} tokens/s, of the job {job_rate:.0f} tokens/s")
 
 # %%
-speed.compare(sum(pull("rate").values()) / pull("true_rate")[0])
+speed.compare(sum(pull("rate").values()) / pull("job_rate")[0])
 
 # %% [markdown]
 # Three ranks at full speed and one at half speed seem to be worth 3.5 devices. In truth every step lasts as long as the
@@ -519,7 +542,7 @@ print(f"the call took {returned:.4f} s, the all-reduce {done:.4f} s")
 
 # %% [markdown]
 # On a GPU *every* operation is like that: a call only puts a kernel into a queue. So a step without
-# `torch.cuda.synchronize()` before the watch stops seems to be wonderfully fast, until somebody reads a loss.
+# `torch.cuda.synchronize()` before the watch stops seems to be wonderfully fast, until a line of the program reads the loss.
 #
 # ## The same with DDP
 #
@@ -556,6 +579,7 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    not use. Define it in a cell, and let the lesson's own tests grade it:
 #
 #    ```python
+#    from comm.collectives import all_reduce
 #    from exercises.notebook import check
 #
 #    def finish_gradient_sync(self) -> None:

@@ -22,6 +22,12 @@
 # %load_ext lab.notebook
 # %ranks 2
 
+# %% [markdown]
+# A cell that begins with `%%ranks` runs on both ranks at once, each a process of its own, and its variables stay there.
+# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. Values are shown side by side, equal ones
+# once. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x` here, as a dictionary by
+# rank.
+
 # %%
 import torch
 from matplotlib import pyplot as plt
@@ -62,10 +68,11 @@ number.compare(got[1])
 #
 # ## "A hook that all-reduces overlaps communication"
 #
-# That is the next claim that many arrive with. Let us write such a hook. To see its effect on a laptop, every rank gets a
+# That is a claim that many arrive with. Let us write such a hook. To see its effect on a laptop, every rank gets a
 # *metronome* instead of a model: it has the parameters of a small GPT with four blocks, but sleeps 10 milliseconds in the
 # forward of each block and 20 in the backward, as if each rank had a device of its own. The link is simulated, too: 400
-# Mbit/s, and a latency of one millisecond.
+# Mbit/s, and a latency of one millisecond. A `span` records when its block of code began and ended, and `comm` records a span
+# for each collective.
 
 # %%
 # %%ranks
@@ -87,7 +94,7 @@ class BlockingHooks(torch.nn.Module):
 
     def __init__(self, module):
         super().__init__()
-        self.module = module
+        self.module, self.handles = module, []
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
 
@@ -180,8 +187,8 @@ slow_link.use(None)
 
 # %% [markdown]
 # The three share one link, so they travel one after the other, in the order of the calls. But the calls returned at once,
-# and the rank was free to do something else until the first `wait()`. Now the same in the hook. The wait moves to `finish_gradient_sync()`, which the training loop calls after the
-# backward.
+# and the rank was free to do something else until the first `wait()`. Now the same in the hook. The wait moves to
+# `finish_gradient_sync()`, which the training loop calls after the backward.
 
 
 # %%
@@ -191,13 +198,12 @@ class AsyncHooks(BlockingHooks):
 
     def on_gradient(self, parameter):
         with span("launch", "launch", lane="launches"):
-            handle = all_reduce(parameter.grad, op="mean", async_op=True)
-        self.handles = [*getattr(self, "handles", []), handle]
+            self.handles.append(all_reduce(parameter.grad, op="mean", async_op=True))
 
     def finish_gradient_sync(self):
         for handle in self.handles:
             handle.wait()
-        self.handles = []
+        self.handles.clear()
 
 
 overlapped, overlapped_seconds = run(AsyncHooks)
@@ -440,7 +446,9 @@ with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.St
     parallel.finish_gradient_sync()
 
 # %% [markdown]
-# Last layer first; and three of the four buckets leave while the backward still has work to do.
+# Last layer first; and three of the four buckets leave while the backward still has work to do. In this first step the order
+# of the gradients is a guess, the reverse of registration. After it, rank 0 sends to all ranks the order that it has seen, and
+# all fill their buckets in that order from then on ([bucket_order.py](../data_parallel/bucket_order.py)).
 #
 # ## How large should a bucket be?
 #
@@ -508,8 +516,9 @@ show(
 # %% [markdown]
 # It is a U. On the left you pay latencies (and in the measured points also this machine's own work for each message, which the
 # formula leaves out). On the right you wait for a bucket that is complete too late. To pack everything into one message, 3.2
-# MiB, saves all latencies and hides *nothing*: the one bucket is complete when the backward ends. Where the bottom of the U lies depends on the link and on the model, so no default is right for all. DDP's is
-# 25 MiB; `data_parallel/train_bucket_overlap.py` has `--bucket-mb`.
+# MiB, saves all latencies and hides *nothing*: the one bucket is complete when the backward ends. Where the bottom of the U
+# lies depends on the link and on the model, so no default is right for all. DDP's is 25 MiB;
+# `data_parallel/train_bucket_overlap.py` has `--bucket-mb`.
 #
 # A refinement is in the lesson: its *first* bucket is small (0.25 MiB), so that the link starts early.
 

@@ -23,6 +23,12 @@
 # %load_ext lab.notebook
 # %ranks 4
 
+# %% [markdown]
+# A cell that begins with `%%ranks` runs on all four ranks at once, each a process of its own, and its variables stay there.
+# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. Values are shown side by side, equal ones
+# once. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x` here, as a dictionary by
+# rank.
+
 # %%
 import torch
 from matplotlib import pyplot as plt
@@ -265,7 +271,8 @@ first_stage.compare(sum(held_by[4, 1]))
 # | 2 | and gradients | 4 + (4 + 8)/n | 7 | 4.2 |
 # | 3 | and parameters | (4 + 4 + 8)/n | 4 | 0.25 |
 #
-# The lines below are these formulas, and the points are measured, on two and on four ranks.
+# The lines below are these formulas, and the points are measured, on two and on four ranks. They count what *stays* in memory.
+# For a short time a rank has more: buckets that are sent, and in stage 3 full parameters of the layer that computes.
 
 # %%
 from data_parallel.zero_memory import Held, formula
@@ -329,15 +336,51 @@ stage_3.compare(round(sent[4, 3] / sent[4, 0], 2))
 # Two all-gathers and one reduce-scatter are 3 P instead of 2 P: 1.5 times as much. It is a little less here, because some
 # parameters (the embeddings and the last norm, the **root**) are not freed between forward and backward, and are gathered once.
 #
-# Two P or three P is the price. Whether you feel it depends on the link: these bytes travel while the blocks compute. The table
-# in [data_parallel/README.md](../data_parallel/README.md) has measured step times.
+# Two P or three P is the price. Whether you feel it depends on the link, because most of these bytes travel while the blocks
+# compute. Here are a forward and a backward of stage 3 with 8 blocks, on a simulated link of 1 Gbit/s:
+
+# %%
+# %%ranks
+from comm.transport import slow_link
+from lab import timeline
+from lab.overlap import overlap_of
+from lab.timeline import span
+
+batch = rank_slice((torch.arange(32 * 65).view(32, 65) * 7) % 256, rank, world_size)
+parallel = FullyShardedDataParallel(GPT(GPTConfig.named("small", num_layers=8)))
+slow_link.use(slow_link.parse("1gbit,0.1ms"))
+for _ in range(3):
+    timeline.start_recording()
+    with span("forward", "forward"):
+        loss = loss_of(parallel(batch[:, :-1]), batch[:, 1:])
+    with span("backward", "backward"):
+        loss.backward()
+    parallel.finish_gradient_sync()
+    timeline.stop_recording()
+slow_link.use(None)
+
+# %%
+from lab.picture import show_events
+
+show_events(
+    pull("timeline.recorded()", [0])[0],
+    alt="Timeline of stage 3 on one rank: below forward and backward, all-gathers and reduce-scatters run on a "
+    "lane of their own, most of them while the blocks compute; the rank waits at a few points.",
+)
+hidden = pull("overlap_of(timeline.recorded())", [0])[0]
+print(f"{hidden.hidden_seconds:.3f} s of communication are hidden, of {hidden.communication_seconds:.3f} s")
+
+# %% [markdown]
+# The all-gathers of the forward and the backward, and the reduce-scatters of the gradients, run on a thread of their own. The
+# rank waits (grey) where the next block is not there yet. The table in
+# [data_parallel/README.md](../data_parallel/README.md) has step times beside those of FSDP2.
 #
 # ## Stage 3 from inside
 #
 # How can a rank compute with weights that it does not have? It gathers a **block** (one layer, or several) just before the
-# block computes, and frees it right after. While one block computes, the next one is already being gathered. Let us watch
-# BabyCNN, the network of notebook 04, with each of its four layers as a block. The next cell notes at each step which blocks
-# are full, and which are on their way.
+# block computes, and frees it right after. In memory a block's parameters are one flat tensor, a **unit**, or a few of them.
+# While one block computes, the next one is already being gathered. Let us watch BabyCNN, the network of notebook 04, with each
+# of its four layers as a block. The next cell notes at each step which blocks are full, and which are on their way.
 
 # %%
 # %%ranks
