@@ -1,11 +1,9 @@
-// What pages to play with have in common: choices, and a time that Play, the scrubber and the keys move.
-//
-// A page that uses this has `state.time`, and the functions showMoment() for what it shows at that time, clock(time)
-// for its words, pace() for how much of it passes in a second, and silence() for the Escape key.
+// What pages to play with have in common: numbers in words, and choices.
 
 const $ = (id) => document.getElementById(id);
 const text = (value) => String(value).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const number = (value) => String(Number(value.toPrecision(4)));
+const log2Up = (n) => Math.ceil(Math.log2(n));
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 
 /** Fill a fieldset with radio buttons or checkboxes, [value, label] each. */
@@ -20,75 +18,15 @@ function offer(id, type, options, isChosen) {
   box.append(span);
 }
 
-let horizon = 1; // when all that is shown has ended
-let moments = []; // when anything starts or ends, for stepping
-
-let place; // where time runs: {width, left, right} in pixels
-const x = (t) => place.left + t / horizon * (place.width - place.left - place.right);
-
-/** The scrubber is the time axis: its thumb stands above the cursor of every chart. */
-function drawAxis(beside, label = number) {
-  const thumb = 16;
-  $("time").max = horizon;
-  $("time").style.marginLeft = `${place.left - thumb / 2}px`;
-  $("time").style.width = `${x(horizon) - x(0) + thumb}px`;
-  const rough = horizon / (place.width / 90);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const ticks = Array.from({ length: Math.floor(horizon / step + 1e-9) + 1 }, (_, i) => i * step);
-  $("axis").innerHTML = ticks.map((t) => `<text x="${x(t)}" y="12">${label(t)}</text>`).join("")
-    + `<text x="${place.width}" y="12" text-anchor="end">${beside}</text>`;
+/** The number that is given, or `otherwise` where there is none within the limits. */
+function typed(given, [least, most], otherwise) {
+  const value = given === undefined || String(given).trim() === "" ? NaN : Number(given);
+  return value >= least && value <= most ? value : otherwise;
 }
 
-function seek(time) {
-  state.time = Math.min(Math.max(time, 0), horizon);
-  $("time").value = state.time;
-  $("now").textContent = clock(state.time);
-  $("time").setAttribute("aria-valuetext", $("now").textContent);
-  showMoment();
+function inUnit(value, units) {
+  const [name, unit] = units.find(([, each]) => Math.abs(value) >= each * 0.99995) ?? units.at(-1);
+  return `${Number((value / unit).toPrecision(4))} ${name}`;
 }
-
-let nextFrame = null; // while it plays
-
-function play(playing) {
-  cancelAnimationFrame(nextFrame);
-  nextFrame = null;
-  if (playing) {
-    if (state.time >= horizon) seek(0);
-    let before = performance.now();
-    nextFrame = requestAnimationFrame(function frame(now) {
-      seek(state.time + Math.max(0, now - before) / 1000 * pace() * Number($("speed").value));
-      before = now;
-      if (state.time >= horizon) play(false);
-      else nextFrame = requestAnimationFrame(frame);
-    });
-  }
-  $("play").textContent = nextFrame ? "Pause" : "Play";
-}
-
-/** To the next moment at which something starts or ends, or to the one before. */
-function step(forwards) {
-  play(false);
-  const tiny = horizon * 1e-9;
-  const next = forwards ? moments.find((t) => t > state.time + tiny)
-    : moments.filter((t) => t < state.time - tiny).pop();
-  seek(next ?? (forwards ? horizon : 0));
-}
-
-$("play").addEventListener("click", () => play(!nextFrame));
-$("time").addEventListener("input", () => { play(false); seek(Number($("time").value)); });
-
-document.addEventListener("keydown", (event) => {
-  const { key, target } = event;
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  // What has a meaning of its own for space or arrows keeps it while it is in use by keyboard.
-  const own = key === " " ? "select, button, #settings input" : "select, #settings input";
-  if (target.matches?.(own) && target.matches(":focus-visible")) return;
-  const does = {
-    " ": () => play(!nextFrame), ArrowRight: () => step(true), ArrowLeft: () => step(false),
-    Home: () => seek(0), End: () => seek(horizon), Escape: silence,
-  }[key];
-  if (!does) return;
-  event.preventDefault();
-  does();
-});
+const seconds = (value) => (value ? inUnit(value, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]) : "0 s");
+const bytes = (value) => inUnit(value, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["bytes", 1]]);

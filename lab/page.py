@@ -3,8 +3,8 @@
     assemble("all_reduce.html", Path("all_reduce/page.html"), scripts=[Path("all_reduce/page.js")])
 
 The template is an HTML file with the names of its parts in double braces. Before a page's own styles and
-scripts come those that all pages share, page.css and page.js beside this file: the colours in light and dark,
-choices, and the time that the reader moves.
+scripts come those that all pages share, page.css and page.js beside this file. `PLAYER` is a script for pages
+that have a time to play.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED = Path(__file__).parent
+PLAYER = SHARED / "page_player.js"
 
 
 def assemble(

@@ -21,7 +21,7 @@ import tyro
 
 from comm.cost import Link
 from lab.gantt import COLORS, Event, readable_on, shade
-from lab.page import assemble
+from lab.page import PLAYER, assemble
 from pipeline_parallel import from_events
 from pipeline_parallel.actions import (
     FORWARD,
@@ -96,7 +96,7 @@ def write_page(
         path,
         here / "page.html",
         styles=[here / "page.css"],
-        scripts=[here / "page.js", here / "page_words.js"],
+        scripts=[PLAYER, here / "page.js", here / "page_words.js"],
         rules=_colors(max(len(each) for run in runs + real for each in run["stages"])),
         data=data,
         costs=costs,

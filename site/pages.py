@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from lab.gantt import COLORS
-from lab.page import assemble
+from lab.page import PLAYER, assemble
 from pipeline_parallel.page import write_page
 
 SITE = Path(__file__).resolve().parent
@@ -16,6 +16,7 @@ SITE = Path(__file__).resolve().parent
 PAGES = {
     "pipeline_parallel/page.html": "schedules.html",
     "site/all_reduce/page.html": "all_reduce.html",
+    "site/calculator/page.html": "calculator.html",
 }
 
 
@@ -24,6 +25,7 @@ def write_pages(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_page(folder / "schedules.html")
     write_all_reduce(folder / "all_reduce.html")
+    write_calculator(folder / "calculator.html")
 
 
 def write_all_reduce(path: Path) -> None:
@@ -41,13 +43,28 @@ def write_all_reduce(path: Path) -> None:
         path,
         here / "page.html",
         styles=[here / "page.css"],
-        scripts=[here / "algorithms.js", here / "page.js", here / "sizes.js"],
+        scripts=[PLAYER, here / "algorithms.js", here / "page.js", here / "sizes.js"],
         rules=_variables(colors)
         + "".join(
             f"#sizes .line-{name} {{ stroke: {COLORS[color]}; stroke-dasharray: {dashes}; }}\n"
             for name, (color, dashes) in lines.items()
         ),
     )
+
+
+def write_calculator(path: Path) -> None:
+    """Write the calculator of memory and step time."""
+    here = SITE / "calculator"
+    colors = {
+        "parameters": "compute",
+        "gradients": "forward",
+        "optimizer-state": "optimizer",
+        "activations": "data",
+        "computing": "compute",
+        "communication": "communication",
+    }
+    scripts = [here / name for name in ("formulas.js", "page.js", "tables.js")]
+    assemble(path, here / "page.html", styles=[here / "page.css"], scripts=scripts, rules=_variables(colors))
 
 
 def _variables(colors: dict[str, str]) -> str:

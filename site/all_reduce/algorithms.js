@@ -3,7 +3,6 @@
 // A message carries the elements from `begin` to `end` of the tensor. The receiver adds what is partial (`adds`),
 // and copies what is complete.
 
-const log2Up = (n) => Math.ceil(Math.log2(n));
 const log2Down = (n) => Math.floor(Math.log2(n));
 const ranksOf = (n) => Array.from({ length: n }, (_, rank) => rank);
 

@@ -6,9 +6,9 @@ const ITEMSIZE = 4; // float32
 const LIMITS = { size: [4, 1e12], alpha: [0, 10], rate: [1e-3, 1e5] };
 const state = {
   ranks: RANKS.includes(Number(chosen.ranks)) ? Number(chosen.ranks) : 8,
-  size: typed("size", chosen.size, 1e6), // bytes
-  alpha: typed("alpha", chosen.alpha, 50e-6), // seconds
-  rate: typed("rate", chosen.rate, 10), // Gbit/s
+  size: typed(chosen.size, LIMITS.size, 1e6), // bytes
+  alpha: typed(chosen.alpha, LIMITS.alpha, 50e-6), // seconds
+  rate: typed(chosen.rate, LIMITS.rate, 10), // Gbit/s
   shown: inOrder(chosen.show?.split(",") ?? ["tree", "ring", "halving_doubling"]),
   time: chosen.time === undefined ? null : Number(chosen.time),
 };
@@ -17,23 +17,9 @@ function inOrder(names) {
   return Object.keys(ALGORITHMS).filter((name) => names.includes(name));
 }
 
-/** The number that is given, or `otherwise` where there is none within the limits. */
-function typed(what, given, otherwise) {
-  const value = given === undefined || String(given).trim() === "" ? NaN : Number(given);
-  const [least, most] = LIMITS[what];
-  return value >= least && value <= most ? value : otherwise;
-}
-
 const beta = () => 8e-9 / state.rate;
 const numel = () => Math.round(state.size / ITEMSIZE);
 let charts = []; // one for each algorithm on the page, see draw()
-
-function inUnit(value, units) {
-  const [name, unit] = units.find(([, each]) => Math.abs(value) >= each * 0.99995) ?? units.at(-1);
-  return `${Number((value / unit).toPrecision(4))} ${name}`;
-}
-const seconds = (value) => (value ? inUnit(value, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]) : "0 s");
-const bytes = (value) => inUnit(value, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["bytes", 1]]);
 
 const clock = (time) => `${seconds(time)} of ${seconds(horizon)}`;
 const pace = () => horizon / 10;

@@ -50,7 +50,7 @@ function readTyped() {
   const given = {
     size: Number($("unit").value) * parse("size"), alpha: parse("alpha") / 1e6, rate: parse("rate"),
   };
-  const wrong = Object.keys(given).filter((what) => Number.isNaN(typed(what, given[what], NaN)));
+  const wrong = Object.keys(given).filter((what) => Number.isNaN(typed(given[what], LIMITS[what], NaN)));
   for (const what of Object.keys(given)) $(what).setAttribute("aria-invalid", wrong.includes(what));
   const words = { size: `a tensor of 4 bytes to 1 TB`, alpha: "a latency of 0 to 10 s", rate: "a rate above 0.001 Gbit/s" };
   $("complaint").textContent = wrong.length ? `Give ${wrong.map((what) => words[what]).join(", and ")}.` : "";

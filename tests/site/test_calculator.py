@@ -1,0 +1,229 @@
+"""The calculator of memory and step time computes what the lessons' formulas compute."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from comm import cost
+from data_parallel import predict, zero_memory
+from lab.model import GPT, SIZES, GPTConfig
+from pipeline_parallel import theory
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
+from tensor_parallel import run as tensor_parallel_run
+from tests.browser import Browser
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {}),
+}
+LINK = cost.Link(alpha=20e-6, beta=8e-11)  # as the page opens
+COSTS = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1.5, 1.25), (1, 1, 3)]  # f, i, w
+
+
+@pytest.fixture(scope="module")
+def page(pages: Path) -> Path:
+    return pages / "calculator.html"
+
+
+@pytest.fixture
+def opened(browser: Browser, page: Path) -> Browser:
+    browser.open(page)
+    return browser
+
+
+def js(browser: Browser, expression: str) -> Any:
+    return json.loads(browser.js(f"JSON.stringify({expression})"))
+
+
+def cell(browser: Browser, table: str, row: str) -> str:
+    """Return the text of a row's last cell."""
+    rows = f"[...document.querySelectorAll('#{table}-table tbody tr')]"
+    return browser.js(f"{rows}.find(tr => tr.cells[0].textContent === '{row}').lastElementChild.textContent")
+
+
+def type_into(browser: Browser, name: str, text: str) -> None:
+    browser.js(f"{name}.value = {text!r}; {name}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+
+def test_the_number_of_parameters_is_that_of_the_workbooks_gpt(opened):
+    configs = [*SIZES.values(), GPTConfig(vocab_size=11, block_size=7, num_layers=3, num_heads=2, width=6)]
+    for config in configs:
+        sizes = {"layers": config.num_layers, "width": config.width}
+        sizes |= {"vocabulary": config.vocab_size, "context": config.block_size}
+        true = sum(parameter.numel() for parameter in GPT(config).parameters())
+        assert js(opened, f"parametersOf({json.dumps(sizes)})") == true
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_memory_is_that_of_the_zero_formulas(opened, optimizer: str):
+    kind, defaults = OPTIMIZERS[optimizer]
+    share = zero_memory.Share(full=1000, mine=1000)
+    full = zero_memory.of_one_process([share], zero_memory.states_of(kind, **defaults))
+    shown = js(opened, f"ofOneProcess(1000, 'float32', '{optimizer}')")
+    assert shown == {
+        "parameters": full.parameters, "gradients": full.gradients, "optimizer": full.optimizer_state,
+    }  # fmt: skip
+    for stage in range(4):
+        for ranks in (1, 2, 3, 8):
+            held = zero_memory.formula(stage, full, ranks)
+            shown = js(opened, f"zeroHeld({stage}, {json.dumps(shown_full(full))}, {ranks})")
+            expected = (held.parameters, held.gradients, held.optimizer_state)
+            assert list(shown.values()) == pytest.approx(expected)
+
+
+def shown_full(full: zero_memory.Held) -> dict[str, float]:
+    return {"parameters": full.parameters, "gradients": full.gradients, "optimizer": full.optimizer_state}
+
+
+def test_mixed_precision_takes_as_much_as_32_bits_with_adamw(opened):
+    for precision in ("float32", "bf16"):
+        held = js(opened, f"ofOneProcess(10, '{precision}', 'adamw')")
+        assert sum(held.values()) == 160
+    assert held == {"parameters": 20, "gradients": 20, "optimizer": 120}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_idle_time_and_microbatches_held_are_those_of_the_schedules_theory(opened, schedule: str):
+    chunks = stages_per_rank(schedule)
+    assert js(opened, f"SCHEDULES['{schedule}'].chunks") == chunks
+    for p in (1, 2, 3, 4, 8):
+        for m in (1, 2, 4, 7, 8, 16, 33):
+            for costs in COSTS:
+                shown = js(opened, f"idleSeconds('{schedule}', {p}, {m}, {', '.join(map(str, costs))})")
+                expected = theory.idle(schedule, p, m, chunks, *costs)
+                assert shown == (None if expected is None else pytest.approx(expected)), (p, m, costs)
+            for rank in range(p):
+                shown = js(opened, f"heldMicrobatches('{schedule}', {p}, {m}, {rank})")
+                assert shown == theory.held(schedule, p, m, chunks, rank), (p, m, rank)
+
+
+def test_activations_of_a_layer_are_those_of_the_tensor_parallel_lesson_on_one_rank(opened):
+    config = GPTConfig.named("13m")
+    holder: Any = SimpleNamespace(
+        _config=config, _cluster=SimpleNamespace(world_size=1), _args=SimpleNamespace(batch_size=3)
+    )
+    expected = tensor_parallel_run.Run._activations_formula(holder, sequence_parallel=False)
+    sizes = {"batch": 3, "sequence": config.block_size, "width": config.width, "heads": config.num_heads}
+    shown = js(
+        opened, f"layerActivations({json.dumps(sizes | {'precision': 'bf16', 'keepsAttention': True})})"
+    )
+    assert shown * config.num_layers == expected
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_traffic_and_its_time_are_those_of_the_cost_formulas(opened, stage: int, ranks: int):
+    size, m, itemsize = 4800, 5, 4
+    operations = {
+        0: {"all_reduce": 1},
+        1: {"reduce_scatter": 1, "all_gather": 1},
+        2: {"reduce_scatter": m, "all_gather": 1},
+        3: {"reduce_scatter": m, "all_gather": 2 * m},
+    }[stage]
+    full = json.dumps({"parameters": size * itemsize, "gradients": size * itemsize})
+    collectives = f"collectivesOf({stage}, {full}, {m})"
+    sent = [
+        cost.traffic(op, "ring", size, itemsize, ranks, 0).bytes_sent * times
+        for op, times in operations.items()
+    ]
+    assert js(opened, f"bytesSent({collectives}, {ranks})") == pytest.approx(sum(sent))
+    seconds = [
+        cost.seconds(op, "ring", size * itemsize, ranks, LINK) * times for op, times in operations.items()
+    ]
+    link = f"{{alpha: {LINK.alpha!r}, beta: {LINK.beta!r}}}"
+    assert js(opened, f"secondsSent({collectives}, {ranks}, {link})") == pytest.approx(sum(seconds))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_lasts_as_long_as_the_lessons_predict(browser: Browser, page: Path, schedule: str):
+    browser.open(
+        page, f"schedule={schedule}&pipelineRanks=4&microbatches=8&dataRanks=8&stage=0&precision=float32"
+    )
+    shown = js(browser, "results(set)")
+    f, i, w = (shown[each] for each in "fiw")
+    makespan = theory.makespan(schedule, 4, 8, stages_per_rank(schedule), f, i, w)
+    num_bytes = round(shown["full"]["gradients"])
+
+    def wire(size: int) -> float:
+        return cost.seconds("all_reduce", "ring", size, 8, LINK)
+
+    assert makespan is not None
+    expected = [predict.step_seconds(makespan, 0.0, [(ready, num_bytes)], wire) for ready in (makespan, 0.0)]
+    assert [shown["apart"], shown["together"]] == pytest.approx(expected)
+    assert f == pytest.approx(2 * shown["parameters"] / 4 * 4 * 1024 / 100e12)
+    assert "on 32 ranks" in browser.js("summary.textContent")
+
+
+def test_tables_show_the_results_in_words(browser: Browser, page: Path):
+    browser.open(
+        page,
+        "pipelineRanks=1&dataRanks=4&stage=3&precision=float32&optimizer=adamw&model=parameters&parameters=1e9",
+    )
+    held = zero_memory.formula(3, zero_memory.Held(4e9, 4e9, 8e9), 4)
+    assert cell(browser, "memory", "parameters") == f"{held.parameters / 1e9:g} GB"
+    assert cell(browser, "memory", "optimizer state") == f"{held.optimizer_state / 1e9:g} GB"
+    assert cell(browser, "time", "bytes that a rank sends for it") == f"{8 * 3 * 3 / 4 * 4:g} GB"
+    assert browser.js("summary.textContent").startswith(
+        "1 billion parameters on 4 ranks. A rank needs 4 GB of its 40 GB."
+    )
+    type_into(browser, "capacity", "3")
+    assert "needs 4 GB, and has only 3 GB" in browser.js("summary.textContent")
+
+
+def test_recomputing_saves_activations_except_where_weight_gradients_wait(browser: Browser, page: Path):
+    for schedule in SCHEDULES:
+        held = {}
+        for recompute in ("false", "true"):
+            browser.open(page, f"schedule={schedule}&recompute={recompute}&microbatches=16")
+            held[recompute] = js(browser, "results(set).activations")
+            assert cell(browser, "memory", "activations") == js(browser, "bytes(results(set).activations)")
+        if schedule.startswith("zb"):
+            assert held["true"] == held["false"]
+        else:
+            assert held["true"] < held["false"] or schedule == "naive"
+
+
+def test_an_example_fills_the_form_and_what_is_wrong_is_named(browser: Browser, page: Path):
+    browser.open(page, "model=parameters")
+    assert browser.js("document.getElementById('of-layers').hidden")
+    browser.click('[name="preset"][value="GPT-2"]')
+    assert browser.js("[layers.value, width.value, model.hidden]") == ["12", "768", False]
+    assert browser.js("summary.textContent").startswith("124.4 million parameters")
+    type_into(browser, "layers", "1.5")
+    assert browser.js("complaint.textContent") == "layers: give a whole number from 1 to 10000."
+    assert browser.js("layers.getAttribute('aria-invalid')") == "true"
+    assert browser.js("summary.textContent").startswith("124.4 million parameters"), "the last good number"
+    type_into(browser, "layers", "24")
+    assert browser.js("complaint.textContent") == ""
+
+
+def test_where_there_is_no_formula_the_page_says_so(browser: Browser, page: Path):
+    browser.open(page, "schedule=zb_v&pipelineRanks=8&microbatches=8&recompute=true")
+    assert "no formula" in browser.js("summary.textContent")
+    assert "m ≥ 2p-1" in browser.js("times.textContent")
+
+
+def test_the_page_is_one_file_and_a_link_opens_the_same_numbers(browser: Browser, page: Path):
+    text = page.read_text("utf-8")
+    assert not re.search(r"https?:|\bfetch\b|XMLHttpRequest|WebSocket|\bimport\b|url\(|@import|{{", text)
+    browser.open(page)
+    browser.key("Tab")
+    browser.key(" ")  # the first example
+    link, said = browser.js("location.hash"), browser.js("summary.textContent")
+    assert said.startswith("12.87 million parameters")
+    browser.open(page, link[1:])
+    assert browser.js("summary.textContent") == said
+    assert browser.requests == [page.as_uri()] * 2
+
+
+@pytest.mark.parametrize("width", [320, 400, 768])
+def test_no_width_is_too_narrow(browser: Browser, page: Path, width: int):
+    browser.resize(width, 700, mobile=width < 700)
+    browser.open(page, "keepsAttention=true&recompute=true&layers=10000&width=100000")
+    assert browser.js("document.documentElement.scrollWidth") <= width
