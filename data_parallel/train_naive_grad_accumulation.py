@@ -19,6 +19,7 @@ hides it. And an all-reduce after every microbatch sends N times the bytes for t
 import dataclasses
 
 import torch
+from torch import Tensor, nn
 
 from comm.script import start
 from data_parallel.run import Run
@@ -41,6 +42,22 @@ class Args(AccumulationArgs):
     """Number of microbatches in a step: their gradients add up, and are reduced once."""
 
 
+def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Add up the gradients of a step's microbatches in the parameters, and return the loss of all of them.
+
+    A microbatch is a pair (x, y), and all are equal in size. The loss is the mean over all examples, and the
+    gradients are those of this loss. It has no graph.
+    """
+    total = torch.zeros((), device=parts[0][0].device)
+    for x, y in parts:
+        with span("forward", "forward"):
+            loss = loss_of(model(x), y) / len(parts)
+        with span("backward", "backward"):
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "data_parallel_naive_grad_accumulation")
     model = NaiveDataParallel(run.model(), pattern=run.pattern)
@@ -50,13 +67,7 @@ def main(cluster: Cluster, args: Args) -> None:
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
             with run.step() as record:
                 optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for x, y in parts:
-                    with span("forward", "forward"):
-                        loss = loss_of(model(x), y) / len(parts)
-                    with span("backward", "backward"):
-                        loss.backward()
-                    total += loss.detach()
+                total = accumulate(model, parts)
                 model.finish_gradient_sync()
                 with span("step", "optimizer"):
                     optimizer.step()

@@ -30,7 +30,8 @@ def generated(exercise: Exercise) -> str:
         _stub(source, function, exercise, target)
         for function, target in zip(definitions, exercise.targets, strict=True)
     ]
-    return "\n\n\n".join([f'"""{_introduction(exercise)}"""\n\n{imports}', *stubs]) + "\n"
+    head = f'"""{_introduction(exercise)}"""' + (f"\n\n{imports}" if imports else "")
+    return "\n\n\n".join([head, *stubs]) + "\n"
 
 
 def solution(exercise: Exercise) -> str:
@@ -83,13 +84,13 @@ def _stub(source: str, function: ast.FunctionDef, exercise: Exercise, target: st
     lines = textwrap.dedent("\n".join(source.splitlines()[function.lineno - 1 : end])).splitlines()
     if doc is not None:
         lines += textwrap.indent(_docstring(doc), "    ").splitlines()
-    text = f'"{missing(exercise, target)}"'
-    one_line = f"    raise NotImplementedError({text})"
+    text = missing(exercise, target)
+    one_line = f'    raise NotImplementedError("{text}")'
     if len(one_line) <= LINE_LENGTH:
-        lines.append(one_line)
-    else:
-        lines += ["    raise NotImplementedError(", f"        {text}", "    )"]
-    return "\n".join(lines)
+        return "\n".join([*lines, one_line])
+    parts = textwrap.wrap(text, LINE_LENGTH - 10, drop_whitespace=False)
+    literals = [f'        "{part}"' for part in parts]
+    return "\n".join([*lines, "    raise NotImplementedError(", *literals, "    )"])
 
 
 def _docstring(text: str) -> str:

@@ -110,7 +110,6 @@ EXERCISES = (
             MEETING + "test_a_rank_that_comes_with_another_world_size_is_refused",
             MEETING + "test_no_rank_goes_on_before_all_have_reached_a_stage",
             MEETING + "test_ranks_that_do_not_reach_a_stage_are_named_at_the_deadline",
-            "tests/comm/test_rendezvous.py::test_different_world_sizes_are_refused_on_both_sides",
         ),
         difficulty=3,
         minutes=40,

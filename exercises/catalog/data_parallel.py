@@ -1,4 +1,4 @@
-"""Exercises of lesson 2: every rank has a slice of the batch, and gradients are averaged."""
+"""Exercises of lesson 2, first part: every rank has a slice of the batch, and gradients are averaged."""
 
 from exercises.catalog.exercise import Exercise
 
@@ -58,6 +58,25 @@ EXERCISES = (
             "gradient. Reduce it with op='max'. Then a flag is 1 where any rank has a gradient.",
             "In the loop skip parameters whose flag is 0. If the flag is 1 and this rank has no gradient, "
             "set it to torch.zeros_like(parameter) first. The flags may have the dtype torch.uint8.",
+        ),
+    ),
+    Exercise(
+        name="accumulation",
+        title="Gradient accumulation",
+        target="data_parallel.train_naive_grad_accumulation.accumulate",
+        tests=("tests/data_parallel/test_narrated.py::test_accumulation_equals_one_process",),
+        difficulty=1,
+        minutes=10,
+        needs=("naive_gradient_sync",),
+        hints=(
+            "The mean over all examples is the mean of the microbatches' means, because they are equal in "
+            "size. What does autograd do with the gradients of a second backward: replace, add or average "
+            "them?",
+            "A backward adds to the gradients that are there. To get a mean, divide each loss by the number "
+            "of microbatches before its backward. Only one microbatch has a graph at a time: run its "
+            "backward at once.",
+            "For each (x, y): loss = loss_of(model(x), y) / len(parts), then loss.backward(), then add "
+            "loss.detach() to the total. A sum of losses that are not detached would keep all graphs alive.",
         ),
     ),
 )

@@ -95,6 +95,18 @@ def test_gradients_are_views_of_the_buckets_however_they_are_zeroed():
     run_ranks(work, 2)
 
 
+def test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros():
+    used, unused = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
+    bucket = Bucket([used, unused], num_flags=2)
+    assert not bucket.flat.any() and bucket.missing == {used, unused}
+    bucket.flat.fill_(7.0)  # numbers of the step before
+    used.grad = torch.ones(2, 3)
+    for each in (used, unused):
+        bucket.move_in(each)
+    assert bucket.flat.tolist() == [1.0] * 6 + [0.0] * 4 + [7.0] * 2
+    assert used.grad is bucket.views[used] and unused.grad is None
+
+
 class Copies(TorchDispatchMode):
     """This mode counts the calls of `copy_`."""
 
@@ -143,11 +155,12 @@ def test_all_ranks_use_rank_0s_order_after_the_first_step():
     def work(cluster: Cluster) -> list[dict]:
         model = BucketDataParallel(EitherWay(0, backwards=cluster.rank == 0), bucket_mb=1e-6)
         states = [model.get_extra_state()]
-        for _ in range(3):
+        for step in range(3):
             model.zero_grad()
             mean_square(model, torch.ones(1, 3).double()).backward()
             model.finish_gradient_sync()
             states.append(model.get_extra_state())
+            assert model.order.was_sent == (step == 0)
         assert [view.data_ptr() for bucket in model.buckets for view in bucket.views.values()] == [
             model.trained[i].grad.data_ptr() for i in states[-1]["order"]
         ]

@@ -8,9 +8,12 @@ from torch import nn
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_naive_grad_accumulation import accumulate
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
+from lab.ledger import LEDGER
 from lab.ranks import run_ranks
+from lab.text import microbatches
 
 
 def test_naive_equals_one_process():
@@ -50,20 +53,24 @@ def test_naive_equals_one_process():
 
 def test_accumulation_equals_one_process():
     def work(cluster: Cluster) -> None:
-        # One process trains a toy model on the global batch of 12 examples, at once.
+        # One process trains a toy model on the global batch of 12 examples of 3 classes, at once.
         torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-        x, y = torch.randn(12, 4).double(), torch.randn(12, 1).double()
-        nn.functional.mse_loss(alone(x), y).backward()
+        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+        nn.functional.cross_entropy(alone(x), y).backward()
 
         # Two ranks have 6 examples each, and take them as 3 microbatches of 2.
         torch.manual_seed(cluster.rank)
-        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
         model = NaiveDataParallel(module)
         own_x, own_y = x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank]
-        for micro_x, micro_y in zip(own_x.chunk(3), own_y.chunk(3), strict=True):
-            # Autograd adds the gradients up. Each loss is divided by 3, so the sum is their mean.
-            (nn.functional.mse_loss(model(micro_x), micro_y) / 3).backward()
+
+        # Autograd adds the gradients up. Each loss is divided by 3, so the sum is their mean.
+        before = LEDGER.total()
+        loss = accumulate(model, microbatches(own_x, own_y, 3))
+        own_loss = nn.functional.cross_entropy(module(own_x), own_y)
+        torch.testing.assert_close(loss.double(), own_loss.detach(), rtol=1e-6, atol=0)
+        assert LEDGER.total() == before and not loss.requires_grad  # nothing has been sent
 
         # One synchronisation for all microbatches: the mean over ranks of the means over microbatches.
         model.finish_gradient_sync()
@@ -98,6 +105,7 @@ def test_overlap_equals_one_process():
         # The four gradients have been launched; we wait for them, and each is the mean over ranks.
         assert len(model._in_flight) == 4
         model.finish_gradient_sync()
+        assert not model._in_flight
         for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
 

@@ -61,6 +61,29 @@ def test_a_gan_trains_as_in_one_process():
     run_ranks(work, 2)
 
 
+def test_a_step_runs_its_closure_and_synchronises_gradients():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        for cls in BOTH:
+            reference, model = layers(), layers(cluster.rank)
+            mean_square(reference, X).backward()
+            torch.optim.SGD(reference.parameters(), lr=0.1).step()
+            optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+
+            def closure(model=model) -> str:
+                mean_square(model, x).backward()
+                return "result"
+
+            assert optimizer.step(closure) == "result"
+            assert_same(parameters(model), parameters(reference), what=f"parameter, {cls.__name__},")
+            assert all(parameter.grad is None for parameter in model.parameters())
+            optimizer.zero_grad()
+            with pytest.raises(WorkbookError, match="no rank has a gradient of any parameter"):
+                optimizer.step()
+
+    run_ranks(work, 2)
+
+
 def test_a_second_finish_gradient_sync_changes_nothing():
     def work(cluster: Cluster) -> None:
         (x,) = mine(cluster, (X,))

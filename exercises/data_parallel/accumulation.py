@@ -1,0 +1,19 @@
+"""Gradient accumulation. Write `accumulate` of data_parallel/train_naive_grad_accumulation.py.
+
+Check it with `python -m exercises check accumulation`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lab.model import loss_of
+from lab.timeline import span
+
+
+def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Add up the gradients of a step's microbatches in the parameters, and return the loss of all of them.
+
+    A microbatch is a pair (x, y), and all are equal in size. The loss is the mean over all examples, and the
+    gradients are those of this loss. It has no graph.
+    """
+    raise NotImplementedError("Gradient accumulation is not written yet: `accumulate` has no body.")

@@ -1,0 +1,41 @@
+"""Launching complete buckets. Write `BucketDataParallel._on_gradient` and
+`BucketDataParallel.finish_gradient_sync` of data_parallel/train_bucket_overlap.py.
+
+Check it with `python -m exercises check bucket_launch`.
+"""
+
+from torch import Tensor
+
+from data_parallel.used_parameters import used_on_any_rank
+from data_parallel.wire_format import size_on_wire
+
+
+def _on_gradient(self, parameter: Tensor) -> None:
+    """Run as a hook when a backward has added its gradient of this parameter.
+
+    Return if `self._guard.has_gradient(parameter)` is False. `self._bucket_of` has the bucket of each
+    parameter, and its `missing` the parameters whose gradients are not there. If this one is not
+    missing, a second backward has begun: call `self._drop_unfinished(parameter)`. Move the gradient
+    into the bucket. If `self._guard.is_synchronising`, tell `self.order.see(parameter)`, and launch
+    what can be launched: `self._to_launch` is a deque of the buckets that are left, in order, and
+    `self._launch(bucket)` starts the all-reduce of one.
+    """
+    raise NotImplementedError(
+        "Launching complete buckets is not written yet: `BucketDataParallel._on_gradient` has no body."
+    )
+
+
+def finish_gradient_sync(self) -> None:
+    """Launch the remaining buckets, with zeros for gradients that are missing; wait for all.
+
+    A parameter that no rank used has no gradient afterwards: `used_on_any_rank(self.trained,
+    self.buckets[-1].flags)` returns the parameters that were used. For each parameter that is
+    still missing, its gradient becomes the view in its bucket, or None. `self._wait_for_all()`
+    waits. Afterwards note `self.sizes_on_wire`, the list of size_on_wire(bucket.flat,
+    self.wire_dtype); if `self.order.adopt_observed(self.group)`, call `self._make_buckets()`; and
+    call `self._guard.synchronised()`.
+    """
+    raise NotImplementedError(
+        "Launching complete buckets is not written yet: `BucketDataParallel.finish_gradient_sync` has no "
+        "body."
+    )

@@ -1,0 +1,32 @@
+"""Gradients that live in buckets. Write `Bucket.__init__` and `Bucket.move_in` of
+data_parallel/train_bucket_overlap.py.
+
+Check it with `python -m exercises check bucket_views`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
+    """Make a flat tensor of zeros, with a place for each parameter's gradient and for flags.
+
+    There are `num_flags` flags at the end. Set `self.flat`; `self.flags`, the view of the flags;
+    `self.views`, a dict from each parameter to the view of its place, in its shape; and
+    `self.missing`, a set of all parameters. All parameters have one dtype and device.
+    """
+    raise NotImplementedError(
+        "Gradients that live in buckets is not written yet: `Bucket.__init__` has no body."
+    )
+
+
+def move_in(self, parameter: Tensor) -> None:
+    """Make the parameter's gradient the view of its place in this bucket, with the gradient's
+    values.
+
+    Do not copy a gradient that is that view already. If there is no gradient, fill the place with
+    zeros.
+    """
+    raise NotImplementedError(
+        "Gradients that live in buckets is not written yet: `Bucket.move_in` has no body."
+    )

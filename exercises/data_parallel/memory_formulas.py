@@ -1,0 +1,38 @@
+"""The memory of each stage. Write `formula`, `of_one_process` and `owned` of data_parallel/zero_memory.py.
+
+Check it with `python -m exercises check memory_formulas`.
+"""
+
+from collections.abc import Sequence
+
+from data_parallel.zero_memory import FORMULAS, Held, Share
+from lab.errors import WorkbookError
+
+
+def formula(stage: int, full: Held, ranks: int) -> Held:
+    """Return what one of `ranks` ranks holds by formula, if one process holds `full`.
+
+    Stage 0 is plain data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2
+    also the gradients, and stage 3 also the parameters. For another stage raise WorkbookError: ZeRO
+    has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}.
+    """
+    raise NotImplementedError("The memory of each stage is not written yet: `formula` has no body.")
+
+
+def of_one_process(shares: Sequence[Share], states: int) -> Held:
+    """Return the bytes that one process holds; the optimizer keeps `states` numbers for each trained
+    one.
+
+    Each share describes some parameters: `full` is how many numbers they have, `itemsize` the
+    bytes of one, and `trained` tells whether they have gradients.
+    """
+    raise NotImplementedError("The memory of each stage is not written yet: `of_one_process` has no body.")
+
+
+def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
+    """Return what this rank should hold, to the byte, without padding.
+
+    Of each share this rank owns `mine` numbers. What a stage does not divide, every rank holds in
+    full.
+    """
+    raise NotImplementedError("The memory of each stage is not written yet: `owned` has no body.")

@@ -1,0 +1,45 @@
+"""All-reduces in the backward. Write `OverlapDataParallel._launch`, `OverlapDataParallel._wait_for_all` and
+`OverlapDataParallel.finish_gradient_sync` of data_parallel/train_overlap.py.
+
+Check it with `python -m exercises check overlap_hooks`.
+"""
+
+import torch
+
+from comm.collectives import all_reduce
+from lab.timeline import span
+
+
+def _launch(self, i: int) -> None:
+    """Start to all-reduce the gradient of `self._trained[i]`, and return while it travels.
+
+    A hook calls this in the backward when the gradient is complete. `self._in_flight` is a list of
+    pairs, of a gradient and the handle of its all-reduce.
+    """
+    raise NotImplementedError(
+        "All-reduces in the backward is not written yet: `OverlapDataParallel._launch` has no body."
+    )
+
+
+def _wait_for_all(self) -> None:
+    """Wait for all gradients in flight, and forget them.
+
+    Then call `self._launcher.reset()`, which expects the gradients of the next backward.
+    """
+    raise NotImplementedError(
+        "All-reduces in the backward is not written yet: `OverlapDataParallel._wait_for_all` has no body."
+    )
+
+
+def finish_gradient_sync(self) -> None:
+    """Start the all-reduces that no hook has started, and wait for all of them.
+
+    `self._launcher.missing()` returns the numbers of the parameters without a gradient of this
+    backward, and `self._launcher.ready(i)` launches number i in its turn. Where a rank did not
+    use a parameter, it contributes zeros. A parameter that no rank used has no gradient. At the
+    end call `self._guard.synchronised()`.
+    """
+    raise NotImplementedError(
+        "All-reduces in the backward is not written yet: `OverlapDataParallel.finish_gradient_sync` has no "
+        "body."
+    )

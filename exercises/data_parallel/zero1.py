@@ -1,0 +1,47 @@
+"""ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._reduce_scatter`, `ZeroOptimizer.step` and
+`ZeroOptimizer.gather_parameters` of data_parallel/train_zero1.py.
+
+Check it with `python -m exercises check zero1`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from comm.collectives import all_gather, reduce_scatter
+from data_parallel.flat import ParameterBucket
+from lab.timeline import span
+
+
+def _reduce_scatter(self, bucket: ParameterBucket) -> None:
+    """Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks.
+
+    `self._gradients[bucket]` is the flat tensor of the bucket's gradients, and the slice
+    `bucket.flat.mine` of it this rank's shard. Append the handle to `self._in_flight`: the backward
+    must go on.
+    """
+    raise NotImplementedError(
+        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer._reduce_scatter` has no body."
+    )
+
+
+def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    """Update this rank's shard of the parameters, and gather the shards of all ranks.
+
+    Return what `closure`, if there is one, returns: it computes the gradients. If not
+    `self._steps.is_synced`, call `self.finish_gradient_sync()`. Then call `self._before_step()`,
+    which refuses wrong use, and step with `self.inner`, an ordinary optimizer of this rank's
+    shard.
+    """
+    raise NotImplementedError(
+        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer.step` has no body."
+    )
+
+
+def gather_parameters(self) -> None:
+    """Collect the shards of all ranks in `bucket.full`, for all of `self.buckets`, on every rank.
+
+    `bucket.shard` is this rank's part of `bucket.full`, in the same memory.
+    """
+    raise NotImplementedError(
+        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer.gather_parameters` has no body."
+    )

@@ -1,0 +1,50 @@
+"""ZeRO 2: gradients freed as they leave. Write `ZeroGradientOptimizer._reduce_scatter`,
+`ZeroGradientOptimizer._view` and `ZeroGradientOptimizer._wait_for_oldest` of data_parallel/train_zero2.py.
+
+Check it with `python -m exercises check zero2`.
+"""
+
+import torch
+from torch import Tensor
+
+from comm.collectives import reduce_scatter
+from data_parallel.flat import ParameterBucket
+from data_parallel.train_zero2 import MOST_IN_FLIGHT
+from lab.timeline import span
+
+
+def _reduce_scatter(self, bucket: ParameterBucket) -> None:
+    """Start to reduce-scatter a complete bucket, when fewer than MOST_IN_FLIGHT are in flight.
+
+    `self._filling` has the flat tensor of each bucket that misses a gradient: take this bucket's out
+    of it. The shard has `bucket.flat.shard_numel` numbers, in memory of its own. Append (bucket,
+    full, shard, handle) to the deque `self._in_flight`.
+    """
+    raise NotImplementedError(
+        "ZeRO 2: gradients freed as they leave is not written yet: `ZeroGradientOptimizer._reduce_scatter` "
+        "has no body."
+    )
+
+
+def _view(self, parameter: Tensor) -> Tensor:
+    """Return the parameter's place in its bucket, which gets memory with its first gradient.
+
+    `self._bucket[parameter]` is its bucket, and `bucket.flat.views(full)` returns the views of
+    all `bucket.flat.parameters` in a flat tensor that is like `bucket.full`. The last
+    `bucket.flat.padding` numbers of it must be zero. Keep the tensor in `self._filling` and the
+    views in `self._views`, each until it is used.
+    """
+    raise NotImplementedError(
+        "ZeRO 2: gradients freed as they leave is not written yet: `ZeroGradientOptimizer._view` has no body."
+    )
+
+
+def _wait_for_oldest(self) -> None:
+    """Wait for the oldest reduce-scatter, and add its shard to that of earlier microbatches.
+
+    `self._shards[bucket]` is what this rank keeps of the bucket's gradients.
+    """
+    raise NotImplementedError(
+        "ZeRO 2: gradients freed as they leave is not written yet: `ZeroGradientOptimizer._wait_for_oldest` "
+        "has no body."
+    )

@@ -1,0 +1,58 @@
+"""ZeRO 3: gather, use, free. Write `Unit.start_gather`, `Unit.gather`, `Unit.free` and
+`FullyShardedDataParallel._before_forward` of data_parallel/train_zero3.py.
+
+Check it with `python -m exercises check zero3`.
+"""
+
+import torch
+
+from comm.collectives import all_gather
+from data_parallel.blocks import ShardedBlock
+from data_parallel.freed import is_in_a_backward
+
+
+def start_gather(self) -> None:
+    """Start to gather the parameters, unless that has been done: `self.full` is None if it has not.
+
+    Note the shard's version, `self.shard._version`, in `self._version`. `self.full` becomes a flat
+    tensor of `self.flat.numel` numbers of `self.dtype` on the shard's device. This rank's part of it
+    is the slice `self.flat.mine`. The handle goes into `self._gathering`; nothing waits here.
+    """
+    raise NotImplementedError(
+        "ZeRO 3: gather, use, free is not written yet: `Unit.start_gather` has no body."
+    )
+
+
+def gather(self) -> None:
+    """Return when all of `full` is there, and the module's parameters are views of it.
+
+    `self._wait_for_gather()` waits for the handle, and sets `self._gathering` to None.
+    `self._show()` makes the parameters views of `full`. A unit that is full already is left as it
+    is.
+    """
+    raise NotImplementedError("ZeRO 3: gather, use, free is not written yet: `Unit.gather` has no body.")
+
+
+def free(self) -> None:
+    """Free the memory of the full parameters.
+
+    `self._hide()` ends what `self._show()` began: then no parameter refers to `full`. A unit may
+    also have been prefetched and not used, and then its memory must not be freed before the
+    message has arrived.
+    """
+    raise NotImplementedError("ZeRO 3: gather, use, free is not written yet: `Unit.free` has no body.")
+
+
+def _before_forward(self, block: ShardedBlock) -> None:
+    """Wait for the block's parameters, and prefetch those of the next block.
+
+    A backward that recomputes activations comes here, too: if is_in_a_backward(), call
+    `block.gather()`, and nothing else. Otherwise call `self._begin_turn(block)` first.
+    `self._seen` is the list of blocks that this forward has run, with this one from now on, and
+    `self._order` that of the forward before. As long as the two agree, the next block is known:
+    call its `start_gather()`.
+    """
+    raise NotImplementedError(
+        "ZeRO 3: gather, use, free is not written yet: `FullyShardedDataParallel._before_forward` has no "
+        "body."
+    )
