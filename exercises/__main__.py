@@ -12,9 +12,11 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Column, Table
 
-from exercises.catalog import BY_NAME, EXERCISES, Exercise, name_of
+from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.find_the_bug import Bug, bugs
 from exercises.grade import PASSED, Grade, grade
 from exercises.inspect_file import problem_of, shown
+from exercises.names import exercise_named
 from exercises.workspace import Workspace
 
 POLL_SECONDS = 0.3
@@ -100,6 +102,36 @@ def reset(space: Workspace, options: argparse.Namespace) -> int:
     return 0
 
 
+def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
+    for one in bugs():
+        state = space.progress[one.name].state
+        colour = "green" if state == PASSED else "default"
+        console.print(f"{one.name:<28} [{colour}]{state:<12}[/] {escape(one.symptom)}")
+    mended = sum(space.progress[one.name].state == PASSED for one in bugs())
+    console.print(
+        f"{mended} of {len(bugs())} are mended. `python -m exercises bug NAME` makes the file of one."
+    )
+    return 0
+
+
+def bug(space: Workspace, options: argparse.Namespace) -> int:
+    """Make the file of a bug if there is none yet, and tell its symptom."""
+    one = space.next_bug() if options.name is None else chosen(space, options.name)
+    if not isinstance(one, Bug):
+        print(
+            f"{one.name} asks you to write a function; `python -m exercises bugs` lists bugs.",
+            file=sys.stderr,
+        )
+        return 2
+    if not space.file(one).exists():
+        space.reset(one)
+    console.print(f"[bold]{one.name}[/], {one.minutes} minutes, difficulty {one.difficulty} of 5")
+    console.print(escape(one.symptom))
+    console.print(f"This trains, and it is wrong. Find the mistake in {shown(space.file(one))}, and mend it.")
+    console.print(f"Then: python -m exercises check {one.name}, or hint, or watch")
+    return 0
+
+
 def solution(space: Workspace, options: argparse.Namespace) -> int:
     exercise = chosen(space, options.name)
     text = space.solution(exercise)
@@ -135,10 +167,11 @@ def chosen(space: Workspace, name: str | None) -> Exercise:
     """Return the exercise of that name; without a name, the next one or, after the last, the last."""
     if name is None:
         return space.next_exercise() or EXERCISES[-1]
-    if name not in BY_NAME:
-        print(f"There is no exercise {name!r}; `python -m exercises list` shows all.", file=sys.stderr)
-        raise SystemExit(2)
-    return BY_NAME[name]
+    try:
+        return exercise_named(name)
+    except LookupError as error:
+        print(error.args[0], file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] = {
@@ -147,6 +180,8 @@ COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] 
     "hint": (hint, "Open one more of the three hints."),
     "reset": (reset, "Make the file as it was, and keep a copy of your code in exercises/.saved."),
     "solution": (solution, "Show the lesson's code, after passing or when asked twice."),
+    "bugs": (show_bugs, "List the wrong implementations, by their symptoms."),
+    "bug": (bug, "Make the file of one of them, which you mend; without a name, of the next one."),
     "watch": (watch, "Grade each time the file is saved, until it passes."),
 }
 
@@ -158,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         if name == "reset":
             command.add_argument("name", help="The exercise's name.")
-        elif name != "list":
+        elif name not in ("list", "bugs"):
             command.add_argument("name", nargs="?", help="The exercise's name; without it, the next one.")
         if name in ("list", "check"):
             command.add_argument("--json", action="store_true", help="Print one line of JSON.")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.find_the_bug import Bug, lessons_definition
 
 FOLDER = Path(__file__).resolve().parent
 LINE_LENGTH = 110
@@ -22,6 +23,8 @@ LESSONS = {"lab", "comm", "training", "data_parallel", "tensor_parallel", "pipel
 
 def generated(exercise: Exercise) -> str:
     """Return the text of the exercise's file before the learner has written anything."""
+    if isinstance(exercise, Bug):
+        return exercise.own_file()
     source = exercise.lesson.read_text()
     tree = ast.parse(source)
     definitions = [definition(tree, exercise, target) for target in exercise.targets]
@@ -36,6 +39,8 @@ def generated(exercise: Exercise) -> str:
 
 def solution(exercise: Exercise) -> str:
     """Return the lesson's own source of the functions."""
+    if isinstance(exercise, Bug):
+        return lessons_definition(exercise)[0]
     source = exercise.lesson.read_text()
     tree = ast.parse(source)
     segments = [_segment(source, definition(tree, exercise, target)) for target in exercise.targets]

@@ -4,6 +4,7 @@ A grade ends in one sentence, whatever the learner's code does: it may be missin
 signature, fail, hang or kill its process.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from exercises.catalog import ROOT, Exercise
 from exercises.explain import explain, load_error, most_telling
 from exercises.failure import name_of
+from exercises.find_the_bug import Bug
 from exercises.inspect_file import problem_of
 
 LIMIT_SECONDS = 60.0  # for all tests of an exercise
@@ -51,7 +53,27 @@ def grade(exercise: Exercise, file: Path) -> Grade:
     if (problem := problem_of(exercise, file)) is not None:
         state, sentence = problem
         return Grade(exercise.name, state, sentence, failed=exercise.tests)
-    return judge(exercise, file)
+    result = judge(exercise, file)
+    return excused(exercise, result) if isinstance(exercise, Bug) else result
+
+
+def excused(bug: Bug, result: Grade) -> Grade:
+    """Return the grade without the tests that the wrong implementation failed for other reasons.
+
+    It may be shorter than the lesson's, and lack what has nothing to do with the mistake.
+    """
+    others = tuple(test for test in result.failed if test != bug.tests[0])
+    if bug.tests[0] in result.failed or not others:
+        return result
+    with tempfile.TemporaryDirectory(prefix="bug-") as folder:
+        file = Path(folder, f"{bug.name}.py")
+        file.write_text(bug.own_file())
+        before = judge(dataclasses.replace(bug, tests=others), file)
+    if broken := tuple(test for test in others if test in before.passed):
+        return dataclasses.replace(result, failed=broken)
+    sentence = f"The mistake is mended: {_number(result.passed)} of the lesson agree. "
+    sentence += "What else the lesson's function does is not in this file, and is not asked for."
+    return Grade(bug.name, PASSED, sentence, result.passed)
 
 
 def judge(exercise: Exercise, file: Path) -> Grade:
@@ -93,7 +115,8 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
     if failures:
         state, sentence, drawing = explain(exercise, file, most_telling(failures))
     elif not missing:
-        state, sentence = PASSED, f"{exercise.title} is right: {_number(passed)} of the lesson agree."
+        verb = "is mended" if isinstance(exercise, Bug) else "is right"
+        state, sentence = PASSED, f"{exercise.title} {verb}: {_number(passed)} of the lesson agree."
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
     return Grade(exercise.name, state, sentence, passed, missing, drawing)

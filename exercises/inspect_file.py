@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from exercises.catalog import Exercise, name_of
+from exercises.find_the_bug import Bug, problem_of_bug
 from exercises.generate import definition, generated, missing
 
 
@@ -21,6 +22,8 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         return "invalid", f"{shown(file)}{line} is not Python: {text}."
+    if isinstance(exercise, Bug):
+        return problem_of_bug(exercise, tree, shown(file))
     written = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     stubs = {n.name: n for n in ast.parse(generated(exercise)).body if isinstance(n, ast.FunctionDef)}
     lesson = ast.parse(exercise.lesson.read_text())

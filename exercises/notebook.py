@@ -5,6 +5,7 @@ If an exercise has several functions, `check` takes one of them, and finds the o
 
 import importlib
 import inspect
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import cloudpickle
 
 from exercises.catalog import BY_NAME, Exercise, name_of
+from exercises.find_the_bug import Bug
 from exercises.grade import INVALID, Grade, judge
+from exercises.names import all_exercises, exercise_named, suggestion
 from exercises.replacing_plugin import PICKLE
 
 
@@ -36,9 +39,32 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
     return result
 
 
+def bug(name: str) -> None:
+    """Print the symptom of a wrong implementation, and put its code into the next cell of the notebook.
+
+    Mend it there, run the cell, and grade it: `check(the_function, name)`. Raise LookupError if there is no
+    such exercise.
+    """
+    exercise = exercise_named(name)
+    if not isinstance(exercise, Bug):
+        raise LookupError(f"{name} asks you to write a function; `python -m exercises bugs` lists bugs.")
+    code = (
+        f"from exercises.notebook import check\n\n{exercise.own_file()}\ncheck({exercise.function}, {name!r})"
+    )
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and (shell := ipython.get_ipython()) is not None:
+        shell.set_next_input(code)
+        code = "The code is in the next cell."
+    print(f"{exercise.symptom} This trains, and it is wrong.\n{code}")
+
+
 def _exercise_of(name: str) -> Exercise:
-    found = [BY_NAME[name]] if name in BY_NAME else [e for e in BY_NAME.values() if _has(e, name)]
+    if name in all_exercises():
+        return exercise_named(name)
+    found = [exercise for exercise in BY_NAME.values() if _has(exercise, name)]
     if len(found) != 1:
+        if not found and (near := suggestion(name)) != ".":
+            raise LookupError(f"There is no exercise, and no function of one, with the name {name!r}{near}")
         problem = "Several exercises have a function" if found else "There is no exercise with a function"
         raise LookupError(f"{problem} {name!r}; give the exercise's name: {', '.join(BY_NAME)}.")
     return found[0]
@@ -58,6 +84,8 @@ def _functions_of(exercise: Exercise, function: Callable[..., Any]) -> dict[str,
 
 def _problem_of(exercise: Exercise, functions: dict[str, Any]) -> str | None:
     for target, function in functions.items():
+        if isinstance(exercise, Bug):
+            continue  # a wrong implementation need not have the lesson's parameters
         if not callable(function):
             return f"There is no function `{name_of(target)}` in the notebook; {exercise.name} needs it, too."
         wanted, got = _parameters(_original(exercise, target)), _parameters(function)

@@ -15,9 +15,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from exercises.catalog import BY_NAME, Exercise
+from exercises.catalog import Exercise
 from exercises.catalog import name_of as name_of_target
 from exercises.failure import failure_of
+from exercises.names import exercise_named
 from exercises.schedule_table import originals, wrong_table
 from lab import forked
 from lab.ranks import run_ranks
@@ -56,7 +57,7 @@ def short_hangs() -> Iterator[None]:
 
 class Plugin:
     def __init__(self, name: str, file: Path, report: Path) -> None:
-        self.exercise, self.file, self.report = BY_NAME[name], file, report
+        self.exercise, self.file, self.report = exercise_named(name), file, report
         self.found: dict[str, Any] = {"load_error": None, "tests": []}
         self.lessons_own, self.written = originals(self.exercise), {}
 
@@ -114,5 +115,5 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if asked := config.getoption("--exercise"):
         sys.dont_write_bytecode = True
-        start_ranks_with_few_imports(BY_NAME[asked[0]])
+        start_ranks_with_few_imports(exercise_named(asked[0]))
         config.pluginmanager.register(Plugin(asked[0], Path(asked[1]), Path(asked[2])))

@@ -5,9 +5,11 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from exercises.catalog import BY_NAME, EXERCISES, Exercise
+from exercises.catalog import EXERCISES, Exercise
+from exercises.find_the_bug import Bug, bugs
 from exercises.generate import generated, solution
 from exercises.grade import PASSED, Grade
+from exercises.names import all_exercises
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -30,7 +32,7 @@ class Workspace:
     progress: dict[str, Progress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.progress = {exercise.name: Progress() for exercise in EXERCISES} | self._read()
+        self.progress = {name: Progress() for name in all_exercises()} | self._read()
 
     @property
     def progress_file(self) -> Path:
@@ -43,6 +45,10 @@ class Workspace:
         """Return the first exercise that has not passed, or None after the last."""
         open_ones = (e for e in EXERCISES if self.progress[e.name].state != PASSED)
         return next(open_ones, None)
+
+    def next_bug(self) -> Bug:
+        """Return the first bug that the learner has not mended, or the last one."""
+        return next((bug for bug in bugs() if self.progress[bug.name].state != PASSED), bugs()[-1])
 
     def minutes_left(self) -> int:
         return sum(e.minutes for e in EXERCISES if self.progress[e.name].state != PASSED)
@@ -85,7 +91,8 @@ class Workspace:
     def save(self) -> None:
         """Write the progress to a new file, and rename it: an interrupt leaves the old one as it was."""
         new = self.progress_file.with_suffix(".new")
-        new.write_text(json.dumps({name: asdict(p) for name, p in self.progress.items()}, indent=1) + "\n")
+        begun = {name: asdict(p) for name, p in self.progress.items() if p != Progress()}
+        new.write_text(json.dumps(begun, indent=1) + "\n")
         new.replace(self.progress_file)
 
     def _free_name(self, exercise: Exercise) -> Path:
@@ -107,7 +114,7 @@ class Workspace:
             text = f"{self.progress_file} was damaged and is now {aside.name}; check the exercises again."
             print(text, file=sys.stderr)
             return {}
-        return {name: progress for name, progress in found.items() if name in BY_NAME}
+        return {name: progress for name, progress in found.items() if name in all_exercises()}
 
 
 def _entry(entry: dict) -> Progress:

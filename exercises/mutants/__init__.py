@@ -5,7 +5,8 @@ mutant replaces, KILLER is a test without arguments that must fail with it, and 
 implementation. If the killer may fail with another error than an AssertionError, FAILS_WITH is a part of that
 error's text, or a tuple of texts of which the error must contain one. CAUSE is a part of the likely cause
 that the checker of exercises must name (exercises/causes.py); a file without it is one whose failure does not
-show its cause. tests/test_mutants.py runs all mutants.
+show its cause. SYMPTOM is what a user sees, where the docstring tells the cause with it: the mutants
+of techniques are exercises too (exercises/find_the_bug.py). tests/test_mutants.py runs all mutants.
 
 A mutant must not call its own TARGET: while the mutant is in place, that name is the mutant.
 """

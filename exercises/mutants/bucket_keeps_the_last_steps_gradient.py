@@ -7,6 +7,7 @@ KILLER = (
     "tests.data_parallel.test_equivalence.test_the_ranks_that_use_a_parameter_may_change_from_step_to_step"
 )
 CAUSE = "one of an earlier step kept"
+SYMPTOM = "A parameter that is not used in a step moves all the same."
 
 
 class mutant(BucketDataParallel):

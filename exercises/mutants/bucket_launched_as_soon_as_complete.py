@@ -6,6 +6,7 @@ TARGET = "data_parallel.train_bucket_overlap.BucketDataParallel._on_gradient"
 KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
 FAILS_WITH = "The ranks do not fit together"
 CAUSE = "agree on one order"
+SYMPTOM = "When one rank computes gradients in another order, training hangs, or its buckets are wrong."
 
 
 def mutant(self, parameter: Tensor) -> None:

@@ -9,6 +9,7 @@ KILLER = (
 )
 FAILS_WITH = "DID NOT RAISE"
 CAUSE = "check that must refuse it"
+SYMPTOM = "After a backward that was dropped, gradients are wrong, or training hangs."
 
 
 def mutant(self, parameter: Tensor) -> None:

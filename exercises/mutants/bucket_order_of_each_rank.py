@@ -5,6 +5,7 @@ from comm.collectives import Group
 TARGET = "data_parallel.bucket_order.BucketOrder.adopt_observed"
 KILLER = "tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order"
 CAUSE = "one order on which they have agreed"
+SYMPTOM = "When one rank computes gradients in another order, parameters learn from wrong gradients."
 
 
 def mutant(self, group: Group) -> bool:

@@ -8,6 +8,7 @@ from comm.transport.wire import Wire
 TARGET = "comm.algorithms.hypercube.recursive_doubling"
 KILLER = "tests.comm.test_narrated.test_recursive_doubling_equals_one_process"
 CAUSE = "another partner"
+SYMPTOM = "Four ranks end with twice the sum of two."
 
 
 def mutant(wire: Wire, tensor: torch.Tensor, op: str) -> None:

@@ -7,6 +7,7 @@ from comm.transport.wire import Wire
 TARGET = "comm.algorithms.pairwise.all_to_all"
 KILLER = "tests.comm.test_narrated.test_pairwise_all_to_all_equals_one_process"
 CAUSE = "one part left out"
+SYMPTOM = "After an all-to-all a part of the result is garbage."
 
 
 def mutant(

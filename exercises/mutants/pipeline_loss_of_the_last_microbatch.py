@@ -6,6 +6,7 @@ from pipeline_parallel.messages import sent_by
 TARGET = "pipeline_parallel.executor.Executor._hand_over"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_over_all_microbatches"
 CAUSE = "only the last one used"
+SYMPTOM = "The printed loss is noisy and too small, and training is right."
 
 
 def mutant(self, action, made) -> None:

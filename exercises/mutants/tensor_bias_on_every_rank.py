@@ -8,6 +8,7 @@ from comm.functions import scatter_sums, split_to_ranks, sum_over_ranks
 TARGET = "tensor_parallel.layers.RowParallelLinear.forward"
 KILLER = "tests.tensor_parallel.test_layers.test_the_bias_of_a_row_layer_is_added_once"
 CAUSE = "added up twice"
+SYMPTOM = "A row layer's output is wrong, but only when its bias is not zero."
 
 
 def mutant(self, x: Tensor) -> Tensor:

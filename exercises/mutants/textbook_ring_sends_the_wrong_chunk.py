@@ -7,6 +7,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.ring.gather_chunks"
 KILLER = "tests.comm.test_narrated.test_ring_all_reduce_equals_one_process"
+SYMPTOM = "After an all-reduce the ranks have different results."
 
 
 def mutant(wire: Wire, chunks: list[torch.Tensor]) -> None:

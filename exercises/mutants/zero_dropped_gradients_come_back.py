@@ -8,6 +8,7 @@ KILLER = (
     ".test_a_dropped_backward_through_some_layers_does_not_change_later_microbatches"
 )
 CAUSE = "given up"
+SYMPTOM = "In a GAN the gradients of a microbatch are sometimes wrong."
 
 
 def mutant(self, parameter: Tensor) -> bool:

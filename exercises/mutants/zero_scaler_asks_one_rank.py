@@ -9,6 +9,7 @@ KILLER = (
 )
 FAILS_WITH = "all_gather"  # the ranks that step wait for the one that does not
 CAUSE = "what only that rank has seen"
+SYMPTOM = "With fp16 and a GradScaler the ranks' scales drift apart."
 
 
 def mutant(part: Tensor, group, pattern: str | None) -> Tensor:

@@ -1,0 +1,188 @@
+"""Make an exercise of each mutant of a technique: a file with the mistake, which the learner finds and mends.
+
+      mutants/gradient_summed.py   def mutant(self): ...            named, explained, and killed by a test
+      bugs/bug_naive_7b2.py        def finish_gradient_sync(self)   the lesson's name and docstring, no hint
+
+The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
+that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
+exchanged for another.
+"""
+
+import ast
+import difflib
+import functools
+import hashlib
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from exercises.catalog import EXERCISES, ROOT, Exercise
+
+MUTANTS = ROOT / "exercises" / "mutants"
+EQUIPMENT = ("lab.", "comm.rendezvous.keep_from_preempting")  # what helps the lessons is no technique
+MAX_TESTS = 4
+FIELDS = {"TARGET", "KILLER", "FAILS_WITH", "CAUSE", "SYMPTOM"}
+TOOLS = (
+    "Tools: the checker says which rank, which value and by how much; lab/ranks.py shows where ranks hang;\n"
+    "--trace draws what each rank did when; exercises/README.md lists more."
+)
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Bug(Exercise):
+    """An exercise whose file has a mistake: `mutant` is its origin, and `symptom` what a user sees."""
+
+    mutant: str = ""
+    symptom: str = ""
+
+    @property
+    def file(self) -> Path:
+        return Path("bugs", f"{self.name}.py")
+
+    def own_file(self) -> str:
+        """Return the learner's file: the lesson's name and docstring, and the wrong implementation."""
+        place = f"`{self.qualified_name}` of {self.lesson.relative_to(ROOT)}"
+        text = f"Find the bug. {self.symptom} The mistake is in {place}."
+        check = f"Mend it below, and check it with `python -m exercises check {self.name}`."
+        lines = [textwrap.fill(text, 108), "", check, TOOLS]
+        return '"""' + "\n".join(lines) + '\n"""\n\n' + _wrong_code(self) + "\n"
+
+
+@functools.cache
+def bugs() -> tuple[Bug, ...]:
+    """Return all exercises of this kind, in the order of the lessons."""
+    found = [mutant for path in sorted(MUTANTS.glob("[!_]*.py")) if (mutant := _Mutant.read(path))]
+    order = ("comm", "data_parallel", "tensor_parallel", "pipeline_parallel", "training")
+    made = [_bug(mutant, found) for mutant in found]
+    return tuple(sorted(made, key=lambda bug: (order.index(bug.target.partition(".")[0]), bug.name)))
+
+
+@dataclass(frozen=True)
+class _Mutant:
+    name: str
+    doc: str
+    fields: dict[str, str]
+
+    @staticmethod
+    def read(path: Path) -> "_Mutant | None":
+        """Return a mutant's description without importing it, or None if it is one of equipment."""
+        tree = ast.parse(path.read_text())
+        fields = {node.targets[0].id: ast.literal_eval(node.value) for node in tree.body if _is_field(node)}
+        if fields["TARGET"].startswith(EQUIPMENT):
+            return None
+        return _Mutant(path.stem, " ".join((ast.get_docstring(tree) or "").split()), fields)
+
+    @property
+    def killer(self) -> str:
+        """The killer as pytest names it."""
+        file, _, test = self.fields["KILLER"].rpartition(".")
+        return f"{file.replace('.', '/')}.py::{test}"
+
+
+def _bug(mutant: _Mutant, others: list[_Mutant]) -> Bug:
+    target = mutant.fields["TARGET"]
+    tests = [mutant.killer, *(other.killer for other in others if other.fields["TARGET"] == target)]
+    tests += [test for exercise in EXERCISES if exercise.target == target for test in exercise.tests]
+    symptom = mutant.fields.get("SYMPTOM") or mutant.doc.partition(":")[0].rstrip(".") + "."
+    knows_cause = "CAUSE" in mutant.fields
+    draft = Bug(
+        name="draft",
+        title=f"The mistake in `{target.rpartition('.')[2]}`",
+        target=target,
+        tests=tuple(dict.fromkeys(tests))[:MAX_TESTS],
+        difficulty=2 if knows_cause else 4,
+        minutes=15 if knows_cause else 25,
+        hints=("", "", ""),
+        mutant=mutant.name,
+        symptom=symptom,
+    )
+    test = mutant.killer.rpartition("::test_")[2].replace("_", " ")
+    hints = (
+        f"The test that fails says: {test}. It is in {mutant.killer.partition('::')[0]}.",
+        _where(draft),
+        f"What happens: {mutant.doc}",
+    )
+    lesson = draft.lesson.stem.removeprefix("train_")
+    name = f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}"
+    return Bug(**{**vars(draft), "name": name, "hints": hints})
+
+
+def lessons_definition(bug: Bug) -> tuple[str, Definition]:
+    """Return the lesson's source of the function or class that has the mistake, and its tree."""
+    source = bug.lesson.read_text()
+    place: ast.Module | Definition = ast.parse(source)
+    for part in bug.qualified_name.split("."):
+        place = [n for n in place.body if isinstance(n, Definition) and n.name == part][-1]
+    assert isinstance(place, Definition)
+    lines = source.splitlines()[place.lineno - 1 - len(place.decorator_list) : place.end_lineno]
+    return textwrap.dedent("\n".join(lines)) + "\n", place
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in FIELDS
+
+
+def _wrong_tree(bug: Bug) -> ast.Module:
+    """Return the mutant's code under the lesson's name, without what it says of itself."""
+    tree = ast.parse((MUTANTS / f"{bug.mutant}.py").read_text())
+    tree.body = [node for node in tree.body[1:] if not _is_field(node)]
+    definitions = [node for node in tree.body if isinstance(node, Definition)]
+    helpers = [node.name for node in definitions if node.name != "mutant"]
+    new_names = {"mutant": bug.function} | {name: f"_Part{i}" for i, name in enumerate(helpers, start=1)}
+    for node in definitions:
+        if ast.get_docstring(node) is not None:
+            del node.body[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = new_names.get(node.id, node.id)
+        elif isinstance(node, Definition):
+            node.name = new_names.get(node.name, node.name)
+    return tree
+
+
+def _wrong_code(bug: Bug) -> str:
+    tree = _wrong_tree(bug)
+    _, right = lessons_definition(bug)
+    if (doc := ast.get_docstring(right)) is not None and isinstance(right, ast.FunctionDef):
+        text = textwrap.indent(doc, "    ").strip()
+        [wrong] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == bug.function]
+        wrong.body.insert(0, ast.Expr(ast.Constant(text + "\n    " if "\n" in text else text)))
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    others = [node for node in tree.body if node not in imports]
+    blocks = ["\n".join(ast.unparse(node) for node in imports), *(ast.unparse(node) for node in others)]
+    return "\n\n\n".join(block for block in blocks if block)
+
+
+def _where(bug: Bug) -> str:
+    """Return the second hint: the first line that differs, or after which something is missing."""
+    [wrong] = [n for n in _wrong_tree(bug).body if isinstance(n, Definition) and n.name == bug.function]
+    if isinstance(wrong, ast.ClassDef):
+        methods = ", ".join(f"`{node.name}`" for node in wrong.body if isinstance(node, ast.FunctionDef))
+        return f"The lesson's class is right, and this file changes {methods} of it. Compare the two."
+    _, right = lessons_definition(bug)
+    before, after = _lines(right), _lines(wrong)
+    if all(isinstance(node, ast.Pass | ast.Return | ast.Expr) for node in wrong.body) and len(after) == 1:
+        return f"The body is only `{after[0]}`. What does the docstring promise that it leaves out?"
+    for kind, _, _, start, _ in difflib.SequenceMatcher(None, before, after).get_opcodes():
+        if kind in ("replace", "insert"):
+            return f"Look at this line, and at what follows from it: `{after[start].strip()}`"
+        if kind == "delete" and start == 0:
+            return f"Something is missing before this line: `{after[0].strip()}`"
+        if kind == "delete":
+            return f"Something is missing after this line: `{after[start - 1].strip()}`"
+    return "The lines are the lesson's. What stands around the function, such as a decorator, is missing."
+
+
+def _lines(function: Definition) -> list[str]:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return [line for node in body for line in ast.unparse(node).splitlines()]
+
+
+def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | None:
+    """Return a state and a sentence if the tests of a learner's file need not run, else None."""
+    if ast.dump(tree) == ast.dump(ast.parse(bug.own_file())):
+        return "unsolved", f"{bug.symptom} {shown} is as it was: the mistake is still there."
+    if not any(isinstance(node, Definition) and node.name == bug.function for node in tree.body):
+        return "invalid", f"{shown} has no `{bug.function}`."
+    return None

@@ -1,0 +1,143 @@
+"""Every mutant of a technique is an exercise, whose file has the mistake and does not tell it."""
+
+import ast
+import dataclasses
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import exercises.grade
+from exercises.__main__ import main
+from exercises.catalog import BY_NAME, EXERCISES
+from exercises.find_the_bug import EQUIPMENT, MUTANTS, bugs
+from exercises.generate import generated, solution
+from exercises.grade import Grade, excused, grade
+from exercises.names import all_exercises, exercise_named
+from exercises.notebook import bug as show_in_a_notebook
+from exercises.replacing_plugin import load
+from exercises.workspace import Workspace
+from lab.replace import apply
+from tests.exercises.in_process import run_tests
+
+BY_MUTANT = {bug.mutant: bug for bug in bugs()}
+SUMMED = BY_MUTANT["gradient_summed"]
+
+
+def fields_of(mutant: str) -> dict[str, str]:
+    tree = ast.parse((MUTANTS / f"{mutant}.py").read_text())
+    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
+    fields = {node.targets[0].id: ast.literal_eval(node.value) for node in assignments}
+    return fields | {"doc": ast.get_docstring(tree)}
+
+
+def test_every_mutant_of_a_technique_is_an_exercise_with_a_name_of_its_own():
+    mutants = {path.stem for path in MUTANTS.glob("[!_]*.py")}
+    of_equipment = {name for name in mutants if fields_of(name)["TARGET"].startswith(EQUIPMENT)}
+    assert set(BY_MUTANT) == mutants - of_equipment
+    assert len(all_exercises()) == len(EXERCISES) + len(bugs())
+    assert len(bugs()) > 130
+
+
+@pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.mutant)
+def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug):
+    text = generated(bug)
+    names = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    assert bug.function in names
+    fields = fields_of(bug.mutant)
+    for telltale in ("mutant", bug.mutant, fields["KILLER"], fields.get("CAUSE", "mutant")):
+        assert telltale not in text
+    _, _, explanation = fields["doc"].partition(": ")
+    assert not explanation or explanation not in text.replace("\n", " ") or explanation in bug.symptom
+    assert bug.symptom.endswith(".") and len(bug.symptom) > 12
+    assert len(set(bug.hints)) == 3 and fields["doc"].replace("\n", " ") in bug.hints[2]
+    assert ast.parse(solution(bug))
+
+
+def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(tmp_path):
+    file = tmp_path / "bug.py"
+    file.write_text(generated(SUMMED) + "# a comment mends nothing\n")
+    result = grade(SUMMED, file)
+    assert (result.state, result.credit) == ("unsolved", 0.0)
+    assert "the mistake is still there" in result.sentence
+    file.write_text("x = 1\n")
+    assert grade(SUMMED, file).sentence.endswith("has no `finish_gradient_sync`.")
+
+
+@pytest.mark.parametrize(
+    "mutant, wrong, right",
+    [
+        ("gradient_summed", "op='sum'", "op='mean'"),
+        ("overlap_hooks_capture_the_loop_variable", "lambda _:", "lambda _, parameter=parameter:"),
+    ],
+)
+def test_the_file_fails_the_killer_and_passes_it_once_mended(tmp_path, mutant, wrong, right):
+    bug, file = BY_MUTANT[mutant], tmp_path / "bug.py"
+    for text, is_mended in ((generated(bug), False), (generated(bug).replace(wrong, right), True)):
+        file.write_text(text)
+        with apply(load(bug, file)):
+            _, error = run_tests(bug, bug.tests[0])
+        assert (error is None) == is_mended, error
+
+
+def test_a_test_that_the_short_implementation_never_passed_is_not_asked_for(monkeypatch):
+    killer, lacking, broken = SUMMED.tests[:3]
+    before = Grade(SUMMED.name, "failed", "", (broken,), (lacking,))
+    monkeypatch.setattr(exercises.grade, "judge", lambda bug, file: before)
+    mended = Grade(SUMMED.name, "failed", "It lacks a flag.", (killer, broken), (lacking,))
+    assert (excused(SUMMED, mended).state, excused(SUMMED, mended).credit) == ("passed", 1.0)
+    exchanged = Grade(SUMMED.name, "failed", "It breaks.", (killer,), (lacking, broken))
+    assert excused(SUMMED, exchanged) == dataclasses.replace(exchanged, failed=(broken,))
+    still_wrong = Grade(SUMMED.name, "failed", "It sums.", (), SUMMED.tests)
+    assert excused(SUMMED, still_wrong) is still_wrong
+
+
+def test_the_command_makes_the_file_once_and_keeps_what_was_written(tmp_path, capsys):
+    space = Workspace(tmp_path)
+    assert main(["bug", SUMMED.name], space) == 0
+    assert SUMMED.symptom in capsys.readouterr().out
+    space.file(SUMMED).write_text("mine\n")
+    assert main(["bug", SUMMED.name], space) == 0
+    assert space.file(SUMMED).read_text() == "mine\n"
+    assert main(["reset", SUMMED.name], space) == 0
+    assert (tmp_path / ".saved" / f"{SUMMED.name}.1.py").read_text() == "mine\n"
+
+
+def test_the_list_tells_symptoms_and_the_next_bug_follows(tmp_path, capsys):
+    space = Workspace(tmp_path)
+    assert main(["bugs"], space) == 0
+    assert f"0 of {len(bugs())} are mended" in capsys.readouterr().out
+    space.record(Grade(bugs()[0].name, "passed", "", ("one",)))
+    assert space.next_bug() == bugs()[1]
+    assert main(["bug"], space) == 0
+    assert bugs()[1].name in capsys.readouterr().out
+    assert main(["bug", EXERCISES[0].name], space) == 2
+
+
+@pytest.mark.parametrize(
+    "misspelt, nearest",
+    [
+        ("ring_al_gather", "ring_all_gather"),
+        ("1f1b", "pipeline_1f1b"),
+        (SUMMED.name[:-1], SUMMED.name),
+        ("qqq", None),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest_one(misspelt, nearest):
+    with pytest.raises(LookupError) as error:
+        exercise_named(misspelt)
+    assert ("did you mean" in str(error.value)) == (nearest is not None)
+    assert nearest is None or f"did you mean {nearest}?" in str(error.value)
+    assert nearest is None or exercise_named(nearest).name == nearest
+
+
+def test_in_a_notebook_the_code_goes_into_the_next_cell(monkeypatch, capsys):
+    cells: list[str] = []
+    shell = SimpleNamespace(set_next_input=cells.append)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    show_in_a_notebook(SUMMED.name)
+    assert "The code is in the next cell." in capsys.readouterr().out
+    [cell] = cells
+    assert cell.endswith(f"check(finish_gradient_sync, '{SUMMED.name}')") and ast.parse(cell)
+    with pytest.raises(LookupError, match="asks you to write a function"):
+        show_in_a_notebook(next(iter(BY_NAME)))
