@@ -25,6 +25,7 @@ from lab.units import MAX_SECONDS
 from lab.waiting import ASK_FOR_WAIT, Wait, drawn, read_waits
 
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
+_STACKS = 5.0  # seconds that a rank may need to say where it is
 
 
 class RankError(RuntimeError):
@@ -196,6 +197,7 @@ class _Supervisor:
                 os.kill(self.started[rank].process.pid, signal.SIGUSR1)
                 self.started[rank].pipe.send_bytes(ASK_FOR_WAIT)
         self._drain(time.monotonic() + _GRACE)
+        self._await_stacks(stuck)
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
             if job.rank in stuck:
@@ -208,6 +210,15 @@ class _Supervisor:
         if waits:
             lines.append(drawn(waits))
         return RankError(stuck[0], "\n  ".join(lines), waits=waits)
+
+    def _await_stacks(self, ranks: list[int]) -> None:
+        """Wait until these ranks have written their stacks. On a busy machine that takes its time."""
+        files = [stack_file(self.jobs[rank].folder, rank) for rank in ranks]
+        deadline = time.monotonic() + _STACKS
+        while time.monotonic() < deadline and not all(
+            os.path.exists(f) and os.path.getsize(f) for f in files
+        ):
+            time.sleep(0.01)
 
 
 def _last_line(text: str) -> str:

@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [book.stem for book in BOOKS]
 
-_NUMBER = r"\d[\d,]*(\.\d*)?"
+_NUMBER = r"\d[\d,]*(\.\d*)?(e[+-]\d+)?"
 # How far a prediction was from a result, in the words of lab.prediction.
 _VERDICT = rf"exactly as predicted|as predicted, within 5 %|{_NUMBER} times the prediction"
 _VARIES = (
