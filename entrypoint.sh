@@ -58,6 +58,13 @@ main() {
         say "$HOSTNAME is not needed: its rank would be $RANK, and WORLD_SIZE is ${WORLD_SIZE:-1}."
         exit 0
     fi
+    if [[ ,${COMPOSE_PROFILES:-}, == *,notebook,* && -n ${NODES:-} ]]; then
+        if [ "${RANK:-0}" -gt 0 ] && [ "$RANK" -eq $((${WORLD_SIZE:-1} - 1)) ]; then
+            say "$HOSTNAME is not needed: the notebook is rank $RANK, with this cell: %run ../$script${ARGS:+ $ARGS}"
+            exit 0
+        fi
+        export JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}" # a person has to open the notebook first
+    fi
     shape_link
     # shellcheck disable=SC2086
     exec python "$script" "$@" ${ARGS:-}

@@ -19,6 +19,7 @@ from comm.rendezvous import join, leave
 from comm.transport.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.errors import WorkbookError, reason
+from lab.rank_output import is_in_a_notebook
 
 Arguments = TypeVar("Arguments")
 
@@ -83,12 +84,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
-    if is_main or not liveness.fail(sentence):
+    if is_main or not liveness.fail(sentence) or is_in_a_notebook():
         line = usage or f"rank {os.environ.get('RANK', '0')}: {sentence}\n"
         print(line, end="", file=sys.stderr if exit_code else sys.stdout, flush=True)
     if is_main:
         liveness.fail(sentence)
         liveness.wait_for_the_others(1.0)
     sys.stdout.flush()
+    if is_in_a_notebook():
+        print("Restart the kernel before this notebook joins again.", file=sys.stderr)
+        sys.exit(exit_code)
     # Not sys.exit: the destructors of a broken group would wait for peers that have gone.
     os._exit(exit_code)

@@ -17,7 +17,15 @@ NAME = f"workbook-test-{os.getpid()}"  # of the project, so that its own network
 IMAGE = f"distributed-training-workbook:{NAME}"
 
 SETTINGS = {"RUN_MODE", "ARGS", "WORLD_SIZE", "MASTER_PORT", "LINK", "LINK_DELAY"}
-SETTINGS |= {"JOIN_TIMEOUT", "OP_TIMEOUT", "OMP_NUM_THREADS", "COMPOSE_PROFILES", "COMPOSE_FILE"}
+SETTINGS |= {
+    "JUPYTER_TOKEN",
+    "NOTEBOOK_PORT",
+    "JOIN_TIMEOUT",
+    "OP_TIMEOUT",
+    "OMP_NUM_THREADS",
+    "COMPOSE_PROFILES",
+    "COMPOSE_FILE",
+}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -48,7 +56,10 @@ def up() -> Iterator[Up]:
         compose("build", timeout=1200)
         yield run_cluster
     finally:
-        compose("down", "--volumes", "--rmi", "all", "--remove-orphans", timeout=120, check=False)
+        everything = {"COMPOSE_PROFILES": "more,notebook"}
+        compose(
+            "down", "--volumes", "--rmi", "all", "--remove-orphans", timeout=120, env=everything, check=False
+        )
 
 
 def run_cluster(
