@@ -1,7 +1,10 @@
 """Run the cells of a notebook on ranks that stay: an extension of IPython, for JupyterLab and the terminal.
 
       %load_ext lab.notebook
-      %ranks 4                      start four ranks; also: restart, stop, status
+      %ranks 4                      start four ranks; %ranks 2 cuda spreads them over this machine's GPUs
+      %ranks status                 show each rank's process, device, memory and variables
+      %ranks times                  show how long the last cells took on each rank
+      %ranks restart                start them again, without their variables; %ranks stop ends them
 
       %%ranks                       run this cell on all ranks; variables stay from cell to cell
       x = torch.ones(2) * rank
@@ -9,6 +12,10 @@
       x                             the value on each rank is shown; equal values are shown once
 
       %%rank 0,2                    run this cell on ranks 0 and 2
+      %%ranks --timeline            and draw the spans that lab.timeline has recorded in it
+
+      %ranks everywhere             from now on, run each cell without a magic on all ranks;
+      %%here                        but this cell in the notebook's own process; %ranks here ends that
 
       pull("x")                     {0: tensor([6., 6.]), 1: ...} in the notebook's own process
       push(lr=0.1)                  set a variable on all ranks
@@ -17,24 +24,25 @@ The stop button ends a cell within two seconds, also in a deadlock, and says whe
 """
 
 import atexit
-import html
+from collections import deque
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import HTML, display
+from IPython.display import display
 
 from lab import forked
+from lab.cell_output import CellOutput, Table, Values
 from lab.errors import WorkbookError
 from lab.rank_cells import Reply
-from lab.rank_output import is_in_a_notebook, print_tagged
 from lab.standing_ranks import Interrupted, StandingRanks
+from lab.units import show_bytes, show_seconds
 
-LIVE_LINES = 40  # of a cell in a notebook are shown as they come; a longer output is collapsed, by rank
 DEFAULT_RANKS = 4
+KEPT_TIMES = 20  # cells
+TIMELINE = "--timeline"
 
 
 class CellError(Exception):
@@ -44,28 +52,12 @@ class CellError(Exception):
         return str(self).splitlines()
 
 
-class Values:
-    """The values of a cell's last expression by rank, as text and as a table."""
+class Times(NamedTuple):
+    """How long a cell took on each rank that ran it."""
 
-    def __init__(self, by_rank: dict[int, str]) -> None:
-        self._groups: dict[str, list[int]] = {}
-        for rank, text in by_rank.items():
-            self._groups.setdefault(text, []).append(rank)
-
-    def __repr__(self) -> str:
-        blocks = []
-        for text, ranks in self._groups.items():
-            separator = "\n" if "\n" in text else " "
-            blocks.append(f"{_name(ranks)}:{separator}{text}")
-        return "\n".join(blocks)
-
-    def _repr_html_(self) -> str:
-        heads = "".join(f"<th style='text-align:left'>{_name(ranks)}</th>" for ranks in self._groups.values())
-        cells = "".join(
-            f"<td style='text-align:left;vertical-align:top'><pre>{html.escape(text)}</pre></td>"
-            for text in self._groups
-        )
-        return f"<table><tr>{heads}</tr><tr>{cells}</tr></table>"
+    cell: int
+    source: str
+    seconds: dict[int, float]
 
 
 @magics_class
@@ -75,38 +67,60 @@ class RanksMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._ranks: StandingRanks | None = None
-        self._lines: list[tuple[int, str]] = []
-        self._known: list[str] = []
+        self._output = CellOutput()
+        self._times: deque[Times] = deque(maxlen=KEPT_TIMES)
+        self._is_everywhere = False
 
     @line_magic("ranks")  # type: ignore[arg-type]
     def manage(self, line: str) -> None:
-        """Start ranks (%ranks 4), or restart, stop, or show them (%ranks status)."""
-        what = line.strip() or "status"
-        if what == "stop":
+        """Start ranks (%ranks 4), or restart, stop or show them: see lab/notebook.py."""
+        what, *more = line.split() or ["status"]
+        if what.isdecimal() and int(what) and more in ([], ["cpu"], ["cuda"]):
+            try:
+                new = StandingRanks(int(what), self._output.show, *more)
+            except WorkbookError as error:
+                raise CellError(str(error)) from None
             self.stop()
-        elif what == "restart":
+            self._ranks = new
+        elif what in ("everywhere", "here") and not more:
+            self._is_everywhere = what == "everywhere"
+        elif what == "times" and not more:
+            self._show_times()
+            return
+        elif what == "status" and not more and self._ranks is not None:
+            self._show_status(self._ranks)
+            return
+        elif what == "stop" and not more:
+            self.stop()
+        elif what == "restart" and not more:
             self._running().restart()
-            self._known = []
-        elif what != "status":
-            if not what.isdecimal() or int(what) < 1:
-                raise CellError(f"%ranks {what}: write a number of ranks, or restart, stop or status.")
-            self.stop()
-            self._ranks = StandingRanks(int(what), self._show)
-        print(self._status(with_processes=what == "status"))
+        elif what != "status" or more:
+            raise CellError(
+                f"%ranks {line.strip()}: write a number of ranks (and cuda, to use GPUs), or status, times, "
+                "restart, stop, everywhere or here."
+            )
+        print(self._state())
 
     @cell_magic("ranks")  # type: ignore[arg-type]
     def on_all(self, line: str, cell: str) -> None:
         """Run the cell on all ranks."""
-        if line.strip():
-            raise CellError(f"%%ranks {line.strip()}: for some of the ranks write %%rank, as in %%rank 0,2.")
-        self._run(cell, None)
+        rest = line.replace(TIMELINE, "").strip()
+        if rest:
+            raise CellError(f"%%ranks {rest}: for some of the ranks write %%rank, as in %%rank 0,2.")
+        self._run(cell, None, TIMELINE in line)
 
-    @magic_arguments()
-    @argument("ranks", help="the ranks, such as 0 or 0,2 or 1-3")
     @cell_magic("rank")  # type: ignore[arg-type]
     def on_some(self, line: str, cell: str) -> None:
-        """Run the cell on some ranks."""
-        self._run(cell, parse_ranks(parse_argstring(self.on_some, line).ranks))
+        """Run the cell on some ranks, such as 0 or 0,2 or 1-3."""
+        self._run(cell, parse_ranks(line.replace(TIMELINE, "")), TIMELINE in line)
+
+    def send_everywhere(self, lines: list[str]) -> list[str]:
+        """Return the lines of a cell as IPython should run them: see `%ranks everywhere` and `%%here`."""
+        first = next((line.strip() for line in lines if line.strip()), "")
+        if first == "%%here":
+            return lines[lines.index(next(line for line in lines if line.strip())) + 1 :]
+        is_plain = bool(first) and not first.startswith(("%", "!", "?"))
+        return ["%%ranks\n", *lines] if self._is_everywhere and is_plain else lines
 
     def push(self, *, ranks: Iterable[int] | None = None, **values: Any) -> None:
         """Set variables on all ranks, or on the given ones: push(x=1)."""
@@ -123,43 +137,75 @@ class RanksMagics(Magics):
         """End the ranks."""
         if self._ranks is not None:
             self._ranks.stop()
-        self._ranks, self._known = None, []
+        self._ranks = None
 
     @context_matcher(identifier="ranks")
     def complete(self, context: CompletionContext) -> SimpleMatcherResult:
         """Complete the names of the ranks' variables in cells that run there."""
-        begun = context.token
-        is_theirs = context.full_text.lstrip().startswith("%%rank")
-        fitting = [name for name in self._known if name.startswith(begun)] if is_theirs else []
+        is_theirs = self._is_everywhere or context.full_text.lstrip().startswith("%%rank")
+        fitting = self._ranks.completed(context.token) if is_theirs and self._ranks is not None else []
         return SimpleMatcherResult(completions=[SimpleCompletion(text=name) for name in fitting])
 
     def _running(self) -> StandingRanks:
         if self._ranks is None:
-            self._ranks = StandingRanks(DEFAULT_RANKS, self._show)
-            print(self._status(with_processes=False))
+            self._ranks = StandingRanks(DEFAULT_RANKS, self._output.show)
+            print(self._state())
         return self._ranks
 
-    def _status(self, with_processes: bool) -> str:
+    def _state(self) -> str:
         if self._ranks is None:
             return "No ranks are running. %ranks 4 starts four."
-        processes = f" (processes {', '.join(map(str, self._ranks.pids))})" if with_processes else ""
-        return f"{self._ranks.world_size} ranks are running{processes}."
+        cells = " Each cell without a magic runs on all of them." if self._is_everywhere else ""
+        return f"{self._ranks.world_size} ranks are running.{cells}"
 
-    def _run(self, cell: str, ranks: list[int] | None) -> None:
-        self._lines = []
+    def _show_status(self, ranks: StandingRanks) -> None:
+        rows = [
+            (rank, pid, device, show_bytes(held), ", ".join(names))
+            for rank, (pid, device, held, names) in ranks.status().items()
+        ]
+        display(Table(("rank", "process", "device", "memory", "variables"), rows))
+
+    def _show_times(self) -> None:
+        ranks = sorted({rank for times in self._times for rank in times.seconds})
+        rows = [
+            (
+                times.cell,
+                *(show_seconds(times.seconds[r]) if r in times.seconds else "" for r in ranks),
+                times.source,
+            )
+            for times in self._times
+        ]
+        display(Table(("cell", *(f"rank {rank}" for rank in ranks), "begins with"), rows))
+
+    def _run(self, cell: str, ranks: list[int] | None, record: bool) -> None:
         assert self.shell is not None
+        number = self.shell.execution_count
         try:
-            replies = self._running().run(cell, ranks, f"<cell {self.shell.execution_count}>")
+            replies = self._running().run(cell, ranks, f"<cell {number}>", record)
         except (Interrupted, WorkbookError) as error:
             raise CellError(str(error)) from None
         finally:
-            self._show_rest()
+            self._output.finish()
+        begin = next((line for line in cell.splitlines() if line.strip()), "")
+        self._times.append(
+            Times(number, begin[:60], {rank: reply.seconds for rank, reply in replies.items()})
+        )
         self._raise_error(replies)
         shown = {rank: reply.shown for rank, reply in replies.items() if reply.shown is not None}
         if shown:
             display(Values(shown))
-        first = min(replies)
-        self._known = self._running().names() if first == 0 else self._known
+        if record:
+            self._draw(replies)
+
+    def _draw(self, replies: dict[int, Reply]) -> None:
+        events = [event for reply in replies.values() for event in reply.events]
+        if not events:
+            print("Nothing was recorded: collectives of comm and `with lab.timeline.span(...)` are.")
+            return
+        from lab.picture import show_events  # takes half a second
+
+        kinds = ", ".join(dict.fromkeys(event.kind for event in events))
+        show_events(events, alt=f"Timeline of this cell on ranks {', '.join(map(str, replies))}: {kinds}.")
 
     def _raise_error(self, replies: dict[int, Reply]) -> None:
         failed = {rank: reply for rank, reply in replies.items() if reply.error}
@@ -168,21 +214,6 @@ class RanksMagics(Magics):
             others = [f"rank {rank}: {reply.error}" for rank, reply in failed.items() if rank != first]
             text = f"rank {first} failed:\n{failed[first].traceback}"
             raise CellError("\n".join([text.rstrip(), *others]))
-
-    def _show(self, rank: int, line: str, stream: TextIO) -> None:
-        self._lines.append((rank, line))
-        if len(self._lines) <= LIVE_LINES or not is_in_a_notebook():
-            print_tagged(rank, line, stream)
-
-    def _show_rest(self) -> None:
-        """Show an output that was too long to be shown as it came: one collapsed block for each rank."""
-        if len(self._lines) <= LIVE_LINES or not is_in_a_notebook():
-            return
-        for rank in sorted({rank for rank, _ in self._lines}):
-            own = [line for r, line in self._lines if r == rank]
-            summary = f"<summary>rank {rank}: {len(own)} lines</summary>"
-            text = html.escape("\n".join(own))
-            display(HTML(f"<details>{summary}<pre>{text}</pre></details>"))
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -202,11 +233,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     forked.warm_up()
     magics = RanksMagics(shell)
     shell.register_magics(magics)
+    shell.input_transformers_cleanup.append(magics.send_everywhere)
     shell.push({"push": magics.push, "pull": magics.pull})
     if shell.Completer is not None:
         shell.Completer.custom_matchers.append(magics.complete)
     atexit.register(magics.stop)
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

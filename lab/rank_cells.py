@@ -9,6 +9,7 @@ thread: it shuts down the TCP connections of this process, and what waits for a 
 """
 
 import ast
+import functools
 import linecache
 import os
 import queue
@@ -16,10 +17,11 @@ import signal
 import socket
 import stat
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -28,20 +30,27 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from lab import timeline
 from lab.cluster import Cluster
+from lab.gantt import Event
 from lab.gloo_threads import keep_from_preempting
+from lab.memory import resident_bytes
 
 PATIENCE = 0.3  # seconds for which Python code may react to the interrupt, before connections are closed
 
 
 @dataclass(frozen=True)
 class Request:
-    """Asks a rank for something. `kind` is "cell", "push", "pull", "names", "reform" or "interrupt"."""
+    """Asks a rank for something.
+
+    `kind` is "cell", "push", "pull", "complete", "status", "reform" or "interrupt".
+    """
 
     kind: str
-    text: str = ""  # a cell's source, the expression to pull, or the prefix of the store of a new group
+    text: str = ""  # a cell's source, an expression, a name to complete, or the prefix of a new group's store
     name: str = ""  # the cell's file name in tracebacks
     values: dict[str, Any] = field(default_factory=dict)  # to push
+    record: bool = False  # whether to record the cell's spans (lab/timeline.py)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,8 @@ class Reply:
     shown: str | None = None  # repr of the cell's last expression; None if it is None
     error: str = ""  # the last line of the traceback
     traceback: str = ""
+    seconds: float = 0.0  # that a cell has taken
+    events: tuple[Event, ...] = ()  # of a cell that was recorded
 
 
 def serve(cluster: Cluster, address: str) -> None:
@@ -66,6 +77,7 @@ class _Cells:
 
     def __init__(self, cluster: Cluster, connection: Connection) -> None:
         self._cluster, self._connection = cluster, connection
+        self._backend = dist.get_backend()
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._is_busy = False
         self._done = threading.Event()
@@ -78,11 +90,13 @@ class _Cells:
             "world_size": cluster.world_size,
             "device": cluster.device,
         }
+        self._given = set(self.names)
         self._do: dict[str, Callable[[Request], Reply]] = {
             "cell": self._cell,
             "push": self._push,
             "pull": lambda request: Reply(eval(request.text, self.names)),
-            "names": lambda request: Reply(sorted(self.names)),
+            "complete": lambda request: Reply(self._completed(request.text)),
+            "status": lambda request: Reply(self._status()),
             "reform": self._reform,
         }
 
@@ -92,6 +106,7 @@ class _Cells:
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         while (request := self._requests.get()) is not None:
             self._done.clear()
+            start = time.perf_counter()
             try:
                 self._is_busy = True
                 reply = self._do[request.kind](request)
@@ -100,7 +115,7 @@ class _Cells:
                 self._is_busy = False
                 reply = _failure(error)
             self._done.set()
-            self._answer(reply)
+            self._answer(replace(reply, seconds=time.perf_counter() - start))
 
     def _interrupted(self, *_: object) -> None:
         if self._is_busy:
@@ -129,6 +144,15 @@ class _Cells:
         self._connection.send_bytes(message)
 
     def _cell(self, request: Request) -> Reply:
+        if not request.record:
+            return self._execute(request)
+        timeline.start_recording()
+        reply = self._execute(request)
+        timeline.stop_recording()
+        events = tuple(event._replace(rank=self._cluster.rank) for event in timeline.recorded())
+        return replace(reply, events=events)
+
+    def _execute(self, request: Request) -> Reply:
         lines = request.text.splitlines(keepends=True)
         linecache.cache[request.name] = len(request.text), None, lines, request.name
         tree = ast.parse(request.text, request.name)
@@ -144,6 +168,24 @@ class _Cells:
         self.names["_"] = value
         return Reply(shown=repr(value))
 
+    def _completed(self, begun: str) -> list[str]:
+        """Return the variables, or the attributes of one, whose names begin like this."""
+        owner, dot, last = begun.rpartition(".")
+        names = list(self.names)
+        if dot:
+            first, *rest = owner.split(".")
+            names = dir(functools.reduce(getattr, rest, self.names[first])) if first in self.names else []
+        wanted = [name for name in names if name.startswith(last)]
+        shown = wanted if last.startswith("_") else [name for name in wanted if not name.startswith("_")]
+        return sorted(f"{owner}{dot}{name}" for name in shown)
+
+    def _status(self) -> tuple[int, str, int, list[str]]:
+        """Return the process id, the device, the memory in bytes, and the names of the cells' variables."""
+        device = self._cluster.device
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+        own = sorted(set(self.names) - self._given - {"_", "__builtins__"})
+        return os.getpid(), str(device), held, own
+
     def _push(self, request: Request) -> Reply:
         self.names.update(request.values)
         return Reply()
@@ -154,7 +196,7 @@ class _Cells:
         with suppress(Exception):
             dist.destroy_process_group()
         dist.init_process_group(
-            "gloo",
+            self._backend,
             store=store,
             rank=self._cluster.rank,
             world_size=self._cluster.world_size,

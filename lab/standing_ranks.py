@@ -28,6 +28,7 @@ from typing import Any, TextIO
 import cloudpickle
 
 from lab import forked
+from lab.devices import num_gpus, refuse_devices
 from lab.errors import WorkbookError
 from lab.rank_cells import Reply, Request, serve
 from lab.rank_child import Job, stack_file
@@ -49,12 +50,18 @@ class Interrupted(WorkbookError):
 
 
 class StandingRanks:
-    """`world_size` ranks on this machine that form one gloo group, and wait for cells."""
+    """`world_size` ranks on this machine that form one group, and wait for cells.
 
-    def __init__(self, world_size: int, show: Show | None = None) -> None:
+    `device` is "cpu", or "cuda" to spread the ranks over the GPUs of this machine. The group uses nccl if
+    each rank has a GPU of its own, else gloo.
+    """
+
+    def __init__(self, world_size: int, show: Show | None = None, device: str = "cpu") -> None:
         if world_size < 1:
             raise WorkbookError(f"There must be at least one rank, not {world_size}.")
-        self.world_size = world_size
+        self.world_size, self.device = world_size, device
+        self._backend = "nccl" if device == "cuda" and num_gpus() >= world_size else "gloo"
+        refuse_devices(device, self._backend, world_size)
         self.show = show or print_tagged
         self._numbers = itertools.count(1)
         self._processes: list[forked.ForkedProcess] = []
@@ -62,13 +69,15 @@ class StandingRanks:
         self._selector: selectors.BaseSelector
         self._start()
 
-    def run(self, source: str, ranks: Iterable[int] | None = None, name: str = "<cell>") -> dict[int, Reply]:
-        """Run a cell on all ranks, or on some, and return the reply of each.
+    def run(
+        self, source: str, ranks: Iterable[int] | None = None, name: str = "<cell>", record: bool = False
+    ) -> dict[int, Reply]:
+        """Run a cell on all ranks, or on some, and return the reply of each, with its spans if `record`.
 
         Raise Interrupted after a KeyboardInterrupt, and WorkbookError if a rank has died.
         """
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-        return self._ask(Request("cell", source, name), self._chosen(ranks))
+        return self._ask(Request("cell", source, name, record=record), self._chosen(ranks))
 
     def push(self, ranks: Iterable[int] | None = None, **values: Any) -> None:
         """Set variables on all ranks, or on some."""
@@ -82,9 +91,13 @@ class StandingRanks:
                 raise WorkbookError(f"rank {rank}: {reply.error}")
         return {rank: reply.value for rank, reply in replies.items()}
 
-    def names(self) -> list[str]:
-        """Return the names of rank 0's variables."""
-        return self._ask(Request("names"), [0])[0].value
+    def completed(self, begun: str) -> list[str]:
+        """Return the names of rank 0's variables, or of a variable's attributes, that begin like this."""
+        return self._ask(Request("complete", begun), [0])[0].value or []
+
+    def status(self) -> dict[int, tuple[int, str, int, list[str]]]:
+        """Return each rank's process id, device, memory in bytes, and the names of its variables."""
+        return {rank: reply.value for rank, reply in self._ask(Request("status"), self._chosen(None)).items()}
 
     def stop(self) -> None:
         """End all ranks."""
@@ -120,7 +133,7 @@ class StandingRanks:
         place = (list(sys.path), os.getcwd())
         self._processes = forked.start(
             [
-                Job(r, self.world_size, self._folder, "gloo", "cpu", MAX_SECONDS, work, *place)
+                Job(r, self.world_size, self._folder, self._backend, self.device, MAX_SECONDS, work, *place)
                 for r in range(self.world_size)
             ]
         )

@@ -13,8 +13,9 @@ from IPython.utils.capture import capture_output
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from lab import notebook
-from lab.notebook import CellError, Values, parse_ranks
+from lab.cell_output import LIVE_LINES, Table, Values
+from lab.gantt import Event
+from lab.notebook import CellError, parse_ranks
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,7 @@ def test_names_of_the_ranks_are_completed_in_their_cells_only(shell):
     with provisionalcompleter():
         assert "weight_of_rank" in completed("%%ranks\nweight_of")
         assert "weight_of_rank" not in completed("weight_of")
+        assert "torch.zeros_like" in completed("%%ranks\ntorch.zeros_l")
 
 
 def test_errors_are_sentences_without_this_processs_traceback(shell):
@@ -75,7 +77,12 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
     lines = error.value._render_traceback_()
     assert lines[0] == "rank 1 failed:" and "ZeroDivisionError" in lines[-1]
     for cell, sentence in (
-        ("%ranks four", "%ranks four: write a number of ranks, or restart, stop or status."),
+        (
+            "%ranks four",
+            "%ranks four: write a number of ranks (and cuda, to use GPUs), or status, times, restart, stop, "
+            "everywhere or here.",
+        ),
+        ("%ranks 2 cuda", "run_ranks(device='cuda'): this machine has no GPU; leave device out."),
         ("%%ranks 0\n1", "%%ranks 0: for some of the ranks write %%rank, as in %%rank 0,2."),
         ("%%rank x\n1", "%%rank x: write ranks such as 0 or 0,2 or 1-3."),
         ("%%rank 7\n1", "There is no rank 7: there are 3, from 0 on. %ranks N starts N."),
@@ -87,12 +94,51 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
 def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
     run(shell, "%%ranks\nold = 1")
     assert run(shell, "%ranks restart") == "3 ranks are running."
-    assert re.fullmatch(r"3 ranks are running \(processes \d+, \d+, \d+\)\.", run(shell, "%ranks status"))
     with pytest.raises(CellError, match="NameError"):
         run(shell, "pull('old')")
     assert run(shell, "%ranks stop") == "No ranks are running. %ranks 4 starts four."
     assert run(shell, "%%rank 3\nworld_size").endswith("rank 3: 4")
     run(shell, "%ranks 3")
+
+
+def test_the_status_shows_processes_devices_memory_and_variables(shell):
+    run(shell, "%ranks restart")
+    run(shell, "%%rank 1\nweights = torch.ones(2)")
+    head, *rows = run(shell, "%ranks").splitlines()
+    assert head.split() == ["rank", "process", "device", "memory", "variables"]
+    assert [re.fullmatch(r"(\d) +\d+ +cpu +[\d.]+ MB *(.*)", row).groups() for row in rows] == [
+        ("0", ""),
+        ("1", "weights"),
+        ("2", ""),
+    ]
+
+
+def test_the_times_of_the_last_cells_are_shown_by_rank(shell):
+    run(shell, "%%rank 1-2\nimport time\ntime.sleep(0.05 * rank)")
+    head, *_, last = run(shell, "%ranks times").splitlines()
+    assert head.split("   ")[0] == "cell" and "rank 2" in head
+    found = re.search(r" +([\d.]+) ms +([\d.]+) ms +import time$", last)
+    assert found and 50 <= float(found[1]) < float(found[2])
+
+
+def test_a_cells_timeline_is_drawn(shell, monkeypatch):
+    drawn: list[tuple[list[Event], str]] = []
+    monkeypatch.setattr("lab.picture.show_events", lambda events, alt: drawn.append((events, alt)))
+    run(shell, "%%ranks --timeline\nfrom comm.collectives import all_reduce\nall_reduce(torch.ones(2));")
+    (events, alt) = drawn[0]
+    assert {(event.rank, event.name) for event in events} >= {(rank, "all_reduce") for rank in range(3)}
+    assert alt == "Timeline of this cell on ranks 0, 1, 2: communication."
+    assert run(shell, "%%ranks --timeline\nx = 1").startswith("Nothing was recorded")
+
+
+def test_every_cell_can_run_on_all_ranks(shell):
+    assert "runs on all of them" in run(shell, "%ranks everywhere")
+    assert run(shell, "rank * 2") == "rank 0: 0\nrank 1: 2\nrank 2: 4"
+    run(shell, "%%here\nvalues = pull('rank')")
+    assert shell.user_ns["values"] == {0: 0, 1: 1, 2: 2}
+    assert run(shell, "%ranks here") == "3 ranks are running."
+    run(shell, "mine = 1")
+    assert shell.user_ns["mine"] == 1
 
 
 def test_ranks_start_in_half_a_second(shell):
@@ -106,6 +152,7 @@ def test_values_are_a_table_in_a_notebook():
     assert Values({0: "<a>", 1: "b", 2: "<a>"})._repr_html_().count("<td") == 2
     assert "&lt;a&gt;" in Values({0: "<a>"})._repr_html_()
     assert repr(Values({0: "1\n2"})) == "rank 0:\n1\n2"
+    assert Table(("a", "b"), [("<1>", 2)])._repr_html_().count("<t") == 1 + 2 + 4
 
 
 def test_ranks_are_listed_or_given_as_a_range():
@@ -118,7 +165,7 @@ def test_it_works_in_a_notebooks_kernel_where_a_deadlock_can_be_interrupted():
         "%load_ext lab.notebook",
         "%ranks 2",
         "%%ranks\nx = torch.ones(1) * rank\nx",
-        f"%%ranks\nfor i in range({notebook.LIVE_LINES}):\n    print('line', i)",
+        f"%%ranks\nfor i in range({LIVE_LINES}):\n    print('line', i)",
         "import os, signal, threading\nthreading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()",
         "%%ranks\ndist.recv(x, 1 - rank)",
         "%%ranks\ndist.all_reduce(x)\nx",

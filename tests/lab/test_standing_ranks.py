@@ -53,7 +53,7 @@ def test_values_are_pushed_and_pulled(ranks):
     ranks.push([1], table=5)
     pulled = ranks.pull("table")
     assert pulled[1] == 5 and torch.equal(pulled[0]["a"], torch.arange(3))
-    assert "table" in ranks.names()
+    assert "table" in ranks.completed("")
     with pytest.raises(WorkbookError, match="rank 0: NameError: name 'nothing' is not defined"):
         ranks.pull("nothing")
 
@@ -128,7 +128,7 @@ def test_a_rank_that_ends_is_named_and_all_are_started_again(ranks):
     ):
         ranks.run("import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert not any(is_alive(pid) for pid in before)
-    assert "lost" not in ranks.names()
+    assert "lost" not in ranks.completed("")
     assert {reply.shown for reply in ranks.run("world_size").values()} == {"3"}
 
 
