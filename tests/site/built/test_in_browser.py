@@ -27,6 +27,14 @@ def test_pages_load_from_files_without_complaint_and_fit_on_a_narrow_screen(brow
     assert not [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
 
 
+def test_text_and_menus_fit_beside_each_other_at_every_width(browser: Browser, site: Path):
+    for width in (WIDTH, 1008, 1012, 1072, 1100, 1312, 1330, 1400, 1600, 2000):
+        browser.resize(width, 800)
+        browser.open(site / "notebooks" / "02_collectives.html")
+        assert browser.js("document.documentElement.scrollWidth") <= width, width
+        assert browser.js("document.querySelector('.content').getBoundingClientRect().right") <= width, width
+
+
 @pytest.mark.parametrize("width", [WIDTH, 1280])
 def test_the_keyboard_reaches_the_menu_and_opens_a_page(browser: Browser, site: Path, width: int):
     browser.resize(width, 800, mobile=width == WIDTH)
@@ -35,6 +43,7 @@ def test_the_keyboard_reaches_the_menu_and_opens_a_page(browser: Browser, site: 
         browser.key("Tab")
         if browser.js("document.activeElement.textContent") == "Lesson 1: communication":
             break
+    browser.until("document.activeElement.getBoundingClientRect().left >= 0")
     assert browser.js("getComputedStyle(document.activeElement).outlineStyle") != "none"
     browser.key("Enter")
     browser.until("document.title.startsWith('Lesson 1')")
