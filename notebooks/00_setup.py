@@ -485,12 +485,14 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 # ## Exercises
 #
 # 1. How many GPUs of 80 GB does a model of 70 billion parameters need at least for its weights, gradients and Adam's
-#    state? Change the cell that compares the memory, or do it by hand. <details><summary>Answer</summary>16 bytes for
-#    each of 70 billion parameters are 1,120 GB, so 14 GPUs, without any activation.</details>
+#    state? Change the cell that compares the memory, or do it by hand.
+#    <details><summary>Answer</summary>16 bytes for each of 70 billion parameters are 1,120 GB, so 14 GPUs, without
+#    any activation.</details>
 # 2. In the cell with the metronome, replace `world_size` by 2 in the line of `together`. Predict the picture before
-#    you run it. <details><summary>Answer</summary>Ranks 0 and 1 do the even and the odd batches. Ranks 2 and 3 do the
-#    even and the odd ones without 0 and 1, so six batches are computed twice: a job that is busy on all ranks and
-#    does the work of two.</details>
+#    you run it.
+#    <details><summary>Answer</summary>Ranks 0 and 1 do the even and the odd batches. Ranks 2 and 3 do the even and
+#    the odd ones without 0 and 1, so six batches are computed twice: a job that is busy on all ranks and does the
+#    work of two.</details>
 # 3. Run `make exercises` in a terminal. It shows the first exercise of the workbook, in which every rank sends and
 #    receives at the same time. Look at the file that it names, and at `make exercises ARGS=hint`. You can solve it
 #    now or after notebook 02. [exercises/README.md](../exercises/README.md) lists all commands.

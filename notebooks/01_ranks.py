@@ -478,11 +478,13 @@ seen.compare(len(set().union(*pull("share").values())))
 #    check(__iter__, "sampler")
 #    ```
 # 2. Type the two commands in two terminals, but give the second one `WORLD_SIZE=3`. What do the ranks say? Which rank
-#    finds the mistake? <details><summary>Answer</summary>Both say the same sentence, with both numbers. The rank that
-#    reads the other's name first finds the mistake. It writes the sentence into the store, under the key
-#    <code>failed</code>, where the other one reads it.</details>
-# 3. Start both with `RANK=0`. <details><summary>Answer</summary>Both try to open the store. The second one finds the
-#    port taken, says so, and ends. The first one still waits for rank 1.</details>
+#    finds the mistake?
+#    <details><summary>Answer</summary>The rank that reads the other's name first finds the mistake. It writes a
+#    sentence with both numbers into the store, under the key <code>failed</code>, where the other one reads it. So
+#    both give up, and rank 0 prints the sentence once.</details>
+# 3. Start both with `RANK=0`.
+#    <details><summary>Answer</summary>Both try to open the store. The second one finds the port taken, says so, and
+#    ends. The first one still waits for rank 1.</details>
 #
 # ## Further reading
 #
