@@ -141,7 +141,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def meaning(key, value):
@@ -217,7 +217,7 @@ added_keys.compare(store.num_keys() - before)
 # %%
 for number, process in enumerate((rank_0, rank_1)):
     process.stdin.close()
-    print(f"rank {number} ended with exit code {process.wait(20)}")
+    print(f"rank {number} ended with exit code {process.wait(60)}")
 
 # %% [markdown]
 # In plain PyTorch the four steps are one call. It reads the same four variables of the environment:
