@@ -87,6 +87,9 @@ def _stub(source: str, function: ast.FunctionDef, exercise: Exercise, target: st
     keeps_docstring = has_docstring and doc is None
     end = first.end_lineno if keeps_docstring else first.lineno - 1
     lines = textwrap.dedent("\n".join(source.splitlines()[function.lineno - 1 : end])).splitlines()
+    lines = _signature_on_one_line(lines)
+    while not has_docstring and lines[-1].lstrip().startswith("#"):  # a comment on the body
+        lines.pop()
     if doc is not None:
         lines += textwrap.indent(_docstring(doc), "    ").splitlines()
     text = missing(exercise, target)
@@ -98,6 +101,17 @@ def _stub(source: str, function: ast.FunctionDef, exercise: Exercise, target: st
     return "\n".join([*lines, "    raise NotImplementedError(", *literals, "    )"])
 
 
+def _signature_on_one_line(lines: list[str]) -> list[str]:
+    """Join a signature that fits into one line without the class's indentation, as ruff would."""
+    end = next(
+        number for number, line in enumerate(lines) if line.startswith((")", "def")) and line[-1] == ":"
+    )
+    joined = "".join(line.strip() for line in lines[: end + 1])
+    if end == 0 or ",)" in joined or len(joined) > LINE_LENGTH:
+        return lines
+    return [joined, *lines[end + 1 :]]
+
+
 def _docstring(text: str) -> str:
     text = textwrap.dedent(text).strip()
     return f'"""{text}\n"""' if "\n" in text else f'"""{text}"""'
@@ -105,7 +119,8 @@ def _docstring(text: str) -> str:
 
 def _imports(tree: ast.Module, functions: list[ast.FunctionDef], exercise: Exercise) -> Iterator[str]:
     """Return the imports that the signatures and the lesson's bodies need, sorted as ruff sorts them."""
-    nodes = (node for function in functions for node in ast.walk(function))
+    parts = [part for f in functions for part in (f.args, f.returns, *f.body) if part is not None]
+    nodes = (node for part in parts for node in ast.walk(part))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     used -= {name_of(target) for target in exercise.targets}
     plain: dict[str, str] = {}

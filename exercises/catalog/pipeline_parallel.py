@@ -1,11 +1,47 @@
-"""Exercises of lesson 4: layers are divided into stages, and a schedule says who does what, and when."""
+"""Exercises of lesson 4, first part: stages, and schedules that say who does what, and when."""
 
 from exercises.catalog.exercise import Exercise
 
 SCHEDULES = "tests/pipeline_parallel/test_schedules.py::"
 ONE_STAGE = SCHEDULES + "test_schedules_with_one_stage_a_rank_are_valid_and_hold_what_they_say"
 
+NARRATED = "tests/pipeline_parallel/test_narrated.py::"
+SPLIT = "tests/pipeline_parallel/test_split.py::"
+
 EXERCISES = (
+    Exercise(
+        name="splitter",
+        title="Dividing layers into stages",
+        target="pipeline_parallel.split.cut",
+        tests=(
+            SPLIT + "test_no_cut_has_a_cheaper_dearest_stage",
+            SPLIT + "test_layers_that_stages_do_not_divide_are_spread_evenly",
+            SPLIT + "test_a_sequential_is_cut_by_its_parameters_and_a_gpt_by_its_blocks",
+            SPLIT + "test_more_stages_than_parts_are_refused_in_a_sentence",
+        ),
+        difficulty=3,
+        minutes=40,
+        doc="""
+            Return the parts of each stage as ranges: neighbouring parts, at least one for each stage.
+
+            Of all cuts take one whose most expensive stage is as cheap as can be; among these, one whose sum
+            of squared costs is the smallest, so that stages are even; among these, one with the fewest
+            stages, the first left out, that begin with a part that costs nothing. If there are fewer parts
+            than stages, raise WorkbookError: {n} parts cannot be cut into {stages} stages: take fewer ranks
+            or --chunks, or more --layers.
+        """,
+        hints=(
+            "If the first stage ends at part e, the rest is the same problem with fewer parts and one stage "
+            "less. So try every e, and take the best: a recursive function of where a stage starts and how "
+            "many stages are left.",
+            "Let it return a tuple that can be compared: the largest cost of a stage, the sum of squared "
+            "costs, how many later stages begin with a part that costs nothing, and where the stages end. "
+            "min() then takes the best one.",
+            "Decorate it with functools.cache, because it is called with the same arguments again and "
+            "again. until = [0, *accumulate(costs)] gives the cost of a stage as until[end] - until[start]. "
+            "The last stage ends at n; any other must leave a part for each stage after it.",
+        ),
+    ),
     Exercise(
         name="pipeline_gpipe",
         title="The table of GPipe",
@@ -22,6 +58,40 @@ EXERCISES = (
             "The order on a rank says nothing about when an action starts. All rows of GPipe have the same "
             "actions but for the stage.",
             "Check the arguments first, as `naive` does: _check(stages=stages, microbatches=microbatches).",
+        ),
+    ),
+    Exercise(
+        name="gpipe_by_hand",
+        title="GPipe by hand",
+        target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
+        tests=(
+            NARRATED + "test_gpipe_by_hand_equals_one_process",
+            "tests/pipeline_parallel/test_by_hand.py::test_by_hand_and_by_table_agree_gradient_by_gradient_and_message_by_message[2]",
+        ),
+        difficulty=4,
+        minutes=50,
+        needs=("pipeline_gpipe",),
+        doc="""
+            Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
+
+            The first rank gets the batch's input `x`, and the last rank its targets `y`; the others ignore
+            both. Each is divided along dim 0 into `self.microbatches`. `self.stage` are this rank's layers,
+            and `self.loss_of(output, targets)` the mean loss of a microbatch. `self.post_receives(like,
+            peer)` posts the receives of all microbatches from a rank, and returns pairs of a buffer, like
+            `self.input_like` or `self.output_like`, and a transfer. `self.messages.isend(tensor, peer)`
+            starts a send. Compute each forward in `with self.action(f"F{i}")`, and each backward in `with
+            self.action(f"B{i}")`.
+        """,
+        hints=(
+            "First all forwards. For each microbatch a rank needs its input, a chunk of x or what the rank "
+            "before has sent; it computes, and sends the output on, or computes the loss. Keep the input "
+            "and the output: the backward needs both.",
+            "A received tensor is a leaf: call requires_grad_() on it, so that autograd computes its "
+            "gradient, which the rank before needs. Send made.detach(). A loss is divided by the number of "
+            "microbatches.",
+            "Then all backwards, in the same order: made.backward(gradient), where the gradient has come "
+            "from the rank after, or is None on the last rank. Send given.grad to the rank before. Drop "
+            "what was kept, and wait for all sends at the end.",
         ),
     ),
     Exercise(
@@ -43,6 +113,40 @@ EXERCISES = (
             "followed by a backward: row.add('FB', stage).",
             "There may be fewer microbatches than p-1-r, so the warmup is the smaller of the two numbers. "
             "The steady state has the microbatches that are left.",
+        ),
+    ),
+    Exercise(
+        name="pipeline_interleaved",
+        title="The table of interleaved 1F1B",
+        target="pipeline_parallel.schedules.interleaved_1f1b",
+        tests=(
+            SCHEDULES + "test_interleaved_goes_through_its_chunks_round_by_round",
+            SCHEDULES + "test_interleaved_puts_what_the_ranks_do_not_divide_into_the_first_rounds",
+            SCHEDULES + "test_interleaved_is_valid_and_holds_its_warmup_and_one",
+            NARRATED + "test_interleaved_1f1b_equals_one_process",
+        ),
+        difficulty=4,
+        minutes=45,
+        needs=("pipeline_1f1b",),
+        doc="""
+            Return interleaved 1F1B: each rank has `chunks` stages, and stage s is on rank s % p.
+
+                rank 0   F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
+                rank 1   .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .  .
+
+            Microbatches go in rounds, whose sizes `_rounds` returns: the microbatches of a round go through
+            all stages of a rank, and then those of the next round. Backwards take a round's stages in the
+            opposite order. A rank begins with forwards: (chunks-1) times the size of the first round and 2
+            (p-1-rank) more, or all there are. From then on a backward follows each forward.
+        """,
+        hints=(
+            "Write down for one rank the chunks of all its forwards, in order: for a round of 2 "
+            "microbatches and 2 chunks, 0 0 1 1. Microbatches need no number: row.add takes the next one of "
+            "that stage.",
+            "The backwards have the same list with the chunks counted from the other end: chunks - 1 - "
+            "chunk. Chunk c of rank r is stage c * ranks + r.",
+            "Three phases as in 1F1B: forwards[:warmup]; then for each further forward it and the next "
+            "backward; then the backwards that are left. warmup is at most len(forwards).",
         ),
     ),
     Exercise(

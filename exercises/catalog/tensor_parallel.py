@@ -4,8 +4,52 @@ from exercises.catalog.exercise import Exercise
 
 LAYERS = "tests/tensor_parallel/test_layers.py::"
 NARRATED = "tests/tensor_parallel/test_narrated.py::"
+CROSS_ENTROPY = "tests/tensor_parallel/test_cross_entropy.py::"
+PARALLELIZE = "tests/tensor_parallel/test_parallelize.py::"
+USE = "tests/tensor_parallel/test_plausible_use.py::"
 
 EXERCISES = (
+    Exercise(
+        name="column_parallel",
+        title="The column-parallel layer",
+        target="tensor_parallel.layers.column_parallel",
+        also=("tensor_parallel.layers.full_input",),
+        tests=(
+            NARRATED + "test_tensor_parallel_equals_one_process",
+            NARRATED + "test_sequence_parallel_equals_one_process",
+            LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[2]",
+            LAYERS + "test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several_layers",
+        ),
+        difficulty=2,
+        minutes=25,
+        needs=("conjugate_functions",),
+        doc="""
+            Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once.
+
+            Each layer has this rank's n-th of the outputs: `weight`, `bias`, which may be None, `group`,
+            `sequence_parallel` and `overlap`. If `overlap`, return overlapped_column_parallel(x, weights,
+            biases, group, dim), where dim is TIME with sequence parallelism, and else None. Otherwise make
+            the full input, once.
+        """,
+        docs={
+            "full_input": """
+                Return the full input of a column-parallel layer, from which each rank computes other outputs.
+
+                Without sequence parallelism every rank has the same x, in full. With it x is this rank's
+                shard of the tokens, along TIME. The gradient that a rank computes for the full input is one
+                term of it.
+            """,
+        },
+        hints=(
+            "A rank computes its own outputs from the full input and its part of the weight: F.linear, "
+            "without any other rank. What is the gradient of x that it finds alone?",
+            "The gradient of x is a sum over all outputs, and a rank has only some of them. So the terms of "
+            "all ranks must be added up in the backward. One function of comm.functions does that and "
+            "nothing in the forward.",
+            "full_input: gather_tokens(x, TIME, group) with sequence parallelism, else copy_to_ranks(x, "
+            "group). Call it once for all layers: a call for each of q, k and v would send three gradients.",
+        ),
+    ),
     Exercise(
         name="row_parallel",
         title="The row-parallel layer",
@@ -63,6 +107,93 @@ EXERCISES = (
             "zero. Row 0 is a valid row, so the lookup alone gives them the wrong embedding.",
             "Multiply the embeddings by is_own.unsqueeze(-1). Then sum over ranks, with scatter_sums(term, "
             "TIME, self.group) or sum_over_ranks(term, self.group).",
+        ),
+    ),
+    Exercise(
+        name="cross_entropy",
+        title="The vocabulary-parallel cross entropy",
+        target="tensor_parallel.cross_entropy._CrossEntropy.forward",
+        also=("tensor_parallel.cross_entropy._CrossEntropy.backward",),
+        tests=(
+            NARRATED + "test_vocabulary_parallel_equals_one_process",
+            CROSS_ENTROPY + "test_loss_and_gradient_equal_torchs_for_the_full_logits[2]",
+            CROSS_ENTROPY + "test_a_rank_whose_entries_are_all_padding_has_no_probability",
+            CROSS_ENTROPY + "test_huge_logits_do_not_overflow_wherever_the_largest_is",
+        ),
+        difficulty=5,
+        minutes=60,
+        needs=("vocabulary_parallel",),
+        doc="""
+            Return the mean loss over the targets that are not `ignore`, the same on every rank.
+
+            A rank has the logits of v entries of the vocabulary; those from `vocab_size` on are padding, and
+            have no probability. own_rows(tokens, v, vocab_size, group, what) returns for each target its
+            column here, and whether it has one; an ignored target may stand for entry 0. The loss of a token
+            is log(sum of exp(logit - max)) + max - (1 - s) * logit of the target - s / vocab_size * sum of
+            all logits, where s is `smoothing`. The logits of 16-bit dtypes are computed with in float32. Pass
+            `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx` what the backward needs.
+        """,
+        docs={
+            "backward": """
+                Return the gradient of this rank's logits, and None for each other argument of forward.
+
+                `grad` is the gradient of the mean loss. The result has the shape and dtype of the logits.
+                Nothing has to be sent.
+            """,
+        },
+        hints=(
+            "No rank has all logits of a token, but each number in the loss is a maximum or a sum over the "
+            "vocabulary. So each rank computes its own, for each token, and the ranks reduce them: one "
+            "all-reduce with op='max', then one for three sums.",
+            "Subtract the maximum of all ranks before exp. A target's logit is on one rank, and the others "
+            "add 0. Stack the sums of exp, the targets' logits and the sums of all logits in one tensor, so "
+            "that one all-reduce is enough. A rank may have only padding: then its maximum is -inf.",
+            "Backward: the gradient of a logit is its probability, exp / total, less s / vocab_size, and "
+            "less 1 - s at the target, which scatter_add_ can subtract. Multiply by grad / number of "
+            "targets that count, and by 0 where a target is ignored. Padding gets 0.",
+        ),
+    ),
+    Exercise(
+        name="sequence_parallel",
+        title="Gradients of one rank's tokens",
+        target="tensor_parallel.parallel_model.TensorParallel._with_own_tokens_only",
+        also=("tensor_parallel.parallel_model.TensorParallel.finish_gradient_sync",),
+        tests=(
+            PARALLELIZE + "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process",
+            PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
+            USE + "test_gradients_of_norms_count_once_after_two_accumulated_steps",
+            USE + "test_a_second_finish_gradient_sync_sends_nothing",
+            PARALLELIZE + "test_torchs_own_clipping_uses_the_norm_of_the_full_model",
+        ),
+        difficulty=3,
+        minutes=30,
+        needs=("column_parallel", "row_parallel"),
+        doc="""
+            Return the parameters whose gradient on this rank comes from this rank's tokens only.
+
+            `self.dims` has the names of the parameters that are divided among the ranks. `self.module` names
+            its parameters as they are in `self.dims`.
+        """,
+        docs={
+            "finish_gradient_sync": """
+                Add up the gradients of which each rank has one term, from all backwards since the last call.
+
+                `with self._partial.completing(parameters) as gradients` gives the gradients of these
+                parameters that are not complete, as a list of tensors, to be changed in place. Reduce them
+                all in one message, over `self.group` with `self._pattern`. Afterwards let the grad of each
+                divided parameter that is a plain Tensor become GradientPart.of(grad, self.group,
+                self._pattern), so that torch's own tools see the gradient of all ranks.
+            """,
+        },
+        hints=(
+            "With sequence parallelism a rank normalises its own tokens, adds the row layers' biases to its "
+            "own tokens, and embeds positions of its own tokens. Which parameters are these? All that every "
+            "rank has in full.",
+            "Without sequence parallelism every rank has all tokens outside of the divided layers, so its "
+            "gradients are complete: the list is empty. With it, the list has the parameters whose names "
+            "are not in self.dims.",
+            "torch.cat the flattened gradients, all_reduce the result, and split it again; copy each part "
+            "into its gradient, with view_as. If there are no gradients, send nothing.",
         ),
     ),
 )

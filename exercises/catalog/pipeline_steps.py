@@ -1,0 +1,173 @@
+"""Exercises of lesson 4, second part: from a table to messages, a timeline and gradients in halves."""
+
+from exercises.catalog.exercise import Exercise
+
+NARRATED = "tests/pipeline_parallel/test_narrated.py::"
+MESSAGES = "tests/pipeline_parallel/test_messages.py::"
+SIMULATE = "tests/pipeline_parallel/test_simulate.py::"
+DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
+
+EXERCISES = (
+    Exercise(
+        name="derive_the_sends",
+        title="Deriving the messages from a table",
+        target="pipeline_parallel.messages.sent_by",
+        also=("pipeline_parallel.messages.received_by",),
+        tests=(
+            MESSAGES + "test_two_ranks_of_gpipe",
+            MESSAGES + "test_stages_of_one_rank_send_each_other_nothing",
+            MESSAGES + "test_ranks_that_go_on_in_any_order_come_to_the_end",
+            NARRATED + "test_zero_bubble_equals_one_process",
+        ),
+        difficulty=1,
+        minutes=15,
+        needs=("pipeline_gpipe",),
+        doc="""
+            Return the message with the action's result, or None if no other stage needs it.
+
+            A message names what it carries: Message(FORWARD, microbatch, stage) is the output of that stage,
+            and Message(INPUT_GRADIENT, microbatch, stage) the gradient of its input.
+        """,
+        docs={
+            "received_by": """
+                Return the message that the action needs from another stage, or None.
+            """,
+        },
+        hints=(
+            "An action is a tuple of kind, microbatch and stage. Who needs the output of a stage, and who "
+            "the gradient of its input? Which stages have no neighbour on that side?",
+            "A backward comes as one action, BACKWARD, or in halves: INPUT_GRADIENT and WEIGHT_GRADIENT. "
+            "Only one of the halves makes something that another stage needs, and only one waits for "
+            "another stage.",
+            "sent_by: FORWARD sends below the last stage; BACKWARD and INPUT_GRADIENT send above stage 0. "
+            "received_by names the message of the neighbour: stage - 1 for a forward above stage 0, stage + "
+            "1 for a gradient below the last stage.",
+        ),
+    ),
+    Exercise(
+        name="post_receives_early",
+        title="Receives in time, and no deadlock",
+        target="pipeline_parallel.messages.with_messages",
+        tests=(
+            MESSAGES + "test_two_ranks_of_gpipe",
+            MESSAGES + "test_without_looking_ahead_a_receive_is_posted_just_before_it_is_needed",
+            MESSAGES + "test_receives_stand_in_the_senders_order_even_where_another_one_is_needed_first",
+            MESSAGES + "test_receives_of_a_neighbour_are_posted_in_its_order_and_exactly_as_early_as_asked",
+            MESSAGES + "test_sent_stands_before_the_first_action_that_needs_a_proof_of_it_or_at_the_end",
+            MESSAGES + "test_ranks_that_go_on_in_any_order_come_to_the_end",
+            MESSAGES + "test_a_negative_number_of_actions_ahead_is_refused",
+        ),
+        difficulty=5,
+        minutes=75,
+        needs=("derive_the_sends",),
+        doc="""
+            Return each rank's actions, sends and receives in order. ValueError if `ahead` is negative.
+
+            The three rules at the top of pipeline_parallel/messages.py say where Receive, Send and
+            WaitForSend stand. Send(message, peer) follows the action that makes the message. Receive(message,
+            peer) stands before the action that is `ahead` actions before the one that needs the message, or
+            earlier, so that the receives from a rank are posted in the order of its sends. WaitForSend stands
+            before the first action that needs an answer: a message that its receiver sends after it has used
+            this one; without an answer, at the end. Stages of one rank send each other nothing. The error: A
+            receive cannot be posted {-ahead} actions late: make `ahead` 0 or more.
+        """,
+        hints=(
+            "First go through the table once, and note for each message between two ranks where it is made "
+            "and where it is needed, as positions in the rows, and for each pair of ranks their messages in "
+            "the order of sending.",
+            "Then make each rank's steps, action by action: receives for what the next `ahead` actions "
+            "need, waits for sends that the action's own message proves, the action, its send. To post a "
+            "receive, post first all earlier ones from the same rank.",
+            "A message of this rank to a peer is proven by an answer from that peer if the peer needs it at "
+            "or before the position where it sends the answer. Sort this rank's messages to a peer by where "
+            "they are needed, and take them from the left.",
+        ),
+    ),
+    Exercise(
+        name="deferred_weight_gradients",
+        title="A backward in two halves",
+        target="pipeline_parallel.deferred._Linear.forward",
+        also=("pipeline_parallel.deferred._Linear.backward",),
+        tests=(
+            DEFERRED + "test_a_linear_layers_gradients_are_autograds_for_any_number_of_dimensions",
+            DEFERRED + "test_only_weights_wait_and_norms_and_embeddings_have_their_gradients_at_once",
+            DEFERRED + "test_layers_with_other_functions_between_them_and_one_used_twice",
+            DEFERRED + "test_what_is_frozen_keeps_nothing_for_later",
+            NARRATED + "test_zero_bubble_equals_one_process",
+        ),
+        difficulty=3,
+        minutes=35,
+        needs=("pipeline_zb_h1",),
+        doc="""
+            Return F.linear(x, weight, bias), and keep in `ctx` what the backward needs.
+
+            Under torch.autocast the product has another dtype: `_autocast_dtype(x)`, or None. `_cast(tensor,
+            dtype)` casts where both are given. Do not pass the weight to save_for_backward: with
+            recomputation a copy would come back, but the parameter itself must get the gradient.
+        """,
+        docs={
+            "backward": """
+                Return the gradient of x as the third of four; the others, for `deferred`, weight and bias,
+                are None.
+
+                If the weight or the bias needs a gradient, do not compute it, but call
+                `deferred.add(computation, x, dy)`: the computation is a function without arguments that runs
+                later and adds to the gradients of weight and bias. `_add_to(parameter, gradient)` adds to a
+                gradient or begins it. The gradient of x is None if x needs none: ctx.needs_input_grad tells,
+                in the order of forward's arguments after `ctx`.
+            """,
+        },
+        hints=(
+            "y = x W^T + b, and dy is the gradient of y. The gradient of x is dy W. It is all that the "
+            "stage before waits for.",
+            "The gradient of W is dy^T x, where x and dy have one row for each token: flatten(0, -2) makes "
+            "rows of any number of dims. The gradient of b is the sum of dy's rows.",
+            "Define a function in the backward that computes both and gives them to _add_to, each only if "
+            "that parameter requires a gradient. Return None, dx, None, None: forward has deferred, x, "
+            "weight and bias.",
+        ),
+    ),
+    Exercise(
+        name="simulator",
+        title="Simulating a schedule",
+        target="pipeline_parallel.simulate.simulate",
+        tests=(
+            SIMULATE + "test_two_ranks_of_1f1b_by_hand",
+            SIMULATE + "test_messages_leave_one_after_the_other_and_computing_goes_on_meanwhile",
+            SIMULATE + "test_each_boundary_has_messages_of_its_own_size_both_ways",
+            SIMULATE + "test_stages_of_one_rank_hand_over_for_free",
+            SIMULATE + "test_every_action_starts_and_ends_when_a_ticking_clock_says",
+            SIMULATE + "test_a_table_that_would_never_end_is_refused",
+            SIMULATE + "test_costs_and_message_sizes_must_be_those_of_the_tables_stages",
+            SIMULATE + "test_an_empty_table_takes_no_time",
+        ),
+        difficulty=4,
+        minutes=60,
+        needs=("pipeline_1f1b",),
+        doc="""
+            Return the timeline of `table`, as a Simulation with a row of TimedActions for each rank.
+
+            The rules are at the top of pipeline_parallel/simulate.py. `costs.seconds(action)` is how long an
+            action takes, and `dependencies(action, last stage)` are the results that it needs. A result has
+            the name `as_dependency(action)`, and `_taker(action)` is the stage that gets it. `message_bytes`
+            is the size of an activation and of its gradient: one number, or one for each boundary between
+            stages, beginning with that of stages 0 and 1. Begin all times with 0, not 0.0, so that fractions
+            stay exact.
+
+            ValueError if costs or sizes are not for the stages of the table: "The table has 2 stages, but the
+            costs are for 3." and "2 stages have 1 boundaries, not 3: give one size for each." For a table
+            that would never end, `validate(table, trains=not is_forward_only(table))` raises ScheduleError.
+        """,
+        hints=(
+            "Each rank does its row in order. An action starts at the later of two times: when the rank is "
+            "free, and when the last result that it needs has arrived. So a rank can go on as long as all "
+            "results that its next action needs are known.",
+            "Keep three tables: when each rank is free, when its outgoing link is free, and when each "
+            "result arrives. Without a link, or on one rank, a result arrives when its action ends. With a "
+            "link it departs when the link is free, and takes size * beta, and then alpha.",
+            "Loop over the ranks that can go on. If a rank stops at a missing result, note it under that "
+            "result; when the result is there, the rank can go on again. If a rank has not come to the end "
+            "of its row, call validate.",
+        ),
+    ),
+)

@@ -1,0 +1,33 @@
+"""The column-parallel layer. Write `column_parallel` and `full_input` of tensor_parallel/layers.py.
+
+Check it with `python -m exercises check column_parallel`.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.collectives import Group
+from comm.functions import copy_to_ranks, gather_tokens
+from tensor_parallel.layers import TIME, ColumnParallelLinear
+from tensor_parallel.overlapped import overlapped_column_parallel
+
+
+def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once.
+
+    Each layer has this rank's n-th of the outputs: `weight`, `bias`, which may be None, `group`,
+    `sequence_parallel` and `overlap`. If `overlap`, return overlapped_column_parallel(x, weights,
+    biases, group, dim), where dim is TIME with sequence parallelism, and else None. Otherwise make
+    the full input, once.
+    """
+    raise NotImplementedError("The column-parallel layer is not written yet: `column_parallel` has no body.")
+
+
+def full_input(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    """Return the full input of a column-parallel layer, from which each rank computes other outputs.
+
+    Without sequence parallelism every rank has the same x, in full. With it x is this rank's
+    shard of the tokens, along TIME. The gradient that a rank computes for the full input is one
+    term of it.
+    """
+    raise NotImplementedError("The column-parallel layer is not written yet: `full_input` has no body.")
