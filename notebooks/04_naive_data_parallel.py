@@ -404,28 +404,30 @@ bytes_sent = predict("How many times the bytes?", example=1, unit="times")
 
 # %%
 # %%ranks
+from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.ledger import LEDGER
 from lab.text import microbatches
 
 
-def accumulate(sync_each):
+def step_of(sync_each):
     """Return the gradients of a step with 3 microbatches, and the bytes that it sends."""
     model = BabyCNN(seed=0).double()
     parallel, before = NaiveDataParallel(model), LEDGER.total()
     x = rank_slice(images[:48], rank, world_size).double()
     y = rank_slice(labels[:48], rank, world_size)
-    for part, target in microbatches(x, y, 3):
-        (loss_of(parallel(part), target) / 3).backward()
-        if sync_each:
+    if sync_each:
+        for part, target in microbatches(x, y, 3):
+            (loss_of(parallel(part), target) / 3).backward()
             parallel.finish_gradient_sync()
-    if not sync_each:
+    else:
+        accumulate(parallel, microbatches(x, y, 3))  # the lesson's function: all three backwards
         parallel.finish_gradient_sync()
     sent = (LEDGER.total() - before).bytes_sent
     return {name: p.grad for name, p in model.named_parameters()}, sent
 
 
-once, bytes_once = accumulate(sync_each=False)
-each, bytes_each = accumulate(sync_each=True)
+once, bytes_once = step_of(sync_each=False)
+each, bytes_each = step_of(sync_each=True)
 
 # %%
 expected = reference_gradients(
@@ -575,23 +577,27 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 # %% [markdown]
 # ## Exercises
 #
-# 1. **`naive_gradient_sync`** (25 minutes): write `finish_gradient_sync` yourself, also for parameters that some ranks did
-#    not use. Define it in a cell, and let the lesson's own tests grade it:
+# 1. **`accumulation`** (10 minutes): run the microbatches of a step, so that their gradients are those of the mean loss. Write
+#    the function in a cell of its own, and let the lesson's tests grade it on real ranks. Leave the division out once, and read
+#    what the checker says.
 #
 #    ```python
-#    from comm.collectives import all_reduce
 #    from exercises.notebook import check
 #
-#    def finish_gradient_sync(self) -> None:
+#    def accumulate(model, parts):
+#        """Add up the gradients of the microbatches (x, y) in `parts`, and return the mean loss, without a graph."""
 #        ...
 #
-#    check(finish_gradient_sync, "naive_gradient_sync")
+#    check(accumulate)
 #    ```
 #
-#    or work in [a file](../exercises/data_parallel/naive_gradient_sync.py): `python -m exercises watch naive_gradient_sync`.
-# 2. **`sampler`** (20 minutes): give each rank its share of the examples, in each epoch another one:
-#    `python -m exercises watch sampler`.
-# 3. Change the straggler above from half speed to a tenth, and predict the ratio before you run it.
+# 2. **`naive_gradient_sync`** (25 minutes): average the gradients, also where some ranks did not use a parameter. The file is
+#    [naive_gradient_sync.py](../exercises/data_parallel/naive_gradient_sync.py), and
+#    `python -m exercises watch naive_gradient_sync` grades it whenever you save it.
+# 3. **`sampler`** (20 minutes): give each rank its share of the examples, in each epoch another one:
+#    [sampler.py](../exercises/data_parallel/sampler.py).
+#
+# And with this notebook: change the straggler from half speed to a tenth, and predict the ratio before you run it.
 #
 # ## Further reading
 #

@@ -149,7 +149,7 @@ print(f"naive {naive_seconds:.2f} s a step, blocking hooks {blocking_seconds:.2f
 share.compare(pull("overlap_of(blocking).hidden_share")[0])
 
 # %% [markdown]
-# Nothing at all is hidden, and the step is as slow as the naive one. The hook *is called* in the middle of the backward. But
+# Nothing at all is hidden, and the step is about as slow as the naive one. The hook *is called* in the middle of the backward. But
 # autograd runs one thing after the other: while the hook waits for its all-reduce, no gradient is computed. The
 # communication has only moved to another place. You see it below. What runs *inside* a span, on the same thread, is drawn
 # below it: the all-reduces now stand inside the backward, in four groups of one block each, and the backward has become as
@@ -526,7 +526,7 @@ show(
 show_events(
     {f"buckets of {mb} MiB": pull(f"timed[{mb}][0]")[0] for mb in (0.06, 0.5, 4.0)},
     alt="Three timelines of one rank. Small buckets: many short all-reduces that go on after the backward. Half a "
-    "MiB: six all-reduces, of which only the last ends after the backward. Four MiB: one all-reduce after the backward.",
+    "MiB: six all-reduces, most of them during the backward. Four MiB: one all-reduce after the backward.",
 )
 
 # %% [markdown]
@@ -575,10 +575,31 @@ optimizer.step()
 # %% [markdown]
 # ## Exercises
 #
-# 1. Write `on_gradient` and `finish_gradient_sync` of `AsyncHooks` from memory, and run them with `run(...)` above. Is
-#    anything hidden?
-# 2. Repair `captured` in two ways, and convince yourself that the replicas end with equal weights.
-# 3. Make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run the cells again.
+# 1. **`ordered_launcher`** (15 minutes): launch in the agreed order, each number as early as possible. Write the method in a
+#    cell, and let the lesson's tests grade it on real ranks:
+#
+#    ```python
+#    from exercises.notebook import check
+#
+#    def ready(self, i: int) -> None:
+#        """Mark number i as ready in the set self._ready, and call self._launch for what can be launched now.
+#
+#        self._launched is how many have been launched.
+#        """
+#        ...
+#
+#    check(ready, "ordered_launcher")
+#    ```
+#
+# 2. **`overlap_hooks`** (40 minutes): the launch in the hook, and the wait at the end, with unused parameters and microbatches:
+#    [overlap_hooks.py](../exercises/data_parallel/overlap_hooks.py). `python -m exercises watch overlap_hooks` grades it whenever
+#    you save it; one of its tests notices a hook that waits.
+# 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (45 minutes, hard): gradients that live in buckets, and leave
+#    when the bucket is complete: [bucket_views.py](../exercises/data_parallel/bucket_views.py),
+#    [bucket_launch.py](../exercises/data_parallel/bucket_launch.py).
+#
+# And with this notebook: make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run the cells
+# again.
 #
 # ## Further reading
 #

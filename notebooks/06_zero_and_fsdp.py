@@ -612,11 +612,17 @@ print({name: f"{number} forwards of a block" for name, number in forwards.items(
 #
 # ## Exercises
 #
-# 1. The 7 billion parameters again, on devices of 24 GB with stage 3. How many devices do you need, without activations? Compute
-#    it with `formula` above.
-# 2. Write ZeRO 2 by hand for the 8 weights, with two microbatches: which tensors of which size does a rank keep between them?
-# 3. Choose `blocks` for BabyCNN so that the largest gathered share is smallest, and check it with `watch`. Why does no choice help
-#    much?
+# Each has a file, and `python -m exercises watch NAME` grades it with the lesson's own tests whenever you save it.
+#
+# 1. **`memory_formulas`** (20 minutes): what a rank holds at each stage, to the byte:
+#    [memory_formulas.py](../exercises/data_parallel/memory_formulas.py).
+# 2. **`zero1`** (35 minutes): what you did by hand with 8 weights, for any model:
+#    [zero1.py](../exercises/data_parallel/zero1.py). **`zero2`** (45 minutes) goes on from there.
+# 3. **`zero3`** (45 minutes, hard): gather, use, free: [zero3.py](../exercises/data_parallel/zero3.py).
+#
+# And with this notebook: on devices of 24 GB, with stage 3, how many do you need for 7 billion parameters, without activations?
+# Compute it with `formula`. And choose `blocks` for BabyCNN so that the largest gathered share is smallest, and check it with
+# `watch`. Why does no choice help much?
 #
 # ## Further reading
 #
