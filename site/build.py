@@ -9,7 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from sphinx.cmd.build import build_main
+try:
+    from sphinx.cmd.build import build_main
+except ModuleNotFoundError:
+    raise SystemExit("The site needs Sphinx: run `make setup`, which installs requirements.txt.") from None
 
 SITE = Path(__file__).resolve().parent
 
@@ -21,6 +24,10 @@ def main() -> int:
     )
     out = parser.parse_args().out.resolve()
     shutil.rmtree(out / "html", ignore_errors=True)  # or pages would stay whose sources are gone
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {out}: cannot write there ({error.strerror}).") from error
     options = ["--fresh-env", "--fail-on-warning", "--keep-going", "--quiet"]
     folders = ["-c", SITE, "-d", out / "doctrees", SITE.parent, out / "html"]
     failed = build_main([*options, *map(str, folders)])

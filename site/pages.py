@@ -76,7 +76,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     folder = parser.parse_args().out
-    write_pages(folder)
+    try:
+        write_pages(folder)
+    except OSError as error:
+        raise SystemExit(f"--out {folder}: cannot write there ({error.strerror}).") from error
     for name in PAGES.values():
         print(folder / name)
 
