@@ -355,7 +355,7 @@ block_MB.compare(pull("megabytes")[0])
 # %% [markdown]
 # More than data parallelism already for 512 tokens, and with the batch it grows. And it cannot wait until the end of the
 # backward: the next layer needs the result *now*. On a link of 1 Gbit/s, simulated by the lesson's slow link, a step looks
-# like this:
+# like this ([comm/transport/slow_link.py](../comm/transport/slow_link.py) sleeps for the time that the link would take):
 
 # %%
 # %%ranks
@@ -431,7 +431,7 @@ for name in ("plain", "recomputed"):
 # The third remedy costs no computing. The norms, dropout and residuals work on each token alone. So divide them by *tokens*:
 # each rank has some of the tokens there, and some of the features inside of the layers. Between the two stands an all-gather
 # of the tokens before the column layer, and a reduce-scatter behind the row layer. An all-reduce *is* a reduce-scatter and an
-# all-gather (notebook 02), so the bytes are the same: the all-reduce is cut into its halves, and the norm is moved between
+# all-gather ([notebook 02](02_collectives.ipynb)), so the bytes are the same: the all-reduce is cut into its halves, and the norm is moved between
 # them.
 #
 # First tensor parallelism alone, on 1, 2 and 4 ranks:
@@ -528,6 +528,9 @@ f"loss {alone[0]:.3f} -> {alone[-1]:.3f}; largest difference below 1e-12: {bool(
 # lesson's, on every rank, and runs the lesson's tests. Uncomment the last line when you have written the body.
 
 # %%
+import torch.nn.functional as F
+
+from comm.functions import scatter_sums, split_to_ranks, sum_over_ranks
 from exercises.notebook import check
 
 

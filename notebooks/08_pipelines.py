@@ -60,7 +60,7 @@ gradient = predict("What is the gradient of the weight on rank 0?", example=24)
 # to be done by hand:
 #
 # - `given` is a *leaf* of the graph: a tensor that no operation of this rank has made. For a leaf that requires a gradient,
-#   autograd leaves the result in `given.grad`. This is the gradient of the previous rank's output: send it there.
+#   autograd leaves the result in its `.grad`. `given.grad` is the gradient of the previous rank's output: send it there.
 # - `made` is not a leaf. Its gradient does not come from this rank, but from the next one, and is handed over with
 #   `made.backward(gradient)`. Only the last rank has a loss, and begins without a gradient.
 
@@ -125,8 +125,7 @@ returned.compare(2 - report.count("dist.send"))
 # %% [markdown]
 # None. Both are stuck in the line with `send`: it returns when the receiver has taken the message, and each receiver is
 # still sending. Each rank waits for the next one in a cycle: that is a *deadlock*. Libraries that buffer small messages hide
-# it until the tensors become larger. Two rules help.
-# Post the receive before you send, with `irecv` and `isend`, which return at once; then wait for both. Or let PyTorch pair
+# it until the tensors become larger. Two rules help. Post the receive before you send, with `irecv` and `isend`, which return at once; then wait for both. Or let PyTorch pair
 # them: `dist.batch_isend_irecv`.
 
 # %%
@@ -202,8 +201,8 @@ show_events(
 # ## Microbatches, by hand
 #
 # GPipe cuts the batch into *microbatches*. When rank 0 has sent microbatch 0, it begins with microbatch 1 while rank 1
-# works on microbatch 0. All forwards come first, in this order; then all backwards. PyTorch users know the forwards as
-# *clock cycles*: the pairs (microbatch, stage) that run at the same time.
+# works on microbatch 0. All forwards come first, in this order; then all backwards. Here are the forwards as *clock
+# cycles*: the pairs (microbatch, stage) that run at the same time.
 
 # %%
 from pipeline_parallel.schedules import clock_cycles
@@ -373,8 +372,8 @@ show_events(
 uneven.compare(round(slow.makespan / 0.05))
 
 # %% [markdown]
-# Only one stage of three became slower, and the step takes 40 ticks instead of 24: in
-# each round the ranks wait for the slowest stage. The same work divided evenly, 4/3 of a tick for each stage, would take
+# Only one stage of three became slower, and the step takes 40 ticks instead of 24: in each round the ranks wait for the
+# slowest stage. The same work divided evenly, 4/3 of a tick for each stage, would take
 # (6 + 2) · 4 = 32 ticks. So where you cut the model matters more than the schedule.
 # [pipeline_parallel/split.py](../pipeline_parallel/split.py) cuts by the number of blocks or parameters, by the measured time
 # of each part, or by your own numbers. For a GPT of ten blocks:
@@ -437,13 +436,14 @@ idle.compare(pull("idle")[0])
 # [ZB-V](../pipeline_parallel/schedules.py) places two stages on each rank, down the ranks and up again, and needs the memory
 # of 1F1B. DualPipe (DeepSeek-V3, 2024) lets microbatches enter from both ends, and hides the messages behind computing.
 # And one can search: given the seconds of each action, an integer program finds a good table (Qi et al., 2023, section 3).
-# They are all tables, and the executor of this lesson runs any table that is valid.
+# What they change is the order of the same actions, F, I and W. In this lesson such an order is a table, and its executor runs
+# any table that is valid.
 #
 # ## "With pipelines training gets faster"
 #
 # A course published its reference times for one exercise: 21.3 s for plain model parallelism, and 36.5 s for its pipeline.
-# The pipeline was *slower*. Let us try it: once naive with the batch in one piece, once
-# GPipe with 16 microbatches, on a model with very little to compute. Here the layers are real, without the metronome.
+# The pipeline was *slower*. Let us try it: once naive with the batch in one piece, once GPipe with 16 microbatches, on a
+# model with very little to compute. Here the layers are real, without the metronome.
 # **Predict**: the pipeline is how many times as fast? Below 1 means slower. By the formula the naive step takes 3 · 3 ticks,
 # and GPipe (16 + 2) · 3 ticks of a sixteenth: 9 against 3.4, so 2.7 times as fast.
 
@@ -481,7 +481,7 @@ faster.compare(plain / pipelined)
 # and system calls, on a GPU the launch of kernels. In the pipeline each rank pays it 16 times as often. What is divided by
 # 16 is only the time of computing, and in such a small model there is none.
 #
-# So when does it pay? The metronome can tell. A stage takes from 0.05 to 25 ms for the forward of the full batch, and the
+# So when does it pay? The metronome can tell. A stage takes from 0.05 to 60 ms for the forward of the full batch, and the
 # messages are real.
 
 # %%

@@ -23,11 +23,11 @@
 #   with its reasons,
 # - the measured results of all combinations in one table, and how to go on to a real cluster.
 #
-# **Until then** you have all parts of the answer. Notebook 06 shows the memory that data parallelism needs, and how ZeRO
-# shares it; notebook 07 what tensor parallelism sends in every layer; and [notebook 08](08_pipelines.ipynb) how little a
-# pipeline sends, and for how long its ranks are idle. Ask of each: what does a rank send in a step, and who waits for it?
-# The axis that sends the most gets the fastest links. [Notebook 10](10_when_it_breaks.ipynb) needs
-# nothing of this one, so go on with it.
+# **Until then** you have all parts of the answer. [Notebook 06](06_zero_and_fsdp.ipynb) shows the memory that data
+# parallelism needs, and how ZeRO shares it; [notebook 07](07_tensor_and_sequence_parallel.ipynb) what tensor parallelism
+# sends in every layer; and [notebook 08](08_pipelines.ipynb) how little a pipeline sends, and for how long its ranks are
+# idle. Ask of each: what does a rank send in a step, and who waits for it? The axis that sends the most gets the fastest
+# links. [Notebook 10](10_when_it_breaks.ipynb) needs nothing of this one, so go on with it.
 #
 # ## Further reading
 #

@@ -18,7 +18,8 @@
 # about 40 minutes, and `predict` and `%%ranks` from [notebook 02](02_collectives.ipynb).
 #
 # Most of the broken functions run on ranks of their own: `run_ranks` starts them, ends them after a few seconds, and reports
-# what it saw ([lab/ranks.py](../lab/ranks.py)). `attempt` prints that report, without the Python traceback.
+# what it saw ([lab/ranks.py](../lab/ranks.py)). Such a function takes a `cluster`, which knows the rank and the number of ranks.
+# `attempt` prints the report, without the Python traceback.
 
 # %%
 import os
@@ -143,14 +144,15 @@ print("\n".join(analyse(load(dumps))))
 
 # %% [markdown]
 # Collective 3, because `run_ranks` itself has begun with a barrier. (The analyser counts, as PyTorch does, for each group.)
-# On GPUs nccl's dumps look the same; there PyTorch writes them itself when a collective takes too long, into the file that
-# `TORCH_FR_DUMP_TEMP_FILE` names. PyTorch's own analyser is `torchfrtrace`. It reads nccl's dumps, and in version 2.13 it
+# On GPUs nccl's dumps look the same. There PyTorch can write them itself when a collective takes too long:
+# `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, and `TORCH_FR_DUMP_TEMP_FILE` names the files. PyTorch's own analyser is `torchfrtrace`. It reads nccl's dumps, and in version 2.13 it
 # fails with gloo's. And a limit: gloo records collectives, but no `send` and `recv`. For those you have the line of each
 # rank.
 #
 # The other remedy is to find the error when it happens. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` each collective first compares
-# what the ranks are about to do. It takes time, milliseconds for each call, so switch it on when you search. The variable
-# must be set before the group is made; in the notebook we make a new group.
+# what the ranks are about to do. It takes time, milliseconds for each call, so switch it on when you search:
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...`. The variable must be set before the group is made; in the notebook we make a
+# new group.
 
 # %%
 # %%ranks
@@ -200,7 +202,7 @@ swapped.compare(pull("a.item()")[0])
 # %% [markdown]
 # 11: the first all-reduce has added rank 0's a and rank 1's b. No error, no hang, and `DETAIL` would see nothing: the
 # operation and the shapes agree. Gradients become ready in an order that may differ from rank to rank, so data parallelism
-# must agree on an order. That is why buckets are launched in one fixed order (notebook 05).
+# must agree on an order. That is why buckets are launched in one fixed order ([notebook 05](05_overlap_and_buckets.ipynb)).
 #
 # ## A different shape
 #
@@ -230,9 +232,9 @@ caught.compare(results.count("caught"))
 
 # %% [markdown]
 # Rank 0 got no exception: its own C++ code has *ended the process* when more bytes arrived than it had room for. No `except`
-# sees SIGABRT. Rank 1 only notices that its peer has gone. So the rank with the Python traceback is not
-# where it began. The cause is in the log of the other one: `Received data size doesn't match expected size`. Look for the rank
-# that died *first*.
+# sees SIGABRT. Rank 1 only notices that its peer has gone. So the rank with the Python traceback
+# is not where it began. The cause is in the log of the other one: `Received data size doesn't match expected size`. Look for
+# the rank that died *first*.
 #
 # `DETAIL` turns this, too, into an error that can be read:
 
@@ -260,8 +262,8 @@ total.compare(pull("one.item()")[1])
 # %% [markdown]
 # A billion, and no error. The messages are bytes. Rank 0 has read the bytes of the integer 1 as a float, which is almost zero,
 # so its sum is 1.0. Rank 1 has read the bytes of this 1.0 as an integer. `DETAIL` refuses this, too. The workbook's own
-# collectives send a header first, so they
-# refuse it in a sentence ([comm/transport/handshake.py](../comm/transport/handshake.py)):
+# collectives send a header first, so they refuse it in a sentence
+# ([comm/transport/handshake.py](../comm/transport/handshake.py)):
 
 # %%
 from comm import collectives
@@ -434,8 +436,8 @@ attempt(unused_parameter, 2, True);
 #
 # ## A stale store after a restart
 #
-# Ranks find each other through a store: each writes its address under a key and reads those of the others (notebook 01). A
-# rank dies, and the launcher starts all ranks again, *with the same store*. Here a rank writes the port on which it listens.
+# Ranks find each other through a store: each writes its address under a key and reads those of the others ([notebook
+# 01](01_ranks.ipynb)). A rank dies, and the launcher starts all ranks again, *with the same store*. Here a rank writes the port on which it listens.
 # In the second attempt rank 1 starts half a second later than rank 0, as real processes do. **Predict**: of the two
 # attempts, how many succeed?
 
@@ -545,8 +547,8 @@ print("replicas equal:", len(set(replica_digests(cluster, model))) == 1)
 # %% [markdown]
 # The remedy is a broadcast of the weights before the first step, as in
 # [data_parallel/train_naive.py](../data_parallel/train_naive.py). The lessons' train scripts compare the replicas at the end
-# of every run. `exercises/mutants` has about a hundred more silent bugs that experts have shipped, each with the test that
-# finds it.
+# of every run. `python -m exercises bugs` lists more than a hundred wrong implementations by their symptoms. Most of them
+# train, and the loss falls. Take one, find the line, and mend it.
 #
 # ## And the C++ underneath?
 #
