@@ -477,6 +477,7 @@ seen.compare(len(set().union(*pull("share").values())))
 #
 #    check(__iter__, "sampler")
 #    ```
+#    The exercise `rendezvous` is about the first half of this notebook.
 # 2. Type the two commands in two terminals, but give the second one `WORLD_SIZE=3`. What do the ranks say? Which rank
 #    finds the mistake?
 #    <details><summary>Answer</summary>The rank that reads the other's name first finds the mistake. It writes a
