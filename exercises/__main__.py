@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +15,7 @@ from rich.table import Column, Table
 
 from exercises.catalog import EXERCISES, Exercise, name_of
 from exercises.find_the_bug import Bug, bugs
-from exercises.grade import PASSED, Grade, grade
+from exercises.grade import PASSED, Grade, grade, report
 from exercises.inspect_file import problem_of, shown
 from exercises.names import exercise_named
 from exercises.workspace import Workspace
@@ -62,21 +63,18 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
 
 def check(space: Workspace, options: argparse.Namespace) -> int:
     exercises = EXERCISES if options.all else [chosen(space, options.name)]
+    handed_in = Path(options.submission) if options.submission else None
     grades = []
     for exercise in exercises:
-        grades.append(grade(exercise, space.file(exercise)))
-        space.record(grades[-1])
+        file = handed_in / exercise.file if handed_in else space.file(exercise)
+        grades.append(grade(exercise, file))
+        if not handed_in:
+            space.record(grades[-1])
         if not options.json:
             tell(grades[-1])
     if options.json:
         print(json.dumps(report(grades)))
     return max(g.exit_code for g in grades)
-
-
-def report(grades: list[Grade]) -> dict:
-    """Return the report for graders. `credit` is the share of an exercise's tests that pass, or the mean."""
-    rows = [{**vars(g), "credit": round(g.credit, 3)} for g in grades]
-    return {"exercises": rows, "credit": round(sum(g.credit for g in grades) / len(grades), 3)}
 
 
 def tell(grade: Grade) -> None:
@@ -199,6 +197,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="Print one line of JSON.")
         if name == "check":
             command.add_argument("--all", action="store_true", help="Grade all exercises.")
+            command.add_argument("--submission", metavar="FOLDER", help="Grade the files in this folder.")
     return parser
 
 

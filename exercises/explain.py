@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exercises.catalog import Exercise
-from exercises.failure import name_of
 from exercises.generate import missing
 from exercises.inspect_file import shown
 
@@ -54,6 +53,13 @@ def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
     at = _own_line(file, failure["trace"])
     error = _named(failure["type"], failure["text"])
     return f"{shown(file)} cannot be imported: {at + ': ' if at else ''}{error}"
+
+
+def name_of(test: str) -> str:
+    """Return a test's name in words: "ring all reduce equals one process"."""
+    name, _, parameters = test.rpartition("::")[2].partition("[")
+    words = name.removeprefix("test_").replace("_", " ")
+    return f"{words} ({parameters.rstrip(']')})" if parameters else words
 
 
 def _error(text: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from exercises.causes import likely_cause
 from exercises.difference import shown_difference
 from exercises.evidence import Evidence
+from exercises.explain import name_of
 from lab.compared import compared_in
 from lab.ranks import RankError
 from lab.waiting import drawn
@@ -35,10 +36,3 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
         "cause": likely_cause(evidence),
         "drawing": drawing,
     }
-
-
-def name_of(test: str) -> str:
-    """Return a test's name in words: "ring all reduce equals one process"."""
-    name, _, parameters = test.rpartition("::")[2].partition("[")
-    words = name.removeprefix("test_").replace("_", " ")
-    return f"{words} ({parameters.rstrip(']')})" if parameters else words

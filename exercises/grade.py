@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exercises.catalog import ROOT, Exercise
-from exercises.explain import explain, load_error, most_telling
-from exercises.failure import name_of
+from exercises.explain import explain, load_error, most_telling, name_of
 from exercises.find_the_bug import Bug
 from exercises.inspect_file import problem_of
 
@@ -129,3 +128,9 @@ def _number(tests: tuple[str, ...]) -> str:
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return f": {lines[-1].rstrip('.')}" if lines else ""
+
+
+def report(grades: list[Grade]) -> dict:
+    """Return the report for graders. `credit` is the share of an exercise's tests that pass, or the mean."""
+    rows = [{**vars(g), "credit": round(g.credit, 3)} for g in grades]
+    return {"exercises": rows, "credit": round(sum(g.credit for g in grades) / len(grades), 3)}

@@ -11,7 +11,7 @@ from pipeline_parallel.actions import Table
 from pipeline_parallel.validate import grid
 
 SCHEDULES = "pipeline_parallel.schedules"
-SIZES = ((1, 1), (2, 2), (2, 3), (3, 4), (4, 6))  # ranks, microbatches
+SIZES = ((1, 1), (2, 2), (2, 3), (3, 4), (4, 2), (4, 6))  # ranks, microbatches
 CHUNKS = 2
 
 
