@@ -11,6 +11,8 @@ and the first k at which they differ is the cause; what comes later is the conse
 analyser, torchfrtrace, compares nccl's dumps in this way, too. In version 2.13 it cannot read those of gloo.
 """
 
+import io
+import json
 import linecache
 import os
 import pickle
@@ -185,9 +187,16 @@ def _straggler(group: str, recordings: Mapping[int, Recording]) -> list[str]:
     ]
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, texts, lists and dicts alone, of which a dump consists. So no file can run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it has an object of {module_name}.{global_name}")
+
+
 def _recording(path: Path) -> Recording:
     try:
-        content = pickle.loads(path.read_bytes())
+        content = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         added: dict[str, Any] = content.get(ADDED, {})
         entries = [entry for entry in content["entries"] if not entry["is_p2p"]]
     except Exception as error:
@@ -198,7 +207,9 @@ def _recording(path: Path) -> Recording:
     if state == FAILED and calls and calls[-1].place == place:
         # PyTorch counts a collective that has failed as ended.
         calls[-1] = Call(**{**vars(calls[-1]), "has_ended": False})
-    return Recording(rank, calls, state, added.get("error", ""), place, added.get("groups", {}))
+    # nccl's dump has the ranks of each group, as text; gloo's has them for one group, without its name.
+    named = {name: json.loads(group["ranks"]) for name, group in content["pg_config"].items() if name}
+    return Recording(rank, calls, state, added.get("error", ""), place, added.get("groups", named))
 
 
 def _call(entry: dict[str, Any]) -> Call:

@@ -174,6 +174,44 @@ def test_the_command_prints_the_analysis_or_one_sentence(tmp_path):
     assert "is no dump of PyTorch's flight recorder" in command().stderr
 
 
+def entry(number: int, op: str = "all_reduce", state: str = "completed", **changes) -> dict:
+    """Return an entry as nccl's recorder writes it."""
+    frames = [{"filename": "/job/train.py", "line": 7, "name": "step"}]
+    return {
+        "frames": frames,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "profiling_name": f"nccl:{op}",
+        "input_sizes": [[4]],
+        "input_dtypes": ["Float"],
+        "state": state,
+        "retired": False,
+        "time_created_ns": number,
+        "is_p2p": False,
+    } | changes
+
+
+def test_dumps_that_pytorch_writes_for_nccl_are_read_too_and_messages_are_no_collectives(tmp_path):
+    message = entry(9, "send 0->1", is_p2p=True)
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    for rank, entries in enumerate([[entry(1), message, entry(2, state="started")], [entry(1)]]):
+        dumped = {"version": "2.10", "pg_config": groups, "entries": entries}
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dumped))
+    waiting, absent = analyse(load(tmp_path))
+    assert waiting == (
+        "Group 0 (ranks 0 and 1), collective 2: rank 0 waits in all_reduce, at /job/train.py:7 in step"
+    )
+    assert absent.startswith("  Rank 1 has not called it")
+    (tmp_path / "nccl_trace_rank_1").unlink()
+    assert analyse(load(tmp_path))[0].startswith("There is no dump of rank 1")
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    (tmp_path / "rank_0").write_bytes(pickle.dumps({"entries": [os.getcwd], "pg_config": {}}))
+    with pytest.raises(WorkbookError, match=r"is no dump.*an object of posix\.getcwd"):
+        load(tmp_path)
+
+
 def test_a_folder_without_dumps_is_refused(tmp_path):
     with pytest.raises(WorkbookError, match="has no dump"):
         load(tmp_path)
