@@ -1,9 +1,10 @@
-"""The READMEs list every RUN_MODE."""
+"""The READMEs list every RUN_MODE, every notebook, and how many exercises a lesson has."""
 
 import re
 
 import pytest
 
+from exercises.catalog import EXERCISES
 from tests.run_modes import MODES, ROOT
 
 TOP = (ROOT / "README.md").read_text()
@@ -24,3 +25,20 @@ def test_the_top_readme_lists_the_lessons_of_entrypoint_in_its_words():
 def test_the_readme_of_a_folder_lists_its_lessons(folder: str):
     listed = rows_of((ROOT / folder / "README.md").read_text(), f"{folder}/")
     assert [row[:2] for row in listed] == [row[:2] for row in MODES if row[1].startswith(f"{folder}/")]
+
+
+def test_the_map_has_every_notebook_in_order():
+    notebooks = [f"notebooks/{book.name}" for book in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    assert re.findall(r"\[\d\d\]\((notebooks/.+?)\)", TOP) == notebooks
+
+
+def test_the_map_counts_the_exercises_of_each_lesson():
+    counted = dict.fromkeys(LESSONS, 0) | {"comm": 0}
+    for folder, number in re.findall(
+        r"^\| \d\. \[.+?\]\((\w+)/README.md\) .*\| (\d+) \|$", TOP, re.MULTILINE
+    ):
+        counted[folder] += int(number)
+    there = dict.fromkeys(counted, 0)
+    for exercise in EXERCISES:
+        there[exercise.target.partition(".")[0]] += 1
+    assert counted == there
