@@ -22,7 +22,11 @@ def validate_size(size: str, ranks: int) -> None:
     """Raise WorkbookError unless the ranks can have equally many heads of the GPT that --size names."""
     heads = GPTConfig.named(size).num_heads
     if heads % ranks:
+        cure = (
+            "start 2, 3, 4, 6, 8, 12 or 24 ranks"
+            if size == "24heads"
+            else "take --size 24heads on 2, 3, 4, 6 or 8 ranks"
+        )
         raise WorkbookError(
-            f"--size {size}: its {heads} heads cannot be divided among {ranks} ranks equally; take "
-            "--size 24heads on 2, 3, 4, 6, 8, 12 or 24 ranks."
+            f"--size {size}: its {heads} heads cannot be divided among {ranks} ranks equally; {cure}."
         )
