@@ -271,7 +271,7 @@ show(
 # ```
 #                        computing
 #                       /         \
-#   compute activations/           \reduce gradients less often
+#   compute activations/           \exchange gradients less often
 #   a second time     /             \(larger batches)
 #                    /               \
 #              memory ─────────────── communicating
@@ -503,7 +503,7 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 # - [entrypoint.sh](../entrypoint.sh): the table from RUN_MODE to the lesson's file
 # - Hoffmann et al., [Training Compute-Optimal Large Language Models](https://arxiv.org/abs/2203.15556), 2022: the 20
 #   tokens for each parameter
-# - Next: 01 Ranks
+# - Next: [01 Ranks](01_ranks.ipynb)
 
 # %%
 # %ranks stop

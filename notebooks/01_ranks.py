@@ -183,7 +183,7 @@ for process in (rank_0, rank_1):
 show_keys()
 
 # %% [markdown]
-# You can read here, from top to bottom in time, what we call the *rendezvous*:
+# Together the keys tell how the ranks have met. This is called the *rendezvous*, and it has four steps:
 #
 # 1. Each rank writes its name under `rank/`, and waits until all names are there.
 # 2. Each notes under `seen/` that it has seen all of them. If a rank is missing, all find out.
@@ -220,7 +220,7 @@ for number, process in enumerate((rank_0, rank_1)):
     print(f"rank {number} ended with exit code {process.wait(60)}")
 
 # %% [markdown]
-# In plain PyTorch the four steps are one call. It reads the same four variables of the environment:
+# In plain PyTorch the rendezvous is one call. It reads the same four variables of the environment:
 #
 # ```python
 # import torch.distributed as dist
@@ -477,7 +477,7 @@ seen.compare(len(set().union(*pull("share").values())))
 #
 #    check(__iter__, "sampler")
 #    ```
-#    The exercise `rendezvous` is about the first half of this notebook.
+# The exercise `rendezvous` is about the first half of this notebook.
 # 2. Type the two commands in two terminals, but give the second one `WORLD_SIZE=3`. What do the ranks say? Which rank
 #    finds the mistake?
 #    <details><summary>Answer</summary>The rank that reads the other's name first finds the mistake. It writes a

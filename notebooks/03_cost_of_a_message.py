@@ -378,9 +378,9 @@ ring_bytes.compare(by_rank[0]["ring"][0])
 
 # %% [markdown]
 # A rank of a ring sends 2 (n-1)/n times the tensor: 1.75 MB with 8 ranks, and 1.998 MB with 1000. It never reaches
-# twice the tensor. That is as good as possible: each rank has to send its tensor once in order to be counted, but for
-# the n-th that it adds up itself, and likewise for the result (Patarasu and Yuan, 2009). Such an algorithm is called
-# *bandwidth-optimal*. The star's centre sends seven tensors here, and with 1000 ranks it would send 999.
+# twice the tensor. If all ranks send equally much, no algorithm sends less (Patarasu and Yuan, 2009). Such an
+# algorithm is called *bandwidth-optimal*. The star's centre sends seven tensors here, and with 1000 ranks it would
+# send 999.
 #
 # ## Does an all-reduce become slower with more ranks?
 #
@@ -506,8 +506,8 @@ for num_bytes in (4_000, 1_000_000):
 #
 #    check(seconds, "predicted_seconds")
 #    ```
-# 2. Write the ring itself: `ring_reduce_scatter` and `ring_all_gather`. Then the winner for large tensors:
-#    `halving_doubling`.
+# 2. Write the ring itself: `ring_reduce_scatter`, `ring_all_gather` and `ring_all_reduce`. Then the winner for large
+#    tensors: `halving_doubling`.
 # 3. With a pencil: 1000 ranks, alpha = 10 us, 50 GB/s, a tensor of 1 GB. What do the ring and the tree take? And for
 #    1 KB?
 #    <details><summary>Answer</summary>1 GB takes 20 ms on the link. Ring: 1998 * (10 us + 0.02 ms) = 60 ms. Tree:
