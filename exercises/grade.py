@@ -27,6 +27,7 @@ class Grade:
     """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed.
 
     `drawing` shows a wrong schedule with the wrong cell marked, or the ranks that wait for each other.
+    `is_beyond` tells of a right solution whether it meets its target beyond correctness; None: it has none.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Grade:
     passed: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     drawing: str = ""
+    is_beyond: bool | None = None
 
     @property
     def exit_code(self) -> int:
@@ -110,15 +112,16 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
     passed = tuple(test["id"] for test in found["tests"] if test["passed"])
     failures = [test for test in found["tests"] if not test["passed"]]
     missing = tuple(test for test in exercise.tests if test not in passed)
-    drawing = ""
+    drawing, beyond = "", found.get("beyond") or {"is_met": None, "sentence": ""}
     if failures:
         state, sentence, drawing = explain(exercise, file, most_telling(failures))
     elif not missing:
         verb = "is mended" if isinstance(exercise, Bug) else "is right"
-        state, sentence = PASSED, f"{exercise.title} {verb}: {_number(passed)} of the lesson agree."
+        sentence = f"{exercise.title} {verb}: {_number(passed)} of the lesson agree. {beyond['sentence']}"
+        state, sentence = PASSED, sentence.strip()
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
-    return Grade(exercise.name, state, sentence, passed, missing, drawing)
+    return Grade(exercise.name, state, sentence, passed, missing, drawing, beyond["is_met"])
 
 
 def _number(tests: tuple[str, ...]) -> str:

@@ -38,6 +38,7 @@ EXERCISES = (
         ),
         difficulty=2,
         minutes=25,
+        beyond="bytes of ring reduce_scatter",
         needs=("send_and_receive",),
         hints=(
             "There are n-1 steps. In each one a rank sends one chunk to the right with `shift`, receives "
@@ -59,6 +60,7 @@ EXERCISES = (
         ),
         difficulty=1,
         minutes=15,
+        beyond="bytes of ring all_gather",
         needs=("ring_reduce_scatter",),
         hints=(
             "A rank sends on what it received in the step before. In step 0 it sends its own chunk.",
@@ -77,6 +79,7 @@ EXERCISES = (
         ),
         difficulty=1,
         minutes=10,
+        beyond="bytes of ring all_reduce",
         needs=("ring_reduce_scatter", "ring_all_gather"),
         doc="""
             Replace every rank's `full` by the reduction of all, in 2(n-1) messages of an n-th of it.
@@ -101,6 +104,7 @@ EXERCISES = (
         ),
         difficulty=1,
         minutes=15,
+        beyond="bytes of tree broadcast",
         needs=("send_and_receive",),
         doc="""
             Copy the root's `tensor` to every rank's, down a binomial tree. An empty tensor is not sent.
@@ -149,6 +153,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=45,
+        beyond="bytes of halving_doubling",
         needs=("ring_reduce_scatter", "ring_all_gather"),
         doc="""
             All-reduce in place: exchange and reduce smaller and smaller parts, then gather them.
@@ -180,6 +185,7 @@ EXERCISES = (
         ),
         difficulty=2,
         minutes=20,
+        beyond="bytes of all_to_all",
         needs=("send_and_receive",),
         doc="""
             Send part p of `full` to rank p, and receive part p of `output` from it.

@@ -67,6 +67,7 @@ EXERCISES = (
         tests=("tests/data_parallel/test_narrated.py::test_accumulation_equals_one_process",),
         difficulty=1,
         minutes=10,
+        beyond="activations of accumulation",
         needs=("naive_gradient_sync",),
         hints=(
             "The mean over all examples is the mean of the microbatches' means, because they are equal in "

@@ -14,7 +14,8 @@ class Exercise:
     `target` is its dotted path, and `also` are the paths of others in the same file that make sense only
     together with it. `tests` are pytest's node ids. `difficulty` is 1 to 5, and `minutes` is a guess. `needs`
     names exercises that should be solved before. `doc` replaces the lesson's docstring of the target, and
-    `docs` those of others, by name, where the lesson's would give the solution away.
+    `docs` those of others, by name, where the lesson's would give the solution away. `beyond` names a target
+    beyond correctness (exercises/targets.py), which is measured when all tests have passed.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Exercise:
     doc: str | None = None
     also: tuple[str, ...] = ()
     docs: Mapping[str, str] = field(default_factory=dict)
+    beyond: str | None = None
 
     @property
     def targets(self) -> tuple[str, ...]:

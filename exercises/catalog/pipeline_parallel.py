@@ -52,6 +52,7 @@ EXERCISES = (
         ),
         difficulty=1,
         minutes=15,
+        beyond="idle time of gpipe",
         hints=(
             "A table has one row for each stage. `row = _Row()` begins one, row.add('F', stage) adds the "
             "next forward, row.add('B', stage) the next backward, and row.actions is the finished list.",
@@ -105,6 +106,7 @@ EXERCISES = (
         ),
         difficulty=2,
         minutes=30,
+        beyond="idle time of 1f1b",
         needs=("pipeline_gpipe",),
         hints=(
             "A row has three phases: forwards only; a forward and a backward in turn; backwards only. How "
@@ -127,6 +129,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=45,
+        beyond="idle time of interleaved",
         needs=("pipeline_1f1b",),
         doc="""
             Return interleaved 1F1B: each rank has `chunks` stages, and stage s is on rank s % p.
@@ -160,6 +163,7 @@ EXERCISES = (
         ),
         difficulty=3,
         minutes=35,
+        beyond="idle time of zb_h1",
         needs=("pipeline_1f1b",),
         hints=(
             "Begin with 1F1B, and write I for each backward. What is left is to place one W for each "

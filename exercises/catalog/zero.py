@@ -99,6 +99,7 @@ EXERCISES = (
         ),
         difficulty=3,
         minutes=35,
+        beyond="bytes of zero1",
         needs=("zero_pieces", "bucket_launch"),
         doc="""
             Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks.
@@ -151,6 +152,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=45,
+        beyond="bytes of zero2",
         needs=("zero1",),
         doc="""
             Start to reduce-scatter a complete bucket, when fewer than MOST_IN_FLIGHT are in flight.
@@ -202,6 +204,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=45,
+        beyond="bytes of zero3",
         needs=("zero2",),
         doc="""
             Start to gather the parameters, unless that has been done: `self.full` is None if it has not.
