@@ -597,7 +597,13 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 # 3. **`sampler`** (20 minutes): give each rank its share of the examples, in each epoch another one:
 #    [sampler.py](../exercises/data_parallel/sampler.py).
 #
+# **Find the bug**: `python -m exercises bug bug_naive_8af` makes a file with a wrong implementation, whose symptom is "training
+# hangs when only some ranks use a parameter". Find the line and mend it. Here, in a cell, that is
+# `from exercises.notebook import bug` and `bug("bug_naive_8af")`.
+#
 # And with this notebook: change the straggler from half speed to a tenth, and predict the ratio before you run it.
+# <details><summary>Answer</summary>The four watches add up to 3.1 devices, and the job is worth 4 devices at a tenth of the
+# speed, which is 0.4. The ratio is 7.75.</details>
 #
 # ## Further reading
 #

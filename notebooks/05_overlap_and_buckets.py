@@ -598,8 +598,14 @@ optimizer.step()
 #    when the bucket is complete: [bucket_views.py](../exercises/data_parallel/bucket_views.py),
 #    [bucket_launch.py](../exercises/data_parallel/bucket_launch.py).
 #
+# **Find the bug**: `python -m exercises bug bug_overlap_047` makes a file with a wrong implementation, whose symptom is "with
+# accumulation replicas drift apart". Find the line and mend it. `bug_bucket_overlap_b12` is harder: "replicas drift apart, and
+# only on a slow network".
+#
 # And with this notebook: make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run the cells
 # again.
+# <details><summary>Answer</summary>All the way to the right. Each message costs more than 20 milliseconds now, so one message for
+# everything gives the shortest step, although nothing of it is hidden.</details>
 #
 # ## Further reading
 #

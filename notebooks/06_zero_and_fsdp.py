@@ -620,9 +620,14 @@ print({name: f"{number} forwards of a block" for name, number in forwards.items(
 #    [zero1.py](../exercises/data_parallel/zero1.py). **`zero2`** (45 minutes) goes on from there.
 # 3. **`zero3`** (45 minutes, hard): gather, use, free: [zero3.py](../exercises/data_parallel/zero3.py).
 #
+# **Find the bug**: `python -m exercises bug bug_zero2_6f8` makes a file with a wrong implementation, whose symptom is "stage 2
+# needs as much memory as stage 1". Find the line and mend it.
+#
 # And with this notebook: on devices of 24 GB, with stage 3, how many do you need for 7 billion parameters, without activations?
 # Compute it with `formula`. And choose `blocks` for BabyCNN so that the largest gathered share is smallest, and check it with
 # `watch`. Why does no choice help much?
+# <details><summary>Answer</summary>112 GB / 24 GB is 4.7, so 5 devices. In BabyCNN the largest gathered share can never be less
+# than that of <code>linear1</code>, which is nine tenths; only a division of that layer itself would help.</details>
 #
 # ## Further reading
 #
