@@ -33,8 +33,9 @@ EXERCISES = (
         doc="""
             Start to all-reduce the gradient of `self._trained[i]`, and return while it travels.
 
-            A hook calls this in the backward when the gradient is complete. `self._in_flight` is a list of
-            pairs, of a gradient and the handle of its all-reduce.
+            A hook calls this in the backward when the gradient is complete. Use `self.group` and
+            `self.pattern`. `self._in_flight` is a list of pairs, of a gradient and the handle of its
+            all-reduce. Afterwards the gradient must be the mean over ranks.
         """,
         docs={
             "_wait_for_all": """

@@ -105,8 +105,8 @@ EXERCISES = (
             Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks.
 
             `self._gradients[bucket]` is the flat tensor of the bucket's gradients, and the slice
-            `bucket.flat.mine` of it this rank's shard. Append the handle to `self._in_flight`: the backward
-            must go on.
+            `bucket.flat.mine` of it this rank's shard. Use `self.group` and `self.pattern`, and append the
+            handle to `self._in_flight`: the backward must go on.
         """,
         docs={
             "step": """

@@ -16,8 +16,8 @@ def _reduce_scatter(self, bucket: ParameterBucket) -> None:
     """Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks.
 
     `self._gradients[bucket]` is the flat tensor of the bucket's gradients, and the slice
-    `bucket.flat.mine` of it this rank's shard. Append the handle to `self._in_flight`: the backward
-    must go on.
+    `bucket.flat.mine` of it this rank's shard. Use `self.group` and `self.pattern`, and append the
+    handle to `self._in_flight`: the backward must go on.
     """
     raise NotImplementedError(
         "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer._reduce_scatter` has no body."

@@ -22,8 +22,7 @@ def forward(ctx: Any, deferred: DeferredGradients, x: Tensor, weight: Tensor, bi
 
 
 def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradient of x as the third of four; the others, for `deferred`, weight and bias,
-    are None.
+    """Return the gradients for `deferred`, x, weight and bias; all but that of x are None.
 
     If the weight or the bias needs a gradient, do not compute it, but call
     `deferred.add(computation, x, dy)`: the computation is a function without arguments that runs
