@@ -17,6 +17,7 @@ from tests.test_help import options_of
 PAGE = (ROOT / "COMING_FROM.md").read_text()
 README = (ROOT / "README.md").read_text()
 TARGETS = set(re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MAGICS = ast.get_docstring(ast.parse((ROOT / "lab/notebook.py").read_text())) or ""
 MODES_OF_THE_BLOG = (
     *("comm", "train", "data_parallel_naive", "data_parallel_naive_grad_accumulation"),
     *("data_parallel_overlap", "data_parallel_bucket_overlap", "tensor_parallel"),
@@ -79,8 +80,9 @@ def complaints(cell: str) -> Iterator[str]:
             keyword, _, value = word.partition("=")
             is_choice = any(word in options(mode).get(flag, ()) for mode in modes for flag in flags)
             is_target = word.startswith("make ") and word.split()[1] in TARGETS
+            is_magic = word.startswith("%") and word in MAGICS
             is_keyword = bool(value) and any(keyword in names_in(path) for _, path in linked)
-            if not (is_choice or is_target or is_keyword):
+            if not (is_choice or is_target or is_magic or is_keyword):
                 yield word
 
 
@@ -101,6 +103,7 @@ def test_every_name_on_our_side_exists(theirs: str, ours: str):
         "`--balance` of `pipeline_1f1b`, with `no_such_choice`",
         "`--bf16` of `zero3`; `--bf16` of `zero1`",
         "`make no_such_target`",
+        "`%ranks no_such_word`",
         '[`all_reduce`](comm/collectives.py) with `no_such_keyword="mean"`',
     ],
 )
