@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from exercises.evidence import Evidence
 from exercises.relations import belongs_to
-from exercises.topics import TOPICS
+from exercises.topics import PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
 from lab.waiting import chain
 
 _NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
@@ -140,6 +140,13 @@ def topic(e: Evidence) -> str | None:
     return next((cause for words, cause in TOPICS if e.mentions(*words)), None)
 
 
+def plain_topic(e: Evidence) -> str | None:
+    """Point to what the failed test is about, where it asserts something else than tensors."""
+    is_plain = e.first.is_plain if e.first else "assert" in e.text.lower()
+    topics = PLAIN_TOPICS if e.kinds else PLAIN_TOPICS + SENTENCE_TOPICS
+    return next((cause for words, cause in topics if is_plain and e.mentions(*words)), None)
+
+
 def ranks_differ(e: Evidence) -> str | None:
     """Say whether the ranks agree with one another, which shows on which side of a reduction to look."""
     across = e.across()
@@ -242,6 +249,8 @@ def count(e: Evidence) -> str | None:
     if not e.first or not e.first.is_plain or e.first.operator not in ("==", "<=", "<"):
         return None
     got, expected = e.first.pairs[""]
+    if isinstance(got, list) and isinstance(expected, list) and len(got) < len(expected):
+        return f"There are {len(got)} of {len(expected)}: is something left out?"
     if isinstance(got, int) and isinstance(expected, int) and not isinstance(got, bool):
         if got > expected:
             return f"There are {got} and not {expected}: is something kept, sent or counted too often?"
@@ -263,6 +272,7 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     scale,
     zeros,
     topic,
+    plain_topic,
     step,
     powers,
     rounded,

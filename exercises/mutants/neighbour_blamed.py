@@ -4,6 +4,7 @@ from comm.membership.liveness import Departure
 
 TARGET = "comm.membership.liveness.cause"
 KILLER = "tests.comm.test_liveness.test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour"
+CAUSE = "Every rank must say the same"
 
 
 def mutant(patience: float = 0.0) -> Departure | None:

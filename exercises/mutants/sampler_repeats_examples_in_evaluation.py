@@ -4,6 +4,7 @@ from data_parallel.sampler import DistributedSampler
 
 TARGET = "data_parallel.sampler.DistributedSampler"
 KILLER = "tests.data_parallel.test_sampler.test_an_evaluation_on_kept_shares_counts_each_example_once"
+CAUSE = "count twice"
 
 
 class mutant(DistributedSampler):

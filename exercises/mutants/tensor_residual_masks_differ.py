@@ -8,6 +8,7 @@ KILLER = (
     "tests.tensor_parallel.test_dropout"
     ".test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one"
 )
+CAUSE = "must draw the same mask"
 
 
 def mutant(self, group=None) -> None:

@@ -4,6 +4,7 @@ import torch
 
 TARGET = "training.evaluation.held_out_means"
 KILLER = "tests.training.test_evaluation.test_all_ranks_report_the_means_over_the_examples_of_all_ranks"
+CAUSE = "one rank's part only"
 
 
 def mutant(batches, sums, tokens: int, device: torch.device, pattern: str) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 TARGET = "training.evaluation.sums_of"
 KILLER = "tests.training.test_evaluation.test_repeated_images_do_not_count"
+CAUSE = "count twice"
 
 
 def mutant(outputs: Tensor, y: Tensor, counts: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
 KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_next_block_is_gathered_while_one_computes"
+CAUSE = "start too late"
 
 
 def mutant(self, turn) -> None:
