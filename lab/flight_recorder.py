@@ -37,7 +37,7 @@ MIN_CALLS = 5  # fewer calls show no habit
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank has called it. `number` counts the collectives of its group from 1."""
+    """Holds one collective as one rank has called it. `number` counts the collectives of its group from 1."""
 
     group: str
     number: int
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank has recorded: its calls, how it was at that time, and where."""
+    """Holds what one rank has recorded: its calls, its state at that time, and where it was."""
 
     rank: int
     calls: list[Call]
