@@ -365,16 +365,18 @@ from lab import timeline
 config = GPTConfig.named("small", num_layers=2)
 x, y = global_batch(load_corpus(), seed=0, step=0, batch_size=8, block_size=config.block_size)
 model = parallelize(GPT(config))
+steps = []
 with slow_link.slowed(slow_link.parse("1gbit")):
-    for _ in range(2):  # the first step connects the ranks
+    for _ in range(8):
         dist.barrier()
         timeline.start_recording()
         with timeline.span("forward", "forward"):
             loss = model.loss(model(x), y)
         with timeline.span("backward", "backward"):
             loss.backward()
-timeline.stop_recording()
-events = timeline.gather_events(cluster, timeline.align(cluster))
+        timeline.stop_recording()
+        steps.append(timeline.gather_events(cluster, timeline.align(cluster)))
+events = min(steps, key=lambda step: step[-1].end_ns - step[0].start_ns) if rank == 0 else None  # the fastest
 
 # %%
 from lab.picture import show_events
