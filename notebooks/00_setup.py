@@ -482,6 +482,9 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 # RUN_MODE=comm WORLD_SIZE=2 LINK=100mbit docker-compose up --build
 # ```
 #
+# A notebook can be one of these ranks, too: with `COMPOSE_PROFILES=notebook` JupyterLab takes the place of the last
+# machine. [README.md](../README.md) says how.
+#
 # ## Exercises
 #
 # 1. How many GPUs of 80 GB does a model of 70 billion parameters need at least for its weights, gradients and Adam's
