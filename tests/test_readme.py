@@ -1,4 +1,4 @@
-"""The READMEs list every RUN_MODE, every notebook, and how many exercises a lesson has."""
+"""The READMEs list every RUN_MODE, every notebook and every exercise."""
 
 import re
 
@@ -42,3 +42,10 @@ def test_the_map_counts_the_exercises_of_each_lesson():
     for exercise in EXERCISES:
         there[exercise.target.partition(".")[0]] += 1
     assert counted == there
+
+
+@pytest.mark.parametrize("folder", ["comm", *LESSONS])
+def test_the_story_of_a_folder_links_each_of_its_exercises_once(folder: str):
+    linked = re.findall(r"\]\(\.\./exercises/([^)]+)\)", (ROOT / folder / "README.md").read_text())
+    files = [exercise.file for exercise in EXERCISES]
+    assert sorted(linked) == sorted(str(file) for file in files if file.parts[0] == folder)
