@@ -111,17 +111,26 @@ def pytest_collect_file(file_path, parent):
     return ExerciseFile.from_parent(parent, path=file_path)
 
 
+def left_out(item, names: list[str], is_asked: bool, keyword: str) -> bool:
+    """Return whether an item is a test of an exercise for which the command line does not ask.
+
+    `-k sampler` asks for the exercise of that name, and not for others whose tests have it in their names.
+    """
+    if not isinstance(item, LessonTest):
+        return False
+    return not is_asked or (keyword in names and item.parent.exercise.name != keyword)
+
+
 def pytest_collection_modifyitems(config, items):
     from exercises.names import all_exercises
 
-    expressions = [config.getoption("markexpr"), config.getoption("keyword")]
-    names = list(all_exercises())
-    if is_asked_for(config.args, config.getini("testpaths"), expressions, set(names)):
-        items.sort(key=lambda i: names.index(i.parent.exercise.name) if isinstance(i, LessonTest) else -1)
-    else:
-        left_out = [item for item in items if isinstance(item, LessonTest)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not isinstance(item, LessonTest)]
+    names, keyword = list(all_exercises()), config.getoption("keyword").strip()
+    expressions = [config.getoption("markexpr"), keyword]
+    is_asked = is_asked_for(config.args, config.getini("testpaths"), expressions, set(names))
+    gone = [item for item in items if left_out(item, names, is_asked, keyword)]
+    config.hook.pytest_deselected(items=gone)
+    items[:] = [item for item in items if not left_out(item, names, is_asked, keyword)]
+    items.sort(key=lambda i: names.index(i.parent.exercise.name) if isinstance(i, LessonTest) else -1)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -133,6 +133,8 @@ def _tree(file: str) -> ast.Module:
 
 def _in_assertion(frame: FrameType, line: int) -> Compared | None:
     """Return both sides of the comparison on this line, if it is a plain assertion that is false."""
+    if "site-packages" in frame.f_code.co_filename:
+        return None
     for node in ast.walk(_tree(frame.f_code.co_filename)):
         if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0):
             try:

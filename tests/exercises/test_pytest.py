@@ -78,6 +78,18 @@ def test_a_run_of_the_workbooks_tests_leaves_the_exercises_out(monkeypatch, argu
     assert is_asked_for(arguments, TESTPATHS, expressions, NAMES) == expected
 
 
+def collected(*arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return [line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_a_name_selects_that_exercise_alone_though_other_exercises_have_tests_of_that_name():
+    assert set(collected("exercises", "-k", "ring_all_reduce")) == {"exercises/comm/ring_all_reduce.py"}
+    files = collected("exercises", "-m", "comm")
+    assert len(set(files)) > 5 and all(file.startswith("exercises/comm/") for file in files)
+
+
 def test_an_exercise_has_its_name_and_its_lesson_as_markers_and_a_bug_says_so():
     assert markers_of(ONE_F_ONE_B) == ["pipeline_1f1b", "pipeline_parallel"]
     assert markers_of(bugs()[0])[-1] == "bug"
