@@ -24,13 +24,15 @@ _VARIES = (
 
 
 def texts_of(outputs: list[Any]) -> str:
-    """Return the text of a cell's outputs without times, paths and colours. Lines of ranks come in any order."""
+    """Return the text of a cell's outputs without times, paths and colours, and sort the lines of ranks."""
     text = ""
     for output in outputs:
         if "text" in output:  # a piece of a stream, which may end in the middle of a line
             text += output["text"]
         else:
-            text += ("" if text.endswith("\n") else "\n") + output.get("data", {}).get("text/plain", "") + "\n"
+            text += (
+                ("" if text.endswith("\n") else "\n") + output.get("data", {}).get("text/plain", "") + "\n"
+            )
     for varies, instead in _VARIES:
         text = varies.sub(instead, text)
     lines = text.strip("\n").splitlines()

@@ -28,7 +28,13 @@ def jupyterlab(folder: Path) -> Iterator[str]:
         log = Path(home, "log")
         places = {
             name: str(Path(home, name))
-            for name in ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+            for name in (
+                "HOME",
+                "JUPYTER_CONFIG_DIR",
+                "JUPYTER_DATA_DIR",
+                "JUPYTER_RUNTIME_DIR",
+                "IPYTHONDIR",
+            )
         }
         options = ["--ip=127.0.0.1", "--port=0", "--no-browser", f"--IdentityProvider.token={token}"]
         options += ["--expose-app-in-browser", "--allow-root", f"--ServerApp.root_dir={folder}"]

@@ -19,7 +19,10 @@ def text(plain: str) -> str:
             "measured   2.000 ms      2.000 times the prediction",
             "measured   1.010 ms      as predicted, within 5 %",
         ),
-        ("measured   0.007 s      4.1e-06 times the prediction", "measured   2.000 s      0.01 times the prediction"),
+        (
+            "measured   0.007 s      4.1e-06 times the prediction",
+            "measured   2.000 s      0.01 times the prediction",
+        ),
         ("/tmp/a/x.py:3 in f", "/home/b/x.py:3 in f"),
         (
             "rank 0 is process 12 on vm, at 127.0.0.1:4000",

@@ -8,7 +8,7 @@ from tests.notebooks.books import BOOKS, NAMES, ROOT
 
 
 def test_each_source_has_a_notebook():
-    assert NAMES == sorted(path.stem for path in (ROOT / "notebooks").glob("*.py"))
+    assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.py")) == NAMES
     assert NAMES
 
 
