@@ -253,14 +253,14 @@ ticks.compare(pull("ticks")[0])
 # the one at the end. The staircases are as long with 2 microbatches as with 200, so more microbatches make the bubble a
 # smaller share: (p - 1) / (m + p - 1).
 #
-# The same with 1 to 16 microbatches. The batch stays the same, so a tick is 150 ms divided by their number.
+# The same with 1 to 16 microbatches. The batch stays the same, so a tick is 100 ms divided by their number.
 
 # %%
 # %%ranks
 COUNTS = [1, 2, 4, 8, 16]
 bubbles = []
 for microbatches in COUNTS:
-    events = play("gpipe", microbatches, tick=0.15 / microbatches)
+    events = play("gpipe", microbatches, tick=0.1 / microbatches)
     bubbles.append(bubble(events, world_size) if rank == 0 else None)
 
 # %%
@@ -459,7 +459,7 @@ import time
 def seconds_of(schedule, microbatches, tick=None):
     """Return the seconds of the fastest of some steps."""
     pipeline, seconds = pipeline_of(schedule, microbatches, tick), []
-    for _ in range(8):
+    for _ in range(5):
         dist.barrier()
         start = time.perf_counter()
         pipeline.step(features, targets)
