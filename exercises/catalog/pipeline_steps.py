@@ -164,7 +164,9 @@ EXERCISES = (
             "results that its next action needs are known.",
             "Keep three tables: when each rank is free, when its outgoing link is free, and when each "
             "result arrives. Without a link, or on one rank, a result arrives when its action ends. With a "
-            "link it departs when the link is free, and takes size * beta, and then alpha.",
+            "link it departs when the link is free, and takes size * beta, and then alpha. Only another "
+            "stage waits for that: a result of the action's own stage was there before its rank was last "
+            "free.",
             "Loop over the ranks that can go on. If a rank stops at a missing result, note it under that "
             "result; when the result is there, the rank can go on again. If a rank has not come to the end "
             "of its row, call validate.",
