@@ -100,6 +100,7 @@ EXERCISES = (
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",
             BY_HAND + "test_a_tree_broadcasts_from_every_root",
+            BY_HAND + "test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time",
             "tests/comm/test_cost.py::test_counted_traffic_equals_the_formula_exactly[3]",
         ),
         difficulty=1,

@@ -3,6 +3,7 @@
 import torch
 
 from comm import collectives
+from comm.algorithms import tree
 from comm.collectives import PATTERNS
 from lab.ranks import run_ranks
 
@@ -61,6 +62,25 @@ def test_a_tree_broadcasts_from_every_root():
         return got
 
     assert run_ranks(spread, 5) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 5
+
+
+def test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time():
+    events = []
+
+    class Noting:
+        """A wire, and the transfers of it, of the root of eight ranks."""
+
+        rank, size = 0, 8
+
+        def isend(self, tensor: torch.Tensor, peer: int) -> "Noting":
+            events.append(f"send to {peer}")
+            return self
+
+        def wait(self) -> None:
+            events.append("wait")
+
+    tree.broadcast(Noting(), torch.ones(1), 0)
+    assert events == ["send to 4", "wait", "send to 2", "wait", "send to 1", "wait"]
 
 
 def test_a_reduce_does_not_change_the_other_ranks_tensors():
