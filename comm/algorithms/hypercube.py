@@ -7,7 +7,8 @@
                                              round 4   0 ◄─► 2   1 ◄─► 3    half, reduced
 
 Recursive doubling: partners exchange full tensors and add them. After log2 n rounds every rank has the sum.
-For B bytes that takes log2 n (alpha + B beta) seconds (cost.py), with the fewest latencies of all patterns.
+For B bytes that takes log2 n (alpha + B beta) seconds (cost.py). No rank sends more than one message in a
+round, and with that no pattern needs fewer rounds.
 
 Halving-doubling: partners exchange halves, each reduces the half that it keeps, and the next round divides
 that half. Then the same exchanges in reverse order gather the results. It sends as few bytes as the ring, in
