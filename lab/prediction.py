@@ -83,5 +83,6 @@ def predict(
         except (EOFError, RuntimeError) as error:  # a kernel whose frontend cannot ask has a class of its own
             if isinstance(error, RuntimeError) and type(error).__name__ != "StdinNotImplementedError":
                 raise
-        print(f"{question} There is no keyboard, so the answer is an example: {example:g} {unit}".rstrip())
+        answer = f"{example:g} {unit}".rstrip()
+        print(f"{question} {answer} (an example, because there is no keyboard)")
         return Prediction(example, unit)
