@@ -195,4 +195,5 @@ def _num_children(position: int, ranks: int) -> int:
 
 
 def _log2_up(n: int) -> int:
+    """Return log2 n, rounded up."""
     return (n - 1).bit_length()

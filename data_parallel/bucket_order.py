@@ -53,6 +53,7 @@ class BucketOrder:
         return self._numbers != before
 
     def _observed(self, seen: list[Tensor]) -> list[int]:
+        """Return the positions of the parameters in `seen`, and then those of all others."""
         number = {parameter: i for i, parameter in enumerate(self._parameters)}
         numbers = [number[parameter] for parameter in seen]
         return numbers + [i for i in self._numbers if i not in set(numbers)]

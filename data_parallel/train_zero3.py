@@ -86,6 +86,7 @@ class Unit(ShardedUnit):
         self.full = None
 
     def _wait_for_gather(self) -> None:
+        """Wait for the gather that is in flight. After an error the unit is not full."""
         handle, self._gathering = self._gathering, None
         try:
             handle.wait()

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.catalog.exercise import LESSON_PACKAGES
 from exercises.find_the_bug import Bug, lessons_definition
+from exercises.helpers import helpers
 
 FOLDER = Path(__file__).resolve().parent
 LINE_LENGTH = 110
-LESSONS = {"lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel"}
 
 
 def generated(exercise: Exercise) -> str:
@@ -33,7 +34,7 @@ def generated(exercise: Exercise) -> str:
         _stub(source, function, exercise, target)
         for function, target in zip(definitions, exercise.targets, strict=True)
     ]
-    head = f'"""{_introduction(exercise)}"""' + (f"\n\n{imports}" if imports else "")
+    head = f'"""{_introduction(exercise, definitions)}"""' + (f"\n\n{imports}" if imports else "")
     return "\n\n\n".join([head, *stubs]) + "\n"
 
 
@@ -66,12 +67,28 @@ def definition(tree: ast.Module, exercise: Exercise, target: str) -> ast.Functio
     return place
 
 
-def _introduction(exercise: Exercise) -> str:
+def _introduction(exercise: Exercise, functions: list[ast.FunctionDef]) -> str:
     *names, last = [f"`{exercise.qualified(target)}`" for target in exercise.targets]
     what = f"{', '.join(names)} and {last}" if names else last
-    text = f"{exercise.title}. Write {what} of {exercise.lesson.relative_to(FOLDER.parent)}."
-    wrapped = textwrap.fill(text, LINE_LENGTH - 2, break_on_hyphens=False, break_long_words=False)
-    return f"{wrapped}\n\nCheck it with `python -m exercises check {exercise.name}`.\n"
+    lesson = exercise.lesson.relative_to(FOLDER.parent)
+    first = f"Read notebooks/{exercise.notebook}.ipynb first. " if exercise.notebook else ""
+    parts = [
+        _wrapped(f"{exercise.title}. Write {what} of {lesson}."),
+        _wrapped(
+            f"{first}Do not open {lesson} yet: it contains the solution. All that you need is in this file, "
+            "in the notebook and in the hints."
+        ),
+    ]
+    if exercise.shows_introduction:
+        parts.append(ast.get_docstring(ast.parse(exercise.lesson.read_text())) or "")
+    if used := helpers(exercise, functions):
+        parts.append("You may use:\n\n" + textwrap.indent("\n".join(used), "    "))
+    parts.append(f"Check it with `python -m exercises check {exercise.name}`.\n")
+    return "\n\n".join(parts)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, LINE_LENGTH - 2, break_on_hyphens=False, break_long_words=False)
 
 
 def _segment(source: str, node: ast.FunctionDef) -> str:
@@ -169,7 +186,7 @@ def _isort_key(name: str) -> tuple[int, str]:
 
 def _section(module: str) -> int:
     package = module.partition(".")[0]
-    return 0 if package in sys.stdlib_module_names else 2 if package in LESSONS else 1
+    return 0 if package in sys.stdlib_module_names else 2 if package in LESSON_PACKAGES else 1
 
 
 def _from(module: str, names: list[str]) -> str:

@@ -185,10 +185,12 @@ _DEFERRED: dict[Any, tuple[Callable[..., tuple[Any, ...]], Any]] = {
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Return the tensor in that dtype, or as it is if there is no tensor or no dtype."""
     return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
 def _add_to(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient of a parameter, or begin it."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient

@@ -74,6 +74,7 @@ def halving_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
 
 
 def _swap(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor, partner: int) -> None:
+    """Send a tensor to a partner and receive another one from it, at the same time."""
     arriving = wire.irecv(incoming, partner) if incoming.numel() else None
     leaving = wire.isend(outgoing, partner) if outgoing.numel() else None
     for transfer in (arriving, leaving):

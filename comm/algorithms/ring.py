@@ -58,7 +58,11 @@ def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:
 
 
 def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
-    """Make chunk r on rank r the reduction of all ranks' chunks r; the others become partial results."""
+    """Make chunk r on rank r the reduction of all ranks' chunks r, in n-1 steps with n ranks.
+
+    `op` is "sum", "mean", "max", "min" or "product". Chunk r-1 does not change, and the others become partial
+    results. The chunks may be views of one tensor: they are written to, and not replaced in the list.
+    """
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         # The chunk that arrives is the one that the left neighbour, rank r - 1, sends in this step.
@@ -70,17 +74,20 @@ def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
 
 
 def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
-    """Copy chunk r of rank r to all other ranks, for each r."""
+    """Copy chunk r of rank r to all other ranks, for each r, in n-1 steps with n ranks.
+
+    The chunks may be views of one tensor: they are written to, and not replaced in the list.
+    """
     n, r = wire.size, wire.rank
     for step in range(n - 1):
         shift(wire, chunks[(r - step) % n], chunks[(r - 1 - step) % n])
 
 
 def shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """Send to the right neighbour and receive from the left one, both started before either is waited for.
+    """Send to rank r+1 and receive from rank r-1, modulo n, both started before either is waited for.
 
-    If every rank waited for its send first, no rank would receive. Empty chunks, of a tensor with fewer
-    elements than ranks, are not sent; both sides know the sizes.
+    If every rank waited for its send first, no rank would receive. The two tensors may have different sizes.
+    One may be empty (`numel()` is 0): then it is not sent, and its receiver knows that, too.
     """
     arriving = wire.irecv(incoming, (wire.rank - 1) % wire.size) if incoming.numel() else None
     leaving = wire.isend(outgoing, (wire.rank + 1) % wire.size) if outgoing.numel() else None

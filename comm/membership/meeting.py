@@ -133,6 +133,7 @@ def who_is_stuck(store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def _absent(store: dist.Store, world_size: int, stage: str) -> list[int]:
+    """Return the ranks that have not written their key of this stage, "{stage}/{rank}"."""
     keys = [f"{stage}/{peer}" for peer in range(world_size)]
     return [] if store.check(keys) else [r for r, key in enumerate(keys) if not store.check([key])]
 
@@ -159,6 +160,7 @@ def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
 
 
 def _ranks(ranks: list[int]) -> str:
+    """Return the ranks as text: "rank 3" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

@@ -86,8 +86,8 @@ class Wire:
     ) -> None:
         self.group = group_of(group)
         # Call methods of the group: the functions of torch.distributed take many times as long.
-        self.rank: int = self.group.rank()
-        self.size: int = self.group.size()
+        self.rank: int = self.group.rank()  # this rank's number in the group, from 0
+        self.size: int = self.group.size()  # the number of ranks
         self.op, self.pattern, self.eager, self.counted = op, pattern, eager, counted
         # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0

@@ -12,6 +12,7 @@ EXERCISES = (
     Exercise(
         name="overlap_hooks",
         title="All-reduces in the backward",
+        notebook="05_overlap_and_buckets",
         target="data_parallel.train_overlap.OverlapDataParallel._launch",
         also=(
             "data_parallel.train_overlap.OverlapDataParallel._wait_for_all",
@@ -66,6 +67,7 @@ EXERCISES = (
     Exercise(
         name="ordered_launcher",
         title="One order on all ranks",
+        notebook="05_overlap_and_buckets",
         target="data_parallel.ordered_launcher.OrderedLauncher.ready",
         tests=(
             LAUNCHER + "test_an_item_that_is_ready_early_waits_for_the_items_before_it",
@@ -95,6 +97,7 @@ EXERCISES = (
     Exercise(
         name="bucket_layout",
         title="Which gradients share a bucket",
+        notebook="05_overlap_and_buckets",
         target="data_parallel.flat.fill",
         tests=(
             BUCKETS + "test_a_bucket_is_closed_when_it_reaches_its_cap_and_the_first_cap_is_separate",
@@ -117,6 +120,7 @@ EXERCISES = (
     Exercise(
         name="bucket_views",
         title="Gradients that live in buckets",
+        notebook="05_overlap_and_buckets",
         target="data_parallel.train_bucket_overlap.Bucket.__init__",
         also=("data_parallel.train_bucket_overlap.Bucket.move_in",),
         tests=(
@@ -158,6 +162,7 @@ EXERCISES = (
     Exercise(
         name="bucket_launch",
         title="Launching complete buckets",
+        notebook="05_overlap_and_buckets",
         target="data_parallel.train_bucket_overlap.BucketDataParallel._on_gradient",
         also=("data_parallel.train_bucket_overlap.BucketDataParallel.finish_gradient_sync",),
         tests=(
@@ -195,6 +200,7 @@ EXERCISES = (
                 call `self._guard.synchronised()`.
             """,
         },
+        objects={"bucket": "data_parallel.train_bucket_overlap.Bucket"},
         hints=(
             "A bucket is complete when none of its parameters is missing. Which other buckets must have "
             "been launched before it?",
@@ -209,6 +215,7 @@ EXERCISES = (
     Exercise(
         name="agreed_order",
         title="The order that rank 0 observed",
+        notebook="05_overlap_and_buckets",
         target="data_parallel.bucket_order.BucketOrder.adopt_observed",
         tests=(
             BUCKETS + "test_all_ranks_use_rank_0s_order_after_the_first_step",

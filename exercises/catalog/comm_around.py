@@ -9,6 +9,7 @@ EXERCISES = (
     Exercise(
         name="predicted_seconds",
         title="The predicted time of a collective",
+        notebook="03_cost_of_a_message",
         target="comm.cost.seconds",
         tests=(
             "tests/comm/test_cost.py::test_predicted_seconds_follow_alpha_and_beta",
@@ -18,38 +19,51 @@ EXERCISES = (
         minutes=40,
         needs=("tree_broadcast", "ring_all_gather"),
         doc="""
-            Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`.
+            Return the predicted seconds of a collective. The full tensor has `num_bytes`, on all n ranks.
 
-            A message of b bytes takes link.alpha + b * link.beta seconds. With one rank nothing is sent. The
-            patterns, with n ranks, and L rounds of a tree (`_log2_up`):
+            A message of b bytes takes link.alpha + b * link.beta seconds. With one rank nothing is sent: the
+            result is 0, for any op and pattern. L = `_log2_up(n)` is the number of rounds of a tree, and B
+            the bytes of the full tensor.
 
-                barrier           tree (headers only)
-                broadcast         flat, tree          flat: n-1 sends, whose latencies overlap
-                reduce            flat, tree
-                scatter, gather   flat                n-1 messages of an n-th; latencies overlap
-                all_gather        ring
-                reduce_scatter    ring
-                all_reduce        ring, flat (a reduce and a broadcast), tree (the same)
-                                  recursive_doubling, halving_doubling
-                all_to_all        pairwise            n-1 messages of an n-th, one after another
+                barrier           tree       no message but headers
+                broadcast         flat       the root sends n-1 times, one message after another; the
+                                             latencies overlap: alpha + (n-1) B beta
+                                  tree       L rounds with the full tensor
+                reduce            flat, tree as a broadcast
+                scatter, gather   flat       n-1 messages of an n-th each; the latencies overlap
+                all_gather        ring       n-1 messages of an n-th, one after another
+                reduce_scatter    ring       the same
+                all_reduce        ring       a reduce_scatter and an all_gather
+                                  flat, tree a reduce and a broadcast
+                                  recursive_doubling   log2 n rounds; each sends the full tensor
+                                  halving_doubling     log2 n rounds, which send 1/2, 1/4, ... and 1/n of
+                                             the tensor, and the same number of rounds back
+                all_to_all        pairwise   n-1 messages of an n-th, one after another
 
-            The patterns pipelined_ring, tcp and cma cost as much as ring. If n is no power of two, the two
-            doublings take as long as with the largest power of two below n, and two messages of the full
-            tensor more. Headers take L alpha; with tcp and cma (n-1) alpha; 2 L alpha in an all_to_all. Raise
-            ValueError "There is no formula for {op} with pattern {pattern!r}." for anything else.
+            Wherever there is a ring, pipelined_ring, tcp and cma are patterns, too, and cost as much. If n is
+            no power of two, the two doublings take as long as with the largest power of two below n, and two
+            messages of the full tensor more.
+
+            Before a collective the ranks compare small messages, the headers. Their bytes are ignored. Add
+            them once to each collective, also where it is two in sequence: L alpha; with tcp and cma (n-1)
+            alpha; in an all_to_all 2 L alpha. Raise ValueError "There is no formula for {op} with pattern
+            {pattern!r}." for anything else.
         """,
         hints=(
             "Count the steps that must follow one another, and the bytes that one rank sends in each step. "
             "The ring's all-gather has n-1 steps, and each sends an n-th of the tensor.",
-            "An all-reduce by ring has twice the steps of an all-gather. A tree has L rounds with the full "
-            "tensor. Recursive doubling has log2 n rounds with the full tensor too.",
-            "Halving-doubling has 2 log2 n messages. They halve from 1/2 of the tensor to 1/n, and double "
-            "again, so they have 2 (n-1)/n of the bytes: 2 log2 n alpha + 2 (n-1)/n B beta.",
+            "Where latencies overlap, alpha counts once and the bytes of all messages count: a flat scatter "
+            "takes alpha + (n-1)/n B beta. Headers are the last thing to add: one term for each collective, "
+            "which depends on the op and the pattern, and not on the bytes.",
+            "Halving-doubling: 2 log2 n alpha + 2 (n-1)/n B beta. For n that is no power of two, put p, the "
+            "largest power of two below n, into the formulas of the two doublings, and add 2 (alpha + B "
+            "beta). The headers still have the L of n.",
         ),
     ),
     Exercise(
         name="conjugate_functions",
         title="Collectives and their conjugates",
+        notebook="02_collectives",
         target="comm.functions.sum_over_ranks",
         also=(
             "comm.functions.copy_to_ranks",
@@ -102,6 +116,7 @@ EXERCISES = (
     Exercise(
         name="rendezvous",
         title="A rendezvous at the store",
+        notebook="01_ranks",
         target="comm.membership.meeting.claim",
         also=("comm.membership.meeting.note_arrivals", "comm.membership.meeting.wait_for_all"),
         tests=(

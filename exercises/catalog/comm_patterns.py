@@ -11,6 +11,7 @@ EXERCISES = (
     Exercise(
         name="send_and_receive",
         title="Sending and receiving without a deadlock",
+        notebook="02_collectives",
         target="comm.algorithms.ring.shift",
         tests=(
             NARRATED + "test_ring_all_reduce_equals_one_process",
@@ -31,6 +32,7 @@ EXERCISES = (
     Exercise(
         name="ring_reduce_scatter",
         title="Ring reduce-scatter",
+        notebook="02_collectives",
         target="comm.algorithms.ring.reduce_chunks",
         tests=(
             NARRATED + "test_ring_all_reduce_equals_one_process",
@@ -53,6 +55,7 @@ EXERCISES = (
     Exercise(
         name="ring_all_gather",
         title="Ring all-gather",
+        notebook="02_collectives",
         target="comm.algorithms.ring.gather_chunks",
         tests=(
             NARRATED + "test_ring_all_reduce_equals_one_process",
@@ -72,6 +75,7 @@ EXERCISES = (
     Exercise(
         name="ring_all_reduce",
         title="Ring all-reduce",
+        notebook="02_collectives",
         target="comm.algorithms.ring.all_reduce",
         tests=(
             NARRATED + "test_ring_all_reduce_equals_one_process",
@@ -96,6 +100,7 @@ EXERCISES = (
     Exercise(
         name="tree_broadcast",
         title="Tree broadcast",
+        notebook="02_collectives",
         target="comm.algorithms.tree.broadcast",
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",
@@ -125,6 +130,7 @@ EXERCISES = (
     Exercise(
         name="binomial_tree",
         title="Parents and children in a binomial tree",
+        notebook="02_collectives",
         target="comm.algorithms.tree._family",
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",
@@ -146,6 +152,7 @@ EXERCISES = (
     Exercise(
         name="halving_doubling",
         title="All-reduce by halving and doubling",
+        notebook="03_cost_of_a_message",
         target="comm.algorithms.hypercube.halving_doubling",
         tests=(
             NARRATED + "test_halving_doubling_equals_one_process",
@@ -178,6 +185,7 @@ EXERCISES = (
     Exercise(
         name="all_to_all",
         title="All-to-all",
+        notebook="02_collectives",
         target="comm.algorithms.pairwise.all_to_all",
         tests=(
             NARRATED + "test_pairwise_all_to_all_equals_one_process",

@@ -9,6 +9,7 @@ EXERCISES = (
     Exercise(
         name="sampler",
         title="The share of each rank",
+        notebook="04_naive_data_parallel",
         target="data_parallel.sampler.DistributedSampler.__iter__",
         tests=(
             SAMPLER + "test_with_keep_shares_contain_each_example_once_and_lengths_differ_by_at_most_one",
@@ -34,6 +35,7 @@ EXERCISES = (
     Exercise(
         name="naive_gradient_sync",
         title="Averaging the gradients",
+        notebook="04_naive_data_parallel",
         target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
         tests=(
             "tests/data_parallel/test_narrated.py::test_naive_equals_one_process",
@@ -63,6 +65,7 @@ EXERCISES = (
     Exercise(
         name="accumulation",
         title="Gradient accumulation",
+        notebook="04_naive_data_parallel",
         target="data_parallel.train_naive_grad_accumulation.accumulate",
         tests=("tests/data_parallel/test_narrated.py::test_accumulation_equals_one_process",),
         difficulty=1,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+LESSON_PACKAGES = {"lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel"}
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class Exercise:
     names exercises that should be solved before. `doc` replaces the lesson's docstring of the target, and
     `docs` those of others, by name, where the lesson's would give the solution away. `beyond` names a target
     beyond correctness (exercises/targets.py), which is measured when all tests have passed.
+
+    `notebook` is the notebook to read first. The exercise's file lists the helpers that the lesson's code
+    uses (exercises/helpers.py). `objects` has the dotted class of each local variable whose attributes are
+    helpers. If `shows_introduction`, the file also repeats the introduction at the top of the lesson.
     """
 
     name: str
@@ -25,11 +30,14 @@ class Exercise:
     difficulty: int
     minutes: int
     hints: tuple[str, str, str]
+    notebook: str = ""
     needs: tuple[str, ...] = ()
     doc: str | None = None
     also: tuple[str, ...] = ()
     docs: Mapping[str, str] = field(default_factory=dict)
     beyond: str | None = None
+    shows_introduction: bool = False
+    objects: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ EXERCISES = (
     Exercise(
         name="splitter",
         title="Dividing layers into stages",
+        notebook="08_pipelines",
         target="pipeline_parallel.split.cut",
         tests=(
             SPLIT + "test_no_cut_has_a_cheaper_dearest_stage",
@@ -45,6 +46,7 @@ EXERCISES = (
     Exercise(
         name="pipeline_gpipe",
         title="The table of GPipe",
+        notebook="08_pipelines",
         target="pipeline_parallel.schedules.gpipe",
         tests=(
             SCHEDULES + "test_gpipe_does_all_forwards_and_then_all_backwards_in_the_same_order",
@@ -64,6 +66,7 @@ EXERCISES = (
     Exercise(
         name="gpipe_by_hand",
         title="GPipe by hand",
+        notebook="08_pipelines",
         target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
         tests=(
             NARRATED + "test_gpipe_by_hand_equals_one_process",
@@ -98,6 +101,7 @@ EXERCISES = (
     Exercise(
         name="pipeline_1f1b",
         title="The table of 1F1B",
+        notebook="08_pipelines",
         target="pipeline_parallel.schedules.one_f_one_b",
         tests=(
             SCHEDULES + "test_1f1b_warms_up_less_on_each_further_rank",
@@ -121,6 +125,7 @@ EXERCISES = (
     Exercise(
         name="pipeline_interleaved",
         title="The table of interleaved 1F1B",
+        notebook="08_pipelines",
         target="pipeline_parallel.schedules.interleaved_1f1b",
         tests=(
             SCHEDULES + "test_interleaved_goes_through_its_chunks_round_by_round",
@@ -157,6 +162,7 @@ EXERCISES = (
     Exercise(
         name="pipeline_zb_h1",
         title="The table of ZB-H1",
+        notebook="08_pipelines",
         target="pipeline_parallel.schedules.zb_h1",
         tests=(
             SCHEDULES + "test_zb_h1_puts_off_the_weight_gradients_by_as_many_backwards_as_the_ranks_number",

@@ -11,6 +11,7 @@ EXERCISES = (
     Exercise(
         name="derive_the_sends",
         title="Deriving the messages from a table",
+        notebook="08_pipelines",
         target="pipeline_parallel.messages.sent_by",
         also=("pipeline_parallel.messages.received_by",),
         tests=(
@@ -47,6 +48,8 @@ EXERCISES = (
     Exercise(
         name="post_receives_early",
         title="Receives in time, and no deadlock",
+        shows_introduction=True,
+        notebook="08_pipelines",
         target="pipeline_parallel.messages.with_messages",
         tests=(
             MESSAGES + "test_two_ranks_of_gpipe",
@@ -63,7 +66,7 @@ EXERCISES = (
         doc="""
             Return each rank's actions, sends and receives in order. ValueError if `ahead` is negative.
 
-            The three rules at the top of pipeline_parallel/messages.py say where Receive, Send and
+            The three rules above say where Receive, Send and
             WaitForSend stand. Send(message, peer) follows the action that makes the message. Receive(message,
             peer) stands before the action that is `ahead` actions before the one that needs the message, or
             earlier, so that the receives from a rank are posted in the order of its sends. WaitForSend stands
@@ -86,6 +89,7 @@ EXERCISES = (
     Exercise(
         name="deferred_weight_gradients",
         title="A backward in two halves",
+        notebook="08_pipelines",
         target="pipeline_parallel.deferred._Linear.forward",
         also=("pipeline_parallel.deferred._Linear.backward",),
         tests=(
@@ -129,6 +133,8 @@ EXERCISES = (
     Exercise(
         name="simulator",
         title="Simulating a schedule",
+        shows_introduction=True,
+        notebook="08_pipelines",
         target="pipeline_parallel.simulate.simulate",
         tests=(
             SIMULATE + "test_two_ranks_of_1f1b_by_hand",
@@ -147,7 +153,7 @@ EXERCISES = (
         doc="""
             Return the timeline of `table`, as a Simulation with a row of TimedActions for each rank.
 
-            The rules are at the top of pipeline_parallel/simulate.py. `costs.seconds(action)` is how long an
+            The rules stand above. `costs.seconds(action)` is how long an
             action takes, and `dependencies(action, last stage)` are the results that it needs. A result has
             the name `as_dependency(action)`, and `_taker(action)` is the stage that gets it. `message_bytes`
             is the size of an activation and of its gradient: one number, or one for each boundary between

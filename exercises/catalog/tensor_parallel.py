@@ -12,6 +12,7 @@ EXERCISES = (
     Exercise(
         name="column_parallel",
         title="The column-parallel layer",
+        notebook="07_tensor_and_sequence_parallel",
         target="tensor_parallel.layers.column_parallel",
         also=("tensor_parallel.layers.full_input",),
         tests=(
@@ -40,6 +41,7 @@ EXERCISES = (
                 term of it.
             """,
         },
+        objects={"layer": "tensor_parallel.layers.ColumnParallelLinear"},
         hints=(
             "A rank computes its own outputs from the full input and its part of the weight: F.linear, "
             "without any other rank. What is the gradient of x that it finds alone?",
@@ -53,6 +55,7 @@ EXERCISES = (
     Exercise(
         name="row_parallel",
         title="The row-parallel layer",
+        notebook="07_tensor_and_sequence_parallel",
         target="tensor_parallel.layers.RowParallelLinear.forward",
         tests=(
             NARRATED + "test_tensor_parallel_equals_one_process",
@@ -84,6 +87,7 @@ EXERCISES = (
     Exercise(
         name="vocabulary_parallel",
         title="The vocabulary-parallel embedding",
+        notebook="07_tensor_and_sequence_parallel",
         target="tensor_parallel.layers.VocabParallelEmbedding.forward",
         tests=(
             LAYERS + "test_an_embedding_finds_each_token_on_the_rank_that_owns_it[2]",
@@ -112,6 +116,7 @@ EXERCISES = (
     Exercise(
         name="cross_entropy",
         title="The vocabulary-parallel cross entropy",
+        notebook="07_tensor_and_sequence_parallel",
         target="tensor_parallel.cross_entropy._CrossEntropy.forward",
         also=("tensor_parallel.cross_entropy._CrossEntropy.backward",),
         tests=(
@@ -157,6 +162,7 @@ EXERCISES = (
     Exercise(
         name="sequence_parallel",
         title="Gradients of one rank's tokens",
+        notebook="07_tensor_and_sequence_parallel",
         target="tensor_parallel.parallel_model.TensorParallel._with_own_tokens_only",
         also=("tensor_parallel.parallel_model.TensorParallel.finish_gradient_sync",),
         tests=(

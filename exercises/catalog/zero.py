@@ -11,6 +11,7 @@ EXERCISES = (
     Exercise(
         name="memory_formulas",
         title="The memory of each stage",
+        notebook="06_zero_and_fsdp",
         target="data_parallel.zero_memory.formula",
         also=("data_parallel.zero_memory.of_one_process", "data_parallel.zero_memory.owned"),
         tests=(
@@ -55,6 +56,7 @@ EXERCISES = (
     Exercise(
         name="zero_pieces",
         title="A rank's piece of each parameter",
+        notebook="06_zero_and_fsdp",
         target="data_parallel.flat.Flat.pieces",
         tests=(
             ONE_PROCESS + "test_zero1_equals_one_process",
@@ -85,6 +87,7 @@ EXERCISES = (
     Exercise(
         name="zero1",
         title="ZeRO 1: an n-th of the optimizer",
+        notebook="06_zero_and_fsdp",
         target="data_parallel.train_zero1.ZeroOptimizer._reduce_scatter",
         also=(
             "data_parallel.train_zero1.ZeroOptimizer.step",
@@ -123,6 +126,7 @@ EXERCISES = (
                 `bucket.shard` is this rank's part of `bucket.full`, in the same memory.
             """,
         },
+        objects={"bucket": "data_parallel.flat.ParameterBucket"},
         hints=(
             "reduce_scatter(shard, full, op, group, async_op, pattern) writes this rank's part of the "
             "reduction to `shard`, which may be a view of `full`. all_gather(full, shard, ...) is its "
@@ -138,6 +142,7 @@ EXERCISES = (
     Exercise(
         name="zero2",
         title="ZeRO 2: gradients freed as they leave",
+        notebook="06_zero_and_fsdp",
         target="data_parallel.train_zero2.ZeroGradientOptimizer._reduce_scatter",
         also=(
             "data_parallel.train_zero2.ZeroGradientOptimizer._view",
@@ -176,6 +181,7 @@ EXERCISES = (
                 `self._shards[bucket]` is what this rank keeps of the bucket's gradients.
             """,
         },
+        objects={"bucket": "data_parallel.flat.ParameterBucket"},
         hints=(
             "A tensor's memory is freed when nothing refers to it: no dict, no deque, no view. So whatever "
             "refers to a full bucket has to be taken out of its container: pop, popleft.",
@@ -189,6 +195,7 @@ EXERCISES = (
     Exercise(
         name="zero3",
         title="ZeRO 3: gather, use, free",
+        notebook="06_zero_and_fsdp",
         target="data_parallel.train_zero3.Unit.start_gather",
         also=(
             "data_parallel.train_zero3.Unit.gather",

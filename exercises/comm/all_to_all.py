@@ -1,5 +1,21 @@
 """All-to-all. Write `all_to_all` of comm/algorithms/pairwise.py.
 
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/pairwise.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    transfer.wait() -> None
+        Block until the message has arrived, or has left so that its tensor may be changed.
+    wire.irecv(tensor: torch.Tensor, src: int) -> Transfer
+        Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends.
+    wire.isend(tensor: torch.Tensor, dst: int) -> Transfer
+        Start to send a contiguous tensor.
+    wire.rank: int
+        This rank's number in the group, from 0.
+    wire.size: int
+        The number of ranks.
+
 Check it with `python -m exercises check all_to_all`.
 """
 

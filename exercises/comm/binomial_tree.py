@@ -1,5 +1,15 @@
 """Parents and children in a binomial tree. Write `_family` of comm/algorithms/tree.py.
 
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    wire.rank: int
+        This rank's number in the group, from 0.
+    wire.size: int
+        The number of ranks.
+
 Check it with `python -m exercises check binomial_tree`.
 """
 

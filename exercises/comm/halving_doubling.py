@@ -1,5 +1,25 @@
 """All-reduce by halving and doubling. Write `halving_doubling` of comm/algorithms/hypercube.py.
 
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/hypercube.py yet: it contains
+the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    _fold_in(wire: Wire, tensor: torch.Tensor, op: str) -> int
+        Combine each tensor of ranks r >= p with that of rank r - p.
+    _fold_out(wire: Wire, tensor: torch.Tensor, n: int) -> None
+        Send the result to the ranks r >= n, from rank r - n.
+    _swap(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor, partner: int) -> None
+        Send a tensor to a partner and receive another one from it, at the same time.
+    combine(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None
+        Write a (op) b, elementwise, to `out`, which may be `a` or `b`.
+    divide_if_mean(op: str, reduced: torch.Tensor, ranks: int) -> None
+        Divide the combined tensors of all ranks by the number of ranks, in place, if `op` is "mean".
+    wire.rank: int
+        This rank's number in the group, from 0.
+    wire.size: int
+        The number of ranks.
+
 Check it with `python -m exercises check halving_doubling`.
 """
 

@@ -1,5 +1,21 @@
 """A rendezvous at the store. Write `claim`, `note_arrivals` and `wait_for_all` of comm/membership/meeting.py.
 
+Read notebooks/01_ranks.ipynb first. Do not open comm/membership/meeting.py yet: it contains the solution.
+All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    _absent(store: dist.Store, world_size: int, stage: str) -> list[int]
+        Return the ranks that have not written their key of this stage, "{stage}/{rank}".
+    _POLL = 0.05
+    _ranks(ranks: list[int]) -> str
+        Return the ranks as text: "rank 3" or "ranks 1, 2".
+    _STUCK = 'joined but did not go on; look for a process that is stuck or paused'
+    give_up(store: dist.Store, rank: int, reason: str) -> CommError
+        Write `reason` into the store unless it has one.
+    raise_if_given_up(store: dist.Store, rank: int) -> None
+        Raise the error with which a rank has given up, or one that names the rank that has died.
+
 Check it with `python -m exercises check rendezvous`.
 """
 

@@ -1,5 +1,18 @@
 """Ring all-gather. Write `gather_chunks` of comm/algorithms/ring.py.
 
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None
+        Send to rank r+1 and receive from rank r-1, modulo n, both started before either is waited
+        for.
+    wire.rank: int
+        This rank's number in the group, from 0.
+    wire.size: int
+        The number of ranks.
+
 Check it with `python -m exercises check ring_all_gather`.
 """
 
@@ -10,5 +23,8 @@ from comm.transport.wire import Wire
 
 
 def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
-    """Copy chunk r of rank r to all other ranks, for each r."""
+    """Copy chunk r of rank r to all other ranks, for each r, in n-1 steps with n ranks.
+
+    The chunks may be views of one tensor: they are written to, and not replaced in the list.
+    """
     raise NotImplementedError("Ring all-gather is not written yet: `gather_chunks` has no body.")

@@ -1,5 +1,19 @@
 """Ring all-reduce. Write `all_reduce` of comm/algorithms/ring.py.
 
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None
+        Copy chunk r of rank r to all other ranks, for each r, in n-1 steps with n ranks.
+    reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None
+        Make chunk r on rank r the reduction of all ranks' chunks r, in n-1 steps with n ranks.
+    shards_of(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]
+        Return the shards of a flat tensor, as views.
+    wire.size: int
+        The number of ranks.
+
 Check it with `python -m exercises check ring_all_reduce`.
 """
 

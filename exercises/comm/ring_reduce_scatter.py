@@ -1,5 +1,22 @@
 """Ring reduce-scatter. Write `reduce_chunks` of comm/algorithms/ring.py.
 
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    combine(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None
+        Write a (op) b, elementwise, to `out`, which may be `a` or `b`.
+    divide_if_mean(op: str, reduced: torch.Tensor, ranks: int) -> None
+        Divide the combined tensors of all ranks by the number of ranks, in place, if `op` is "mean".
+    shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None
+        Send to rank r+1 and receive from rank r-1, modulo n, both started before either is waited
+        for.
+    wire.rank: int
+        This rank's number in the group, from 0.
+    wire.size: int
+        The number of ranks.
+
 Check it with `python -m exercises check ring_reduce_scatter`.
 """
 
@@ -11,5 +28,9 @@ from comm.transport.wire import Wire
 
 
 def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
-    """Make chunk r on rank r the reduction of all ranks' chunks r; the others become partial results."""
+    """Make chunk r on rank r the reduction of all ranks' chunks r, in n-1 steps with n ranks.
+
+    `op` is "sum", "mean", "max", "min" or "product". Chunk r-1 does not change, and the others become partial
+    results. The chunks may be views of one tensor: they are written to, and not replaced in the list.
+    """
     raise NotImplementedError("Ring reduce-scatter is not written yet: `reduce_chunks` has no body.")

@@ -1,5 +1,19 @@
 """Tree broadcast. Write `broadcast` of comm/algorithms/tree.py.
 
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    _family(wire: Wire, root: int) -> tuple[int | None, list[int]]
+        Return this rank's parent (None at the root) and its children, largest subtree first.
+    transfer.wait() -> None
+        Block until the message has arrived, or has left so that its tensor may be changed.
+    wire.irecv(tensor: torch.Tensor, src: int) -> Transfer
+        Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends.
+    wire.isend(tensor: torch.Tensor, dst: int) -> Transfer
+        Start to send a contiguous tensor.
+
 Check it with `python -m exercises check tree_broadcast`.
 """
 

@@ -1,6 +1,46 @@
 """Launching complete buckets. Write `BucketDataParallel._on_gradient` and
 `BucketDataParallel.finish_gradient_sync` of data_parallel/train_bucket_overlap.py.
 
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    bucket.flat
+    bucket.missing: set[Tensor]
+    bucket.move_in(parameter: Tensor) -> None
+        Make the gradient a view of this bucket; if there is no gradient, fill its place with zeros.
+    self._bucket_of
+    self._drop_unfinished(parameter: Tensor) -> None
+        Refuse a second backward, unless the gradients of the first, unfinished one were dropped.
+    self._guard.has_gradient(parameter: Tensor) -> bool
+        Return whether a hook's parameter has its complete gradient; refuse a sparse one.
+    self._guard.is_synchronising
+    self._guard.synchronised() -> None
+        Note that all gradients are the mean over ranks.
+    self._guard: ReplicaGuard
+    self._launch(bucket: Bucket) -> None
+        Start to reduce the bucket, and return while it travels: the backward goes on.
+    self._make_buckets() -> None
+        Divide the gradients among buckets, in the order in which the backward completes them.
+    self._to_launch
+    self._wait_for_all() -> None
+        Wait for all buckets, and prepare for the next backward.
+    self.buckets
+    self.group: Group
+    self.order.adopt_observed(group: Group) -> bool
+        After the first step, adopt the order that rank 0 observed.
+    self.order.see(parameter: Tensor) -> None
+        Note, in the first step, that the gradient of `parameter` is complete.
+    self.order: BucketOrder
+    self.sizes_on_wire
+    self.trained
+    self.wire_dtype
+    size_on_wire(flat: Tensor, dtype: torch.dtype | None) -> tuple[int, int]
+        Return how many numbers travel for `flat`, and the bytes of each; `dtype` None rounds nothing.
+    used_on_any_rank(parameters: list[nn.Parameter], flags: Tensor) -> set[Tensor]
+        Return the parameters that any rank used, from the reduced `flags`.
+
 Check it with `python -m exercises check bucket_launch`.
 """
 

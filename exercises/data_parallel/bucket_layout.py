@@ -1,5 +1,8 @@
 """Which gradients share a bucket. Write `fill` of data_parallel/flat.py.
 
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/flat.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
 Check it with `python -m exercises check bucket_layout`.
 """
 

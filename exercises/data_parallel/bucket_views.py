@@ -1,6 +1,16 @@
 """Gradients that live in buckets. Write `Bucket.__init__` and `Bucket.move_in` of
 data_parallel/train_bucket_overlap.py.
 
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    self.flags
+    self.flat
+    self.missing: set[Tensor]
+    self.views
+
 Check it with `python -m exercises check bucket_views`.
 """
 

@@ -1,5 +1,22 @@
 """The memory of each stage. Write `formula`, `of_one_process` and `owned` of data_parallel/zero_memory.py.
 
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/zero_memory.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    FORMULAS = ('P+G+O', 'P+G+O/n', 'P+G/n+O/n', '(P+G+O)/n')
+    full.gradients: float
+    full.optimizer_state: float
+    full.parameters: float
+    Held(parameters: float, gradients: float, optimizer_state: float)
+        The sizes in bytes of the parameters, the gradients and the optimizer's state.
+    Share(full: int, mine: int, padding: int = 0, full_padding: int = 0, itemsize: int = 4, trained: bool
+            = True)
+        This rank's share of some parameters: it owns `mine` of their `full` numbers.
+    WorkbookError
+        Tell the user what is wrong and how to fix it.
+
 Check it with `python -m exercises check memory_formulas`.
 """
 

@@ -1,5 +1,14 @@
 """One order on all ranks. Write `OrderedLauncher.ready` of data_parallel/ordered_launcher.py.
 
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/ordered_launcher.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    self._launch: Callable[[int], None]
+    self._launched
+    self._ready: set[int]
+
 Check it with `python -m exercises check ordered_launcher`.
 """
 

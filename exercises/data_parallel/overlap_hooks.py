@@ -1,6 +1,32 @@
 """All-reduces in the backward. Write `OverlapDataParallel._launch`, `OverlapDataParallel._wait_for_all` and
 `OverlapDataParallel.finish_gradient_sync` of data_parallel/train_overlap.py.
 
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
+        Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
+    self._guard.synchronised() -> None
+        Note that all gradients are the mean over ranks.
+    self._guard: ReplicaGuard
+    self._in_flight: list[tuple[Tensor, Work]]
+    self._launcher.missing() -> list[int]
+        Return the numbers that are not ready, in order.
+    self._launcher.ready(i: int) -> None
+        Mark number i as ready, and launch what can be launched.
+    self._launcher.reset() -> None
+        Make no number ready, and start with number 0 again.
+    self._launcher: OrderedLauncher
+    self._trained
+    self.group: Group
+    self.pattern: str | None
+    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
+        Record the time of a `with` block, also if it raises.
+    work.wait() -> None
+        Block until the operation has ended.
+
 Check it with `python -m exercises check overlap_hooks`.
 """
 

@@ -1,5 +1,17 @@
 """The share of each rank. Write `DistributedSampler.__iter__` of data_parallel/sampler.py.
 
+Read notebooks/04_naive_data_parallel.ipynb first. Do not open data_parallel/sampler.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    self._total
+    self.epoch
+    self.num_examples: int
+    self.rank: int
+    self.seed: int
+    self.world_size: int
+
 Check it with `python -m exercises check sampler`.
 """
 

@@ -1,6 +1,39 @@
 """ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._reduce_scatter`, `ZeroOptimizer.step` and
 `ZeroOptimizer.gather_parameters` of data_parallel/train_zero1.py.
 
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/train_zero1.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    all_gather(full, shard, group=None, async_op=False, pattern=None) -> Work
+        Write all shards, in rank order, to each rank's `full`.
+    bucket.flat.mine
+    bucket.flat: Flat
+    bucket.full
+    bucket.name: str
+    bucket.shard
+    reduce_scatter(shard, full, op='sum', group=None, async_op=False, pattern=None) -> Work
+        Write this rank's part of the reduction of all ranks' `full` to `shard`.
+    self._before_step() -> None
+        Raise WorkbookError if there is no gradient to train with; remove the placeholders in the
+        model.
+    self._gradients: dict[ParameterBucket, Tensor]
+        A flat tensor of gradients for each bucket.
+    self._in_flight: list[Work]
+    self._steps.is_synced
+    self._steps: StepGuard
+    self.buckets: list[ParameterBucket]
+    self.finish_gradient_sync() -> None
+        Give each piece its part of the mean gradient, after the last backward.
+    self.group: Group
+    self.inner: Optimizer | None
+    self.pattern: str | None
+    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
+        Record the time of a `with` block, also if it raises.
+    work.wait() -> None
+        Block until the operation has ended.
+
 Check it with `python -m exercises check zero1`.
 """
 

@@ -1,6 +1,39 @@
 """ZeRO 2: gradients freed as they leave. Write `ZeroGradientOptimizer._reduce_scatter`,
 `ZeroGradientOptimizer._view` and `ZeroGradientOptimizer._wait_for_oldest` of data_parallel/train_zero2.py.
 
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/train_zero2.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    bucket.flat.numel
+    bucket.flat.padding
+    bucket.flat.parameters: list[nn.Parameter]
+    bucket.flat.shard_numel
+    bucket.flat.views(full: Tensor) -> list[Tensor]
+        Return each parameter's view of `full`, in the parameter's shape.
+    bucket.flat: Flat
+    bucket.full
+    bucket.name: str
+    MOST_IN_FLIGHT = 2
+    reduce_scatter(shard, full, op='sum', group=None, async_op=False, pattern=None) -> Work
+        Write this rank's part of the reduction of all ranks' `full` to `shard`.
+    self._bucket: dict[Tensor, ParameterBucket]
+        Of each parameter.
+    self._filling: dict[ParameterBucket, Tensor]
+        Buckets that miss a gradient.
+    self._in_flight: deque[tuple[ParameterBucket, Tensor, Tensor, Work]]
+    self._shards: dict[ParameterBucket, Tensor]
+        Of the gradients: what this rank keeps.
+    self._views: dict[Tensor, Tensor]
+        The places of gradients that they miss.
+    self.group: Group
+    self.pattern: str | None
+    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
+        Record the time of a `with` block, also if it raises.
+    work.wait() -> None
+        Block until the operation has ended.
+
 Check it with `python -m exercises check zero2`.
 """
 

@@ -1,6 +1,39 @@
 """ZeRO 3: gather, use, free. Write `Unit.start_gather`, `Unit.gather`, `Unit.free` and
 `FullyShardedDataParallel._before_forward` of data_parallel/train_zero3.py.
 
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/train_zero3.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    all_gather(full, shard, group=None, async_op=False, pattern=None) -> Work
+        Write all shards, in rank order, to each rank's `full`.
+    is_in_a_backward() -> bool
+        Return whether a backward is running; a forward inside one recomputes activations.
+    self._begin_turn(block: ShardedBlock) -> None
+        Note that a block runs its forward, so that its backward is recognised.
+    self._gathering
+    self._hide() -> None
+        Make the parameters stand-ins, so that nothing refers to `full`.
+    self._order: list[ShardedBlock]
+        Those of the forward before, which tell what to prefetch.
+    self._seen: list[ShardedBlock]
+        The blocks that this forward has run.
+    self._show() -> None
+        Make the parameters views of `full`, and add the unit to those that are full.
+    self._version
+        An optimizer step changes it, and makes `full` stale.
+    self._wait_for_gather() -> None
+        Wait for the gather that is in flight.
+    self.dtype
+    self.flat.mine
+    self.flat.numel
+    self.flat: Flat
+    self.full
+    self.group
+    self.pattern
+    self.shard
+
 Check it with `python -m exercises check zero3`.
 """
 

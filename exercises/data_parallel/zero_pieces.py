@@ -1,5 +1,13 @@
 """A rank's piece of each parameter. Write `Flat.pieces` of data_parallel/flat.py.
 
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/flat.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    self._sizes
+    self.mine
+
 Check it with `python -m exercises check zero_pieces`.
 """
 

@@ -1,5 +1,21 @@
 """A backward in two halves. Write `_Linear.forward` and `_Linear.backward` of pipeline_parallel/deferred.py.
 
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/deferred.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    _add_to(parameter: Tensor, gradient: Tensor) -> None
+        Add to the gradient of a parameter, or begin it.
+    _autocast_dtype(x: Tensor) -> torch.dtype | None
+        Return the dtype of products under torch.autocast; None if it is off or leaves `x` as it is.
+    _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None
+        Return the tensor in that dtype, or as it is if there is no tensor or no dtype.
+    deferred_gradients.add(computation: Callable[[], None], *tensors: Tensor) -> None
+    DeferredGradients(waiting: list[Callable[[], None]], tensors: list[Tensor])
+        Holds one microbatch's weight gradients that are still to be computed, and the tensors they
+        need.
+
 Check it with `python -m exercises check deferred_weight_gradients`.
 """
 

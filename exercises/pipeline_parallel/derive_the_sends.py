@@ -1,5 +1,17 @@
 """Deriving the messages from a table. Write `sent_by` and `received_by` of pipeline_parallel/messages.py.
 
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/messages.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    Action(kind: str, microbatch: int, stage: int)
+        Holds one action: a forward, a backward or half of a backward, of one microbatch in one stage.
+    FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = ('F', 'B', 'I', 'W')
+    Message(kind: str, microbatch: int, stage: int)
+        Names an activation ("F", to the next stage) or a gradient ("I", to the stage before) of
+        `stage`.
+
 Check it with `python -m exercises check derive_the_sends`.
 """
 

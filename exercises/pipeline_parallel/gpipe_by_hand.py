@@ -1,5 +1,22 @@
 """GPipe by hand. Write `AllForwardAllBackward.step` of pipeline_parallel/train_afab.py.
 
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/train_afab.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    self.action: Callable[[str], AbstractContextManager[Any]]
+    self.input_like: Tensor | None
+    self.loss_of: Callable[[Tensor, Tensor], Tensor]
+    self.messages: Any
+    self.microbatches: int
+    self.output_like: Tensor | None
+    self.post_receives(like: Tensor, peer: int) -> list[tuple[Tensor, Any]]
+        Post the receives of all microbatches at once, so that they arrive while this rank computes.
+    self.rank: int
+    self.ranks: int
+    self.stage: Callable[[Tensor], Tensor]
+
 Check it with `python -m exercises check gpipe_by_hand`.
 """
 

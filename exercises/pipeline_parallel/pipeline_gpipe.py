@@ -1,5 +1,19 @@
 """The table of GPipe. Write `gpipe` of pipeline_parallel/schedules.py.
 
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    _check(**numbers: int) -> None
+        Raise ValueError for a number below 1, such as _check(stages=0).
+    _Row()
+        A row that grows action by action.
+    row.actions: list[Action]
+    row.add(kinds: str, stage: int) -> None
+        Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
+    Table = list[list[Action]]
+
 Check it with `python -m exercises check pipeline_gpipe`.
 """
 

@@ -1,5 +1,13 @@
 """Dividing layers into stages. Write `cut` of pipeline_parallel/split.py.
 
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/split.py yet: it contains the
+solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    WorkbookError
+        Tell the user what is wrong and how to fix it.
+
 Check it with `python -m exercises check splitter`.
 """
 

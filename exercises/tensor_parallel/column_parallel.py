@@ -1,5 +1,25 @@
 """The column-parallel layer. Write `column_parallel` and `full_input` of tensor_parallel/layers.py.
 
+Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    copy_to_ranks(x: Tensor, group: Group = None) -> Tensor
+        Identity forward, all-reduce backward (f in Megatron-LM).
+    gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor
+        All-gather along `dim` forward, reduce-scatter backward (g of sequence parallelism).
+    Group = dist.ProcessGroup | None
+    layer.bias
+    layer.group: Group
+    layer.overlap: bool
+    layer.sequence_parallel: bool
+    layer.weight
+    overlapped_column_parallel(x, weights, biases, group, dim) -> tuple[Tensor, ...]
+        Return F.linear(x, weight, bias) of each layer, where the backward reduces x's gradient over
+        the group.
+    TIME = 1
+
 Check it with `python -m exercises check column_parallel`.
 """
 

@@ -1,6 +1,20 @@
 """The vocabulary-parallel cross entropy. Write `_CrossEntropy.forward` and `_CrossEntropy.backward` of
 tensor_parallel/cross_entropy.py.
 
+Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/cross_entropy.py
+yet: it contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
+        Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
+    chosen_pattern(op: str, group: Group = None) -> str
+        Return the pattern chosen for the group; if none is chosen or `op` lacks it, the fastest one.
+    Group = dist.ProcessGroup | None
+    own_rows(tokens, rows_per_rank, vocab_size, group, what='token') -> tuple[Tensor, Tensor]
+        Return each token's row in this rank's weight, and which tokens have one; the others get row
+        0.
+
 Check it with `python -m exercises check cross_entropy`.
 """
 

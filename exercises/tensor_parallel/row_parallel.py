@@ -1,5 +1,23 @@
 """The row-parallel layer. Write `RowParallelLinear.forward` of tensor_parallel/layers.py.
 
+Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor
+        Reduce-scatter along `dim` forward, all-gather backward (g-bar of sequence parallelism).
+    self.bias
+    self.group: Group
+    self.sequence_parallel: bool
+    self.split_input: bool
+    self.weight
+    split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor
+        Keep this rank's shard along `dim` forward, all-gather backward.
+    sum_over_ranks(x: Tensor, group: Group = None) -> Tensor
+        All-reduce forward, identity backward (g in Megatron-LM).
+    TIME = 1
+
 Check it with `python -m exercises check row_parallel`.
 """
 

@@ -1,5 +1,23 @@
 """The vocabulary-parallel embedding. Write `VocabParallelEmbedding.forward` of tensor_parallel/layers.py.
 
+Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    own_rows(tokens, rows_per_rank, vocab_size, group, what='token') -> tuple[Tensor, Tensor]
+        Return each token's row in this rank's weight, and which tokens have one; the others get row
+        0.
+    scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor
+        Reduce-scatter along `dim` forward, all-gather backward (g-bar of sequence parallelism).
+    self.group: Group
+    self.sequence_parallel: bool
+    self.vocab_size: int
+    self.weight
+    sum_over_ranks(x: Tensor, group: Group = None) -> Tensor
+        All-reduce forward, identity backward (g in Megatron-LM).
+    TIME = 1
+
 Check it with `python -m exercises check vocabulary_parallel`.
 """
 
