@@ -40,6 +40,11 @@ class Bug(Exercise):
     def file(self) -> Path:
         return Path("bugs", f"{self.name}.py")
 
+    @property
+    def is_class(self) -> bool:
+        """Whether the mistake is in a class that extends the lesson's, and not in a function."""
+        return isinstance(lessons_definition(self)[1], ast.ClassDef)
+
     def own_file(self) -> str:
         """Return the learner's file: the lesson's name and docstring, and the wrong implementation."""
         place = f"`{self.qualified_name}` of {self.lesson.relative_to(ROOT)}"
@@ -131,13 +136,15 @@ def _wrong_tree(bug: Bug) -> ast.Module:
     helpers = [node.name for node in definitions if node.name != "mutant"]
     new_names = {"mutant": bug.function} | {name: f"_Part{i}" for i, name in enumerate(helpers, start=1)}
     for node in definitions:
+        node.name = new_names[node.name]
         if ast.get_docstring(node) is not None:
             del node.body[0]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for alias in [alias for node in imports for alias in node.names if alias.name == bug.function]:
+        alias.asname = new_names[alias.name] = f"lessons_{alias.name}"  # which the mutant calls or extends
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             node.id = new_names.get(node.id, node.id)
-        elif isinstance(node, Definition):
-            node.name = new_names.get(node.name, node.name)
     return tree
 
 

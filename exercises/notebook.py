@@ -48,6 +48,8 @@ def bug(name: str) -> None:
     exercise = exercise_named(name)
     if not isinstance(exercise, Bug):
         raise LookupError(f"{name} asks you to write a function; `python -m exercises bugs` lists bugs.")
+    if exercise.is_class:
+        raise LookupError(f"{name} is about a class; mend it in its file: `python -m exercises bug {name}`.")
     code = (
         f"from exercises.notebook import check\n\n{exercise.own_file()}\ncheck({exercise.function}, {name!r})"
     )

@@ -5,11 +5,14 @@ every rank, so the learner's function runs there too.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -18,6 +21,7 @@ import pytest
 from exercises.catalog import Exercise
 from exercises.catalog import name_of as name_of_target
 from exercises.failure import failure_of
+from exercises.find_the_bug import Bug
 from exercises.names import exercise_named
 from exercises.schedule_table import originals, wrong_table
 from lab import forked
@@ -29,18 +33,33 @@ HANG_SECONDS = 10.0  # a lesson's tests take less than this, also on a busy mach
 
 
 def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
-    """Return the learner's functions in a file, each with the path of what it replaces.
-
-    The module stays out of sys.modules, so the functions are sent to the ranks by value, as they are now.
-    """
+    """Return the learner's functions in a file, each with the path of what it replaces."""
     if path.suffix == PICKLE:
         return cloudpickle.loads(path.read_bytes())
+    module = _imported(path) if isinstance(exercise, Bug) else _executed(path)
+    return {target: getattr(module, name_of_target(target)) for target in exercise.targets}
+
+
+def _executed(path: Path) -> ModuleType:
+    """Run a file as a module outside of sys.modules, so that ranks get its functions as they are now."""
     spec = importlib.util.spec_from_file_location(f"learners_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return {target: getattr(module, name_of_target(target)) for target in exercise.targets}
+    return module
+
+
+def _imported(path: Path) -> ModuleType:
+    """Import a file by name, as each rank will, because a class that extends the lesson's cannot be sent.
+
+    The lesson's class has the same name, so a rank that got both would mix them up.
+    """
+    folder = str(path.resolve().parent)
+    sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
+    sys.modules.pop(path.stem, None)
+    importlib.invalidate_caches()
+    return importlib.import_module(path.stem)
 
 
 @contextlib.contextmanager
@@ -128,6 +147,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if asked := config.getoption("--exercise"):
-        sys.dont_write_bytecode = True
+        # What a rank keeps of a file could be out of date after the next save.
+        sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
         start_ranks_with_few_imports(exercise_named(asked[0]))
         config.pluginmanager.register(Plugin(asked[0], Path(asked[1]), Path(asked[2])))

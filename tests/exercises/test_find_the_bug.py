@@ -44,6 +44,8 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     text = generated(bug)
     names = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     assert bug.function in names
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    assert not {alias.asname or alias.name for node in imports for alias in node.names} & set(names)
     fields = fields_of(bug.mutant)
     for telltale in ("mutant", bug.mutant, fields["KILLER"], fields.get("CAUSE", "mutant")):
         assert telltale not in text
@@ -69,10 +71,12 @@ def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(
     [
         ("gradient_summed", "op='sum'", "op='mean'"),
         ("overlap_hooks_capture_the_loop_variable", "lambda _:", "lambda _, parameter=parameter:"),
+        ("unused_get_zeros", "parameter.grad = bucket.views[parameter]", "pass"),
     ],
 )
 def test_the_file_fails_the_killer_and_passes_it_once_mended(tmp_path, mutant, wrong, right):
-    bug, file = BY_MUTANT[mutant], tmp_path / "bug.py"
+    bug = BY_MUTANT[mutant]
+    file = tmp_path / f"{bug.name}.py"
     for text, is_mended in ((generated(bug), False), (generated(bug).replace(wrong, right), True)):
         file.write_text(text)
         with apply(load(bug, file)):
@@ -141,3 +145,5 @@ def test_in_a_notebook_the_code_goes_into_the_next_cell(monkeypatch, capsys):
     assert cell.endswith(f"check(finish_gradient_sync, '{SUMMED.name}')") and ast.parse(cell)
     with pytest.raises(LookupError, match="asks you to write a function"):
         show_in_a_notebook(next(iter(BY_NAME)))
+    with pytest.raises(LookupError, match="is about a class; mend it in its file"):
+        show_in_a_notebook(BY_MUTANT["unused_get_zeros"].name)
