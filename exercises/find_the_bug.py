@@ -42,7 +42,7 @@ class Bug(Exercise):
 
     @property
     def is_class(self) -> bool:
-        """Whether the mistake is in a class that extends the lesson's, and not in a function."""
+        """Tell whether the mistake is in a class that extends the lesson's, and not in a function."""
         return isinstance(lessons_definition(self)[1], ast.ClassDef)
 
     def own_file(self) -> str:
