@@ -17,7 +17,7 @@ from exercises.explain import explain, load_error, most_telling, name_of
 from exercises.find_the_bug import Bug
 from exercises.inspect_file import problem_of
 
-LIMIT_SECONDS = 120.0  # for all tests of an exercise: several times what they take on a busy machine
+LIMIT_SECONDS = 60.0  # for all tests of an exercise
 
 PASSED, FAILED, UNSOLVED, INVALID, HANGS = "passed", "failed", "unsolved", "invalid", "hangs"
 

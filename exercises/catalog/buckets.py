@@ -6,6 +6,7 @@ NARRATED = "tests/data_parallel/test_narrated.py::"
 EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
 BUCKETS = "tests/data_parallel/test_bucket_overlap.py::"
 OVERLAP = "tests/data_parallel/test_overlap.py::"
+LATE = "tests/data_parallel/test_late_gradients.py::"
 LAUNCHER = "tests/data_parallel/test_ordered_launcher.py::"
 
 EXERCISES = (
@@ -26,6 +27,8 @@ EXERCISES = (
             OVERLAP + "test_a_backward_does_not_wait_for_its_messages",
             EQUIVALENCE + "test_gradients_of_microbatches_add_up_to_those_of_the_full_batch",
             OVERLAP + "test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too",
+            LATE + "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all",
+            LATE + "test_a_parameter_that_is_used_keeps_a_gradient_of_zeros",
         ),
         difficulty=3,
         minutes=40,
@@ -173,6 +176,8 @@ EXERCISES = (
             OVERLAP + "test_nothing_is_sent_before_the_last_microbatch",
             BUCKETS + "test_all_ranks_use_rank_0s_order_after_the_first_step",
             EQUIVALENCE + "test_a_rank_without_a_backward_contributes_zeros",
+            LATE + "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all",
+            LATE + "test_weight_gradients_computed_after_the_backward_are_in_the_mean",
         ),
         difficulty=4,
         minutes=45,

@@ -4,6 +4,7 @@ from exercises.catalog.exercise import Exercise
 
 SAMPLER = "tests/data_parallel/test_sampler.py::"
 EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
+LATE = "tests/data_parallel/test_late_gradients.py::"
 
 EXERCISES = (
     Exercise(
@@ -42,6 +43,8 @@ EXERCISES = (
             EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
             EQUIVALENCE + "test_a_parameter_has_a_gradient_on_all_ranks_or_on_none",
             EQUIVALENCE + "test_a_module_without_trained_parameters_is_allowed",
+            LATE + "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all",
+            LATE + "test_a_parameter_that_is_used_keeps_a_gradient_of_zeros",
             "tests/data_parallel/test_naive.py::test_naive_sends_each_gradient_and_the_flags_after_the_backward",
         ),
         difficulty=2,

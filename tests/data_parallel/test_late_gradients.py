@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lab.check import assert_same, gradients, reference_gradients
 from lab.cluster import Cluster
@@ -26,6 +27,51 @@ def test_a_backward_may_return_no_gradient_for_a_parameter():
                 mean_square(model, *mine(cluster, (X,))).backward()
                 model.finish_gradient_sync()
                 assert_same(gradients(model.module), expected, what=f"gradient of {name}")
+
+    run_ranks(work, 2)
+
+
+class Middle(nn.Module):
+    """A product of three parameters and the input; the one in the middle may be left out."""
+
+    leaves_unused = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Parameter(torch.ones(1).double()) for _ in range(3))
+
+    def forward(self, x: Tensor, uses_middle: bool) -> Tensor:
+        y = x * self.first
+        return (y * self.middle if uses_middle else y) * self.last
+
+
+def test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all():
+    """Gradients wait for those before them in the order, so one that no hook announces holds others up."""
+    steps = {"both": 1.5, "none": None, "rank 0": 0.5, "rank 1": 1.0}  # who uses it: the mean of its gradient
+
+    def work(cluster: Cluster) -> None:
+        for name, wrap in WRAPPERS.items():
+            model = wrap(Middle())
+            for users, middle in steps.items():
+                model.zero_grad()
+                uses_middle = users in ("both", f"rank {cluster.rank}")
+                model(torch.full((1,), cluster.rank + 1.0).double(), uses_middle).backward()
+                model.finish_gradient_sync()
+                expected = {key: torch.tensor([1.5]) for key in ("first", "last")}
+                expected["middle"] = None if middle is None else torch.tensor([middle])
+                assert_same(gradients(model.module), expected, what=f"gradient of {name}, used by {users},")
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_a_parameter_that_is_used_keeps_a_gradient_of_zeros():
+    def work(cluster: Cluster) -> None:
+        for name, wrap in WRAPPERS.items():
+            model = wrap(Middle())
+            model(torch.zeros(1).double(), True).backward()
+            model.finish_gradient_sync()
+            expected = {key: torch.zeros(1) for key in ("first", "middle", "last")}
+            assert_same(gradients(model.module), expected, what=f"gradient of {name}")
 
     run_ranks(work, 2)
 

@@ -95,7 +95,7 @@ def test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward():
         for name, wrap in OVERLAPPING.items():
             model = wrap(layers())
             (5 * mean_square(model, x)).backward()
-            slow_link.use(slow_link.parse("1gbit,40ms"))  # they are in flight for longer than a backward
+            slow_link.use(slow_link.parse("1gbit,20ms"))  # they are in flight for longer than a backward
             model.zero_grad()
             (5 * mean_square(model, x)).backward()
             model.zero_grad()

@@ -1,0 +1,24 @@
+"""Replicas drift apart if no rank uses a parameter: the gradients after it wait until it is ready."""
+
+import torch
+
+from comm.collectives import all_reduce
+
+TARGET = "data_parallel.train_overlap.OverlapDataParallel.finish_gradient_sync"
+KILLER = (
+    "tests.data_parallel.test_late_gradients."
+    "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all"
+)
+CAUSE = "not averaged over the ranks"
+
+
+def mutant(self) -> None:
+    used = torch.tensor([parameter.grad is not None for parameter in self._trained], dtype=torch.uint8)
+    all_reduce(used, op="max", group=self.group, pattern=self.pattern)
+    for i in self._launcher.missing():
+        if used[i]:
+            if self._trained[i].grad is None:
+                self._trained[i].grad = torch.zeros_like(self._trained[i])
+            self._launcher.ready(i)
+    self._wait_for_all()
+    self._guard.synchronised()
