@@ -24,7 +24,7 @@ MAX_TESTS = 4
 FIELDS = {"TARGET", "KILLER", "FAILS_WITH", "CAUSE", "SYMPTOM"}
 TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks.py shows where ranks hang;\n"
-    "--trace draws what each rank did when; exercises/README.md lists more."
+    "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
 )
 Definition = ast.FunctionDef | ast.ClassDef
 

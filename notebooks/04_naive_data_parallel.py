@@ -16,8 +16,8 @@
 #
 # You need about 40 minutes. The two lessons beside this notebook are
 # [train_naive.py](../data_parallel/train_naive.py) and
-# [train_naive_grad_accumulation.py](../data_parallel/train_naive_grad_accumulation.py). You should know what an
-# all-reduce is (notebook 02).
+# [train_naive_grad_accumulation.py](../data_parallel/train_naive_grad_accumulation.py). They have the solutions of two
+# exercises at the end, so read them after those. You should know what an all-reduce is (notebook 02).
 #
 # Two words first, because they are often mixed up:
 #
@@ -150,7 +150,8 @@ model.linear2.bias.grad[:4].float()
 
 # %% [markdown]
 # **4. The mean of the gradients.** `finish_gradient_sync()` all-reduces them, one parameter after the other. At its heart is a
-# loop of four lines; read it in [train_naive.py](../data_parallel/train_naive.py).
+# loop of four lines. You will write it in the exercise `naive_gradient_sync` at the end of this notebook; read
+# [train_naive.py](../data_parallel/train_naive.py) after that.
 
 # %%
 # %%ranks

@@ -15,8 +15,8 @@
 # How do both work at the same time, and into how many messages should the gradients be packed?
 #
 # You need about 40 minutes. The lessons beside this notebook are [train_overlap.py](../data_parallel/train_overlap.py) and
-# [train_bucket_overlap.py](../data_parallel/train_bucket_overlap.py). You should know why gradients are averaged (notebook
-# 04).
+# [train_bucket_overlap.py](../data_parallel/train_bucket_overlap.py). They have the solutions of exercises at the end, so read
+# them after those. You should know why gradients are averaged (notebook 04).
 
 # %%
 # %load_ext lab.notebook
@@ -224,8 +224,8 @@ show_events(
 # arrived when the backward ends.
 #
 # The two classes above are all of the idea, in 25 lines. [train_overlap.py](../data_parallel/train_overlap.py) has the same
-# class with everything that a training needs besides. Two of these things deserve a look of their own, because without them
-# a training goes wrong *in silence*.
+# class with everything that a training needs besides. You will write that in the exercise `overlap_hooks` at the end; read the
+# lesson after it. Two of these things deserve a look of their own, because without them a training goes wrong *in silence*.
 #
 # ## Why the order must be agreed
 #
@@ -265,8 +265,8 @@ except CommError as error:
 # %% [markdown]
 # So all ranks need *one* order, which does not depend on what happens to be ready first. The lesson takes the reverse of the
 # order in which parameters are registered, which is nearly the order of the backward. A gradient that is ready too early
-# waits for those before it. The class for that has 15 lines
-# ([ordered_launcher.py](../data_parallel/ordered_launcher.py)):
+# waits for those before it. The class for that has 15 lines. You will write its heart in the exercise `ordered_launcher`, so
+# read [ordered_launcher.py](../data_parallel/ordered_launcher.py) after it. This is what it does:
 
 # %%
 from data_parallel.ordered_launcher import OrderedLauncher
@@ -324,7 +324,7 @@ equal.compare(sum(by_rank[0][name] == by_rank[1][name] for name in "abc"))
 # All three hooks averaged `c`. A Python function does not copy a variable of its surroundings, it looks it up *when it is
 # called*. When the hooks are called, the loop is over, and `parameter` is the last one. Autograd passes the parameter to the
 # hook, so the cure is to use what is passed, `lambda parameter: ...`, or to keep the value in a default argument,
-# `lambda _, i=i: ...`, as [train_overlap.py](../data_parallel/train_overlap.py) does.
+# `lambda _, i=i: ...`, as the lesson does.
 #
 # What does a training with this bug look like? The same digits and the same network as in notebook 04:
 
