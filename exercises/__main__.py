@@ -18,7 +18,7 @@ from exercises.find_the_bug import Bug, bugs
 from exercises.grade import PASSED, Grade, grade, report
 from exercises.inspect_file import problem_of, shown
 from exercises.names import exercise_named
-from exercises.workspace import Workspace
+from exercises.workspace import Progress, Workspace
 
 POLL_SECONDS = 0.3
 console = Console(highlight=False, soft_wrap=True)
@@ -36,9 +36,10 @@ def show(space: Workspace, options: argparse.Namespace) -> int:
     problem = problem_of(exercise, space.file(exercise))
     state = space.progress[exercise.name].state
     console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
-    if unmet := [name for name in exercise.needs if space.progress[name].state != PASSED]:
+    if unmet := [name for name in exercise.needs if not space.progress[name].has_passed]:
         console.print(f"It builds on {', '.join(unmet)}.")
     console.print("Then: python -m exercises check, or hint, or watch")
+    console.print("For an exercise that a notebook names, add its name: python -m exercises watch NAME")
     return 0
 
 
@@ -50,15 +51,25 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
         ]
         print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
         return 0
-    table = Table(Column("exercise", no_wrap=True), "difficulty", "minutes", "state", "hints")
+    table = Table(
+        Column("exercise", no_wrap=True), "difficulty", "minutes", Column("state", no_wrap=True), "hints"
+    )
     for e in EXERCISES:
         progress = space.progress[e.name]
-        state = f"[green]{progress.state}[/]" if progress.state == PASSED else progress.state
-        table.add_row(e.name, str(e.difficulty), str(e.minutes), state, str(progress.hints))
+        table.add_row(e.name, str(e.difficulty), str(e.minutes), coloured(progress), str(progress.hints))
     console.print(table)
-    done = sum(progress.state == PASSED for progress in space.progress.values())
+    done = sum(space.progress[e.name].has_passed for e in EXERCISES)
     console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
+    console.print(f"{mended(space)} bugs are mended; `python -m exercises bugs` lists them.")
     return 0
+
+
+def coloured(progress: Progress) -> str:
+    return f"[green]{progress.shown_state}[/]" if progress.has_passed else progress.shown_state
+
+
+def mended(space: Workspace) -> str:
+    return f"{sum(space.progress[one.name].has_passed for one in bugs())} of {len(bugs())}"
 
 
 def check(space: Workspace, options: argparse.Namespace) -> int:
@@ -102,13 +113,10 @@ def reset(space: Workspace, options: argparse.Namespace) -> int:
 
 def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
     for one in bugs():
-        state = space.progress[one.name].state
-        colour = "green" if state == PASSED else "default"
-        console.print(f"{one.name:<28} [{colour}]{state:<12}[/] {escape(one.symptom)}")
-    mended = sum(space.progress[one.name].state == PASSED for one in bugs())
-    console.print(
-        f"{mended} of {len(bugs())} are mended. `python -m exercises bug NAME` makes the file of one."
-    )
+        progress = space.progress[one.name]
+        space_after = " " * (12 - len(progress.shown_state))
+        console.print(f"{one.name:<28} {coloured(progress)}{space_after} {escape(one.symptom)}")
+    console.print(f"{mended(space)} are mended. `python -m exercises bug NAME` makes the file of one.")
     return 0
 
 
@@ -125,7 +133,12 @@ def bug(space: Workspace, options: argparse.Namespace) -> int:
         space.reset(one)
     console.print(f"[bold]{one.name}[/], {one.minutes} minutes, difficulty {one.difficulty} of 5")
     console.print(escape(one.symptom))
-    console.print(f"This trains, and it is wrong. Find the mistake in {shown(space.file(one))}, and mend it.")
+    file = shown(space.file(one))
+    if space.progress[one.name].has_passed:
+        console.print(f"You have mended this bug in {file}.")
+        console.print(f"To begin again: python -m exercises reset {one.name}")
+        return 0
+    console.print(f"This trains, and it is wrong. Find the mistake in {file}, and mend it.")
     console.print(f"Then: python -m exercises check {one.name}, or hint, or watch")
     return 0
 

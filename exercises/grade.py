@@ -72,7 +72,7 @@ def excused(bug: Bug, result: Grade) -> Grade:
         before = judge(dataclasses.replace(bug, tests=others), file)
     if broken := tuple(test for test in others if test in before.passed):
         return dataclasses.replace(result, failed=broken)
-    sentence = f"The mistake is mended: {_number(result.passed)} of the lesson agree. "
+    sentence = f"The mistake is mended: {_agreement(result.passed)}. "
     sentence += "What else the lesson's function does is not in this file, and is not asked for."
     return Grade(bug.name, PASSED, sentence, result.passed)
 
@@ -117,15 +117,15 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
         state, sentence, drawing = explain(exercise, file, most_telling(failures))
     elif not missing:
         verb = "is mended" if isinstance(exercise, Bug) else "is right"
-        sentence = f"{exercise.title} {verb}: {_number(passed)} of the lesson agree. {beyond['sentence']}"
+        sentence = f"{exercise.title} {verb}: {_agreement(passed)}. {beyond['sentence']}"
         state, sentence = PASSED, sentence.strip()
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
     return Grade(exercise.name, state, sentence, passed, missing, drawing, beyond["is_met"])
 
 
-def _number(tests: tuple[str, ...]) -> str:
-    return "1 test" if len(tests) == 1 else f"{len(tests)} tests"
+def _agreement(tests: tuple[str, ...]) -> str:
+    return f"{len(tests)} tests of the lesson agree" if len(tests) != 1 else "1 test of the lesson agrees"
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -16,12 +16,22 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class Progress:
-    """Hold the last check of one exercise, the number of open hints, and a first wish for the solution."""
+    """Hold the last check of one exercise, the number of open hints, and a first wish for the solution.
+
+    `hints` counts those that were opened before the exercise has passed, and `late_hints` those after.
+    """
 
     state: str = "not checked"
     passed: int = 0
     hints: int = 0
     asked_for_solution: bool = False
+    has_passed: bool = False
+    late_hints: int = 0
+
+    @property
+    def shown_state(self) -> str:
+        """The state for a reader: a failed check does not take back that the exercise has passed."""
+        return "passed, now changed" if self.has_passed and self.state != PASSED else self.state
 
 
 @dataclass
@@ -43,32 +53,35 @@ class Workspace:
 
     def next_exercise(self) -> Exercise | None:
         """Return the first exercise that has not passed, or None after the last."""
-        open_ones = (e for e in EXERCISES if self.progress[e.name].state != PASSED)
+        open_ones = (e for e in EXERCISES if not self.progress[e.name].has_passed)
         return next(open_ones, None)
 
     def next_bug(self) -> Bug:
         """Return the first bug that the learner has not mended, or the last one."""
-        return next((bug for bug in bugs() if self.progress[bug.name].state != PASSED), bugs()[-1])
+        return next((bug for bug in bugs() if not self.progress[bug.name].has_passed), bugs()[-1])
 
     def minutes_left(self) -> int:
-        return sum(e.minutes for e in EXERCISES if self.progress[e.name].state != PASSED)
+        return sum(e.minutes for e in EXERCISES if not self.progress[e.name].has_passed)
 
     def record(self, grade: Grade) -> None:
         progress = self.progress[grade.name]
         progress.state, progress.passed = grade.state, len(grade.passed)
+        progress.has_passed |= grade.state == PASSED
         self.save()
 
     def hint(self, exercise: Exercise) -> list[str]:
         """Open one more hint, and return all hints that are open."""
         progress = self.progress[exercise.name]
-        progress.hints = min(progress.hints + 1, len(exercise.hints))
+        if progress.hints + progress.late_hints < len(exercise.hints):
+            progress.hints += not progress.has_passed
+            progress.late_hints += progress.has_passed
         self.save()
-        return list(exercise.hints[: progress.hints])
+        return list(exercise.hints[: progress.hints + progress.late_hints])
 
     def solution(self, exercise: Exercise) -> str | None:
         """Return the lesson's own code after the exercise has passed or at the second wish, else None."""
         progress = self.progress[exercise.name]
-        if progress.state == PASSED or progress.asked_for_solution:
+        if progress.has_passed or progress.asked_for_solution:
             return solution(exercise)
         progress.asked_for_solution = True
         self.save()
@@ -122,4 +135,5 @@ def _entry(entry: dict) -> Progress:
     for name, default in asdict(Progress()).items():
         if type(getattr(progress, name)) is not type(default):
             raise TypeError(f"{name} has the wrong type")
+    progress.has_passed |= progress.state == PASSED
     return progress

@@ -11,6 +11,7 @@ import pytest
 
 from exercises.__main__ import main
 from exercises.catalog import EXERCISES, ROOT
+from exercises.find_the_bug import bugs
 from exercises.generate import generated
 from exercises.grade import Grade
 from exercises.workspace import Workspace
@@ -36,6 +37,43 @@ def test_hints_open_one_by_one(space, capsys):
         assert main(["hint", FIRST.name], space) == 0
         assert capsys.readouterr().out.count("Hint ") == number
     assert Workspace(space.folder).progress[FIRST.name].hints == 3
+
+
+def test_hints_that_are_opened_after_passing_are_shown_and_not_counted(space, capsys):
+    main(["hint", FIRST.name], space)
+    space.record(passed(FIRST.name))
+    main(["hint", FIRST.name], space)
+    again = Workspace(space.folder)
+    assert main(["hint", FIRST.name], again) == 0
+    assert "Hint 3 of 3" in capsys.readouterr().out
+    assert again.progress[FIRST.name].hints == 1
+
+
+def test_a_failed_check_after_passing_does_not_take_the_pass_back(space, capsys):
+    minutes = space.minutes_left()
+    space.record(passed(FIRST.name))
+    space.record(Grade(FIRST.name, "failed", "It is wrong."))
+    again = Workspace(space.folder)
+    assert main(["list"], again) == 0
+    assert "passed, now changed" in (out := capsys.readouterr().out)
+    assert f"1 of {len(EXERCISES)} have passed" in out
+    assert (again.next_exercise(), again.minutes_left()) == (EXERCISES[1], minutes - FIRST.minutes)
+
+
+def test_the_list_counts_mended_bugs_by_themselves(space, capsys):
+    space.record(passed(bugs()[0].name))
+    assert main(["list"], space) == 0
+    out = capsys.readouterr().out
+    assert f"0 of {len(EXERCISES)} have passed" in out
+    assert f"1 of {len(bugs())} bugs are mended" in out
+
+
+def test_of_a_mended_bug_it_is_said_that_it_is_mended(space, capsys):
+    main(["bug", bugs()[0].name], space)
+    assert "This trains, and it is wrong." in capsys.readouterr().out
+    space.record(passed(bugs()[0].name))
+    assert main(["bug", bugs()[0].name], space) == 0
+    assert "You have mended this bug" in (out := capsys.readouterr().out) and "is wrong" not in out
 
 
 def test_a_reset_loses_nothing(space, capsys):
