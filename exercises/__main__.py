@@ -21,6 +21,7 @@ from exercises.names import exercise_named
 from exercises.workspace import Progress, Workspace
 
 POLL_SECONDS = 0.3
+MAX_PRINTED = 40  # lines
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -93,6 +94,15 @@ def tell(grade: Grade) -> None:
     console.print(f"[{colour}]{grade.name}: {grade.state}[/]  {escape(grade.sentence)}")
     if grade.drawing:
         console.print(escape(textwrap.indent(grade.drawing, "    ")))
+    if grade.printed:
+        console.print(f"Your code printed:\n{escape(textwrap.indent(cut(grade.printed), '    '))}")
+
+
+def cut(printed: str) -> str:
+    """Return the first lines of what was printed."""
+    lines = printed.splitlines()
+    more = [f"... and {len(lines) - MAX_PRINTED} more lines"] if len(lines) > MAX_PRINTED else []
+    return "\n".join(lines[:MAX_PRINTED] + more)
 
 
 def hint(space: Workspace, options: argparse.Namespace) -> int:

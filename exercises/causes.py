@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterable
 
 from exercises.evidence import Evidence
+from exercises.hangs import hang
 from exercises.relations import belongs_to
 from exercises.topics import PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
-from lab.waiting import chain
 
 _NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
 
@@ -18,33 +18,6 @@ _NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
 def likely_cause(evidence: Evidence) -> str | None:
     """Return a sentence that names the likely cause, or None where the evidence says too little."""
     return next((cause for rule in RULES if (cause := rule(evidence))), None)
-
-
-def hang(e: Evidence) -> str | None:
-    waits = e.who_waits()
-    if not waits:
-        return None
-    ranks = chain(waits)
-    is_cycle = waits[ranks[-1]].peer == ranks[0]
-    if not is_cycle:
-        last = waits[ranks[-1]].peer
-        if not e.waits:  # only some ranks have said for whom they waited
-            return f"A deadlock, or rank {last} never takes part: do both ranks reach this message?"
-        return f"Rank {last} never takes part: does it return early, leave out a call, or wait for no rank?"
-    actions = {waits[rank].action.partition(" ")[0] for rank in ranks}
-    if actions == {"send"}:
-        return (
-            "A deadlock: each rank of the cycle sends first and none receives. Let one receive first, or "
-            "post the receives with irecv before the sends."
-        )
-    if actions == {"receive"}:
-        return (
-            "A deadlock: each rank of the cycle receives first and none has sent. Does a send come too late?"
-        )
-    return (
-        "A deadlock: the ranks do their sends and receives in different orders, so a send never meets its "
-        "receive. Is there one receive for each send, from the same rank and in the same order?"
-    )
 
 
 def mismatch(e: Evidence) -> str | None:
@@ -151,11 +124,16 @@ def ranks_differ(e: Evidence) -> str | None:
     """Say whether the ranks agree with one another, which shows on which side of a reduction to look."""
     across = e.across()
     if across == "differ":
-        return "The ranks end with different values: look at what each of them gets, and from whom."
+        return (
+            "The ranks end with different values: look at what each of them gets, and from whom. Is what "
+            "arrives written into the tensors that were passed in? `parts[k] = x` only replaces an entry of "
+            "a list."
+        )
     if across == "agree":
         return (
-            "All ranks have the same wrong value, so the ranks do reduce it: look at what each rank puts in, "
-            "before the ranks communicate."
+            "All ranks have the same wrong values. If they are reduced, look at what each rank puts in, "
+            "before the ranks communicate. If they are only passed on, does each rank begin with its own "
+            "part, and does each part arrive where it belongs?"
         )
     return None
 
@@ -217,7 +195,8 @@ def scale(e: Evidence) -> str | None:
 
 
 def zeros(e: Evidence) -> str | None:
-    if "zero" in e.kinds:
+    is_formula = e.first is not None and e.first.is_plain and e.first.world_size is None
+    if "zero" in e.kinds and not is_formula:
         names = _shown(name for name, one in e.wrong.items() if one.kind == "zero")
         where = "" if names == "``" else f" at {names}"
         return f"Only zeros arrive{where}: are they cleared too early, or never written?"

@@ -1,5 +1,6 @@
 """Say in a few words what differs: which value, which element, what the test got and what it expected."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from exercises.relations import Relation, wrong_values
 from lab.compared import Compared
 
+_NAMES_VALUES = re.compile(r"\b(not|expected|got|instead of)\b")
 CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
 
 
@@ -34,6 +36,9 @@ def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) 
 
 def _plain(one: Compared) -> str | None:
     got, expected = one.pairs[""]
+    if one.message:
+        is_complete = not one.operator or _NAMES_VALUES.search(one.message)
+        return one.message if is_complete else f"{one.message}{_pair(got, expected)}"
     if not one.operator:
         return f"`{_short(one.what)}` is asserted, and is {_short(got)}"
     if isinstance(got, Tensor) or isinstance(expected, Tensor):

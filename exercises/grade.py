@@ -26,7 +26,8 @@ PASSED, FAILED, UNSOLVED, INVALID, HANGS = "passed", "failed", "unsolved", "inva
 class Grade:
     """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed.
 
-    `drawing` shows a wrong schedule with the wrong cell marked, or the ranks that wait for each other.
+    `drawing` shows a wrong schedule with the wrong cell marked, or the ranks that wait for each other, and
+    `printed` what the code printed in the failed test, with each line's rank.
     `is_beyond` tells of a right solution whether it meets its target beyond correctness; None: it has none.
     """
 
@@ -36,6 +37,7 @@ class Grade:
     passed: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     drawing: str = ""
+    printed: str = ""
     is_beyond: bool | None = None
 
     @property
@@ -112,16 +114,18 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
     passed = tuple(test["id"] for test in found["tests"] if test["passed"])
     failures = [test for test in found["tests"] if not test["passed"]]
     missing = tuple(test for test in exercise.tests if test not in passed)
-    drawing, beyond = "", found.get("beyond") or {"is_met": None, "sentence": ""}
+    drawing, printed, beyond = "", "", found.get("beyond") or {"is_met": None, "sentence": ""}
     if failures:
-        state, sentence, drawing = explain(exercise, file, most_telling(failures))
+        failed = most_telling(failures)
+        state, sentence, drawing = explain(exercise, file, failed)
+        printed = failed["failure"].get("printed", "")
     elif not missing:
         verb = "is mended" if isinstance(exercise, Bug) else "is right"
         sentence = f"{exercise.title} {verb}: {_agreement(passed)}. {beyond['sentence']}"
         state, sentence = PASSED, sentence.strip()
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
-    return Grade(exercise.name, state, sentence, passed, missing, drawing, beyond["is_met"])
+    return Grade(exercise.name, state, sentence, passed, missing, drawing, printed, beyond["is_met"])
 
 
 def _agreement(tests: tuple[str, ...]) -> str:

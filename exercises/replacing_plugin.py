@@ -102,6 +102,7 @@ class Plugin:
             failure = None
             if call.excinfo is not None:
                 failure = failure_of(call.excinfo.value, item.nodeid, self.table())
+                failure["printed"] = report.capstdout
             self.found["tests"].append({"id": item.nodeid, "passed": report.passed, "failure": failure})
             self.save()
             if failure is not None and failure["text"].startswith("no answer within"):

@@ -11,7 +11,7 @@ import linecache
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -37,7 +37,7 @@ class Compared:
     """Hold pairs (got, expected) by name, and what they are: "gradient of naive", or a plain expression.
 
     `world_size` is the number of ranks of the process that failed, or None without a group. `operator` is
-    that of a plain assertion, which does not always say which side is expected.
+    that of a plain assertion, which does not always say which side is expected, and `message` is its text.
     """
 
     what: str
@@ -45,6 +45,7 @@ class Compared:
     world_size: int | None
     operator: str = "=="
     is_plain: bool = False
+    message: str = ""
 
 
 def compared_in(error: BaseException) -> Compared | None:
@@ -53,11 +54,22 @@ def compared_in(error: BaseException) -> Compared | None:
         return None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         with suppress(Exception):  # the error itself is what counts
-            if (found := _in_call(frame) or _in_assertion(frame, line)) is not None:
+            if (found := _in_call(frame)) is not None:
                 return found
+            if (found := _in_assertion(frame, line)) is not None:
+                return replace(found, message=_message(frame, line, str(error)))
     with suppress(Exception):
         return _in_text(str(error))
     return None
+
+
+def _message(frame: FrameType, line: int, text: str) -> str:
+    """Return the message of the assertion on this line, in one line, without what pytest writes after it."""
+    for node in ast.walk(_tree(frame.f_code.co_filename)):
+        if isinstance(node, ast.Assert) and node.msg and node.lineno <= line <= (node.end_lineno or 0):
+            message = " ".join(text.partition("\nassert ")[0].split())
+            return message if len(message) <= 2 * MAX_TEXT else message[: 2 * MAX_TEXT] + "..."
+    return ""
 
 
 def _in_text(text: str) -> Compared | None:

@@ -45,7 +45,7 @@ def _lines(stack: str) -> str:
     own = [frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]]
     if not own:
         return ""
-    # The line that waits, and the functions of the caller that led there.
-    chain = own if len(own) <= 4 else [own[0], *own[-3:]]
+    # The line that waits with the functions that called it, and those of the caller that led there.
+    chain = own if len(own) <= 8 else [*own[:5], *own[-3:]]
     lines = [f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain]
     return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])

@@ -6,6 +6,7 @@ NARRATED = "tests/comm/test_narrated.py::"
 BY_HAND = "tests/comm/test_collectives_by_hand.py::"
 COLLECTIVES = "tests/comm/test_collectives.py::"
 EVERY_SIZE = COLLECTIVES + "test_every_pattern_equals_the_reference_at_every_size[3]"
+COUNTED = "tests/comm/test_cost.py::test_counted_traffic_equals_the_formula_exactly[3]"
 
 EXERCISES = (
     Exercise(
@@ -17,6 +18,7 @@ EXERCISES = (
             NARRATED + "test_ring_all_reduce_equals_one_process",
             COLLECTIVES + "test_every_reduction_is_right_in_every_dtype[ring]",
             EVERY_SIZE,
+            COUNTED,
         ),
         difficulty=1,
         minutes=15,
@@ -106,7 +108,7 @@ EXERCISES = (
             NARRATED + "test_tree_broadcast_equals_one_process",
             BY_HAND + "test_a_tree_broadcasts_from_every_root",
             BY_HAND + "test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time",
-            "tests/comm/test_cost.py::test_counted_traffic_equals_the_formula_exactly[3]",
+            COUNTED,
         ),
         difficulty=1,
         minutes=15,

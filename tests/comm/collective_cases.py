@@ -45,6 +45,11 @@ class Case:
     layout: str = "contiguous"
     seed: int = 0
 
+    def __str__(self) -> str:
+        how = f" ({self.reduction})" if self.op in REDUCING else ""
+        root = f", root {self.root}" if self.op in ROOTED else ""
+        return f"{self.op}{how} with {self.pattern}, {self.numel} elements of {self.dtype}{root}"
+
 
 def has_a_meaning(case: Case) -> bool:
     """Return whether the case is valid: not meaningless, and possible for torch's own collectives."""
@@ -130,6 +135,23 @@ class Laid:
         return self.holds(self.before)
 
 
+def first_difference(got: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return which element differs first, and the factor if it is one for all elements."""
+    got = got.detach().reshape(-1)
+    if got.shape != expected.shape:
+        return f"there are {got.numel()} elements, expected {expected.numel()}"
+    wrong = (got != expected).nonzero().flatten().tolist()
+    if not wrong:
+        return "the elements are right, but what lies between them in memory or requires_grad has changed"
+    kind = torch.complex128 if got.is_complex() else torch.float64
+    ratios = (got.to(kind) / expected.to(kind))[expected != 0]
+    is_factor = len(ratios) > 0 and bool(got[expected == 0].eq(0).all())
+    is_factor = is_factor and torch.allclose(ratios, ratios[:1], rtol=1e-2)
+    factor = f"{ratios[0].item():.3g} times what it should be: " if is_factor else ""
+    place = wrong[0]
+    return f"{factor}element {place} of {len(got)} is {got[place].item()}, expected {expected[place].item()}"
+
+
 def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool = False) -> None:
     """Run one collective on this rank and compare all its tensors with the reference."""
     n, r = dist.get_world_size(group), dist.get_rank(group)
@@ -199,7 +221,7 @@ def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool 
         divides_first = not exact and case.pattern == "torch" and case.dtype == torch.float16
         rounding = 3 * torch.finfo(torch.float16).eps if divides_first else 1e-8
         holds = out.holds(expected, exact, rounding)
-        assert holds, f"{case}: rank {r} of {n} got {out.tensor}, not {expected}"
+        assert holds, f"{case}, {n} ranks: {first_difference(out.tensor, expected)}"
     for laid in read:
         assert laid.is_unchanged(), f"{case}: rank {r} of {n} must not change {laid.before}"
 

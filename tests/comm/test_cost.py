@@ -43,6 +43,20 @@ def call(op: str, pattern: str, numel: int, dtype: torch.dtype, n: int, rank: in
             collectives.all_to_all(torch.empty_like(even), even, pattern=pattern)
 
 
+def sent_otherwise(got: dict[Entry, Traffic], expected: dict[Entry, Traffic], rank: int) -> str:
+    """Return how the traffic of a rank differs from what is expected, for the first pattern that differs."""
+    for entry in got | expected:
+        one, other = got.get(entry, Traffic()), expected.get(entry, Traffic())
+        if one != other:
+            empty = ". An empty tensor must not be sent" if one.bytes_sent == other.bytes_sent else ""
+            return f"rank {rank} sends {shown(one)} ({entry.pattern}), expected {shown(other)}{empty}"
+    return ""
+
+
+def shown(traffic: Traffic) -> str:
+    return f"{traffic.bytes_sent} bytes in {traffic.messages_sent} messages"
+
+
 def counted_beside_formula(cluster) -> int:
     n, r, checked = cluster.world_size, cluster.rank, 0
     for op, pattern in OURS:
@@ -59,9 +73,8 @@ def counted_beside_formula(cluster) -> int:
                 }
                 expected = {entry: traffic for entry, traffic in expected.items() if traffic != Traffic()}
                 got = LEDGER.rows()
-                assert got == expected, (
-                    f"{op} {pattern} {numel} x {dtype}, root {root}, rank {r} of {n}: {got}"
-                )
+                what = f"{op} with {pattern}, {numel} elements of {dtype}, root {root}, {n} ranks"
+                assert got == expected, f"{what}: {sent_otherwise(got, expected, r)}"
                 assert LEDGER.total() == sum(expected.values(), Traffic())
                 checked += 1
     return checked
@@ -191,7 +204,8 @@ def test_predicted_seconds_follow_alpha_and_beta():
     for ranks, expected in ((4, four_ranks), (5, five_ranks), (1, dict.fromkeys(OURS, 0.0))):
         for (op, pattern), seconds in expected.items():
             got = cost.seconds(op, pattern, 1200, ranks, Link(alpha=1e-3, beta=1e-6))
-            told = f"{op} {pattern} on {ranks} ranks takes {seconds:.6f} s, not {got:.6f} s"
+            case = f"{op} with {pattern}, {ranks} ranks, 1200 bytes, alpha 1 ms, beta 1 us"
+            told = f"{case}: expected {seconds:.6f} s, got {got:.6f} s"
             assert got == pytest.approx(seconds), told
     assert all(cost.seconds(*each, 1200, 4, Link(alpha=1e-3, beta=1e-6)) > 0 for each in OURS)
 

@@ -11,6 +11,7 @@ from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, star, tre
 from comm.functions import copy_to_ranks, sum_over_ranks
 from comm.shards import shards_of
 from comm.transport.wire import peer_wire
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
@@ -38,13 +39,20 @@ def test_ring_all_reduce_equals_one_process():
         # Reduce-scatter: chunk c starts at rank c + 1 and moves right. After 3 steps it is at rank c, and
         # each rank has added its own term on the way. The chunk that a rank sent first has not changed there.
         ring.reduce_chunks(wire, chunks, "sum")
-        torch.testing.assert_close(chunks[cluster.rank], expected_chunks[cluster.rank], rtol=1e-9, atol=1e-12)
-        assert torch.equal(chunks[cluster.rank - 1], own[cluster.rank - 1])
+        own_chunk = f"chunk {cluster.rank}"
+        after = "after reduce_chunks, in an all-reduce of 12 numbers on 4 ranks,"
+        assert_same({own_chunk: chunks[cluster.rank]}, {own_chunk: expected_chunks[cluster.rank]}, what=after)
+        first = (cluster.rank - 1) % 4
+        is_kept = torch.equal(chunks[first], own[first])
+        assert is_kept, f"{after} chunk {first} of rank {cluster.rank}, which it sends first, must not change"
         assert not torch.allclose(chunks[right], expected_chunks[right])
 
         # All-gather: the complete chunks take 3 more steps to the right, and every rank keeps a copy.
         ring.gather_chunks(wire, chunks)
-        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+        after = "after gather_chunks, in an all-reduce of 12 numbers on 4 ranks,"
+        names = [f"chunk {number}" for number in range(4)]
+        complete = dict(zip(names, shards_of(gradient, 4), strict=True))
+        assert_same(complete, dict(zip(names, expected_chunks, strict=True)), what=after)
 
         # The collective does both. Each rank sends 2 * 3 messages of one chunk: 2 * 3/4 of the tensor.
         again = torch.cat(own)

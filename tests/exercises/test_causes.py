@@ -120,6 +120,26 @@ def test_a_difference_names_the_value_the_element_and_both_numbers():
     assert shown_difference({1: plain}, 1) == "`held == limit` is asserted: got 6, compared with 1"
 
 
+@pytest.mark.parametrize(
+    "message, sentence",
+    [
+        ("too many microbatches", "too many microbatches (got 6, expected 1)"),
+        (
+            "all_reduce with ring: expected 0.1 s, got 0.2 s",
+            "all_reduce with ring: expected 0.1 s, got 0.2 s",
+        ),
+    ],
+)
+def test_an_assertion_with_a_message_is_told_by_its_message(message, sentence):
+    plain = Compared("held == limit", {"": (6, 1)}, 2, is_plain=True, message=message)
+    assert shown_difference({1: plain}, 1) == sentence
+
+
+def test_a_formula_that_gives_zero_has_nothing_to_arrive():
+    one = Compared("got == approx(seconds)", {"": (0.0, 0.002)}, None, is_plain=True)
+    assert "arrive" not in (likely_cause(Evidence("a test", "", {None: one})) or "")
+
+
 def test_a_wrong_schedule_is_shown_with_its_first_wrong_cell_in_brackets():
     def written(stages: int, microbatches: int):
         return gpipe(stages, microbatches)

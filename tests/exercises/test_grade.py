@@ -1,5 +1,6 @@
 """Whatever a learner's file does, its grade is one sentence."""
 
+import json
 import re
 import subprocess
 
@@ -38,13 +39,31 @@ def test_the_lessons_code_passes_from_end_to_end(tmp_path):
     [
         ("def reduce_chunks", "def (", "invalid", "is not Python: invalid syntax."),
         ("def reduce_chunks", "def renamed", "invalid", "has no function `reduce_chunks`."),
-        ("op: str", "o: str", "invalid", "must be `reduce_chunks(wire, chunks, op)`, but"),
+        (
+            "op: str) -> None:",
+            "o: str) -> None:",
+            "invalid",
+            "must be `reduce_chunks(wire, chunks, op)`, but",
+        ),
     ],
 )
 def test_a_file_that_cannot_run_is_refused_before_any_test(tmp_path, old, new, state, sentence):
     result = graded(tmp_path, RING, solved(RING).replace(old, new, 1))
     assert result.state == state and sentence in result.sentence
     assert result.failed == RING.tests
+
+
+def test_what_the_code_prints_in_the_failed_test_is_shown_with_its_rank(tmp_path, capsys):
+    file, report = tmp_path / f"{RING.name}.py", tmp_path / "report.json"
+    file.write_text(solved(RING).replace("shift(wire, outgoing, arrived)", "print('step', step); break"))
+    with apply(load(RING, file)):
+        test, error = run_tests(RING)
+    failure = failure_of(error, test) | {"printed": capsys.readouterr().out}
+    tests = [{"id": test, "passed": False, "failure": failure}]
+    report.write_text(json.dumps({"load_error": None, "tests": tests}))
+    result = exercises.grade._graded(RING, file, report, "invalid", "")
+    assert result.state == "failed"
+    assert "[rank 0] step 0" in result.printed and "[rank 3] step 0" in result.printed
 
 
 def test_a_missing_file_says_how_to_get_it_again(tmp_path):
@@ -85,7 +104,7 @@ def test_a_failure_names_the_rank_the_line_and_the_error(tmp_path):
 def test_a_wrong_result_says_by_how_much(tmp_path):
     state, sentence, _ = explained(tmp_path, "r - 2 - step", "r - step")
     assert state == "failed"
-    assert re.search(r"`\S+`: off by \S+, where the largest element is \S+ \(element \[\d\]: got ", sentence)
+    assert re.search(r"`.+`: off by \S+, where the largest element is \S+ \(element \[\d\]: got ", sentence)
 
 
 def test_a_constant_factor_is_named_with_its_likely_cause(tmp_path):

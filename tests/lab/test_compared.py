@@ -58,6 +58,7 @@ def test_a_plain_assertion_gives_both_sides_of_the_part_that_is_false():
     found = compared_by(check, [1, 6], 3)
     assert (found.what, found.operator, found.pairs) == ("max(held) <= limit", "<=", {"": (6, 3)})
     assert found.is_plain
+    assert found.message == "too many"
 
 
 def test_a_call_that_might_have_an_effect_is_not_repeated():

@@ -1,0 +1,37 @@
+"""Say in words why ranks hang, from what each of them waits for."""
+
+from exercises.evidence import Evidence
+from lab.waiting import chain
+
+
+def hang(e: Evidence) -> str | None:
+    """Return the likely cause of a hang, or None if no rank waits."""
+    waits = e.who_waits()
+    if not waits:
+        return None
+    ranks = chain(waits)
+    is_cycle = waits[ranks[-1]].peer == ranks[0]
+    if not is_cycle:
+        last = waits[ranks[-1]].peer
+        if not e.waits:  # only some ranks have said for whom they waited
+            return f"A deadlock, or rank {last} never takes part: do both ranks reach this message?"
+        return (
+            f"Rank {last} never takes part: does it return early, leave out a call, or start a message "
+            "without waiting for it?"
+        )
+    actions = {waits[rank].action.partition(" ")[0] for rank in ranks}
+    if actions == {"send"}:
+        return (
+            "A deadlock: each rank of the cycle sends first and none receives. Let one receive first, or "
+            "start the receive with irecv before you wait for the send."
+        )
+    if actions == {"receive"}:
+        return (
+            "A deadlock: each rank of the cycle receives first and none has sent. Does a send come too late?"
+        )
+    other = "What looks like one message here are two different ones. " if len(ranks) == 2 else ""
+    return (
+        "A deadlock: the ranks do their sends and receives in different orders, so a send never meets its "
+        f"receive. {other}Is there one receive for each send, from the same rank and in the same order? Does "
+        "a rank skip its receive, perhaps one from rank 0, because 0 counts as False?"
+    )
