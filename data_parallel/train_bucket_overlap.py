@@ -177,7 +177,7 @@ class BucketDataParallel(nn.Module):
         self._guard.synchronised()
 
     def _wait_for_all(self) -> None:
-        """Wait for all buckets, and prepare for the next backward."""
+        """Wait for the handles of all buckets in flight, and prepare for the next backward."""
         for work in self._in_flight:
             work.wait()
         for bucket in self.buckets:

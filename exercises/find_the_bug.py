@@ -105,8 +105,8 @@ def _bug(mutant: _Mutant, others: list[_Mutant]) -> Bug:
     test = mutant.killer.rpartition("::test_")[2].replace("_", " ")
     hints = (
         f"The test that fails says: {test}. It is in {mutant.killer.partition('::')[0]}.",
-        _where(draft),
         f"What happens: {mutant.doc}",
+        _where(draft),
     )
     lesson = draft.lesson.stem.removeprefix("train_")
     name = f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}"
@@ -162,11 +162,13 @@ def _wrong_code(bug: Bug) -> str:
 
 
 def _where(bug: Bug) -> str:
-    """Return the second hint: the first line that differs, or after which something is missing."""
+    """Return the third hint: the first line that differs, or after which something is missing."""
     [wrong] = [n for n in _wrong_tree(bug).body if isinstance(n, Definition) and n.name == bug.function]
     if isinstance(wrong, ast.ClassDef):
         methods = ", ".join(f"`{node.name}`" for node in wrong.body if isinstance(node, ast.FunctionDef))
-        return f"The lesson's class is right, and this file changes {methods} of it. Compare the two."
+        return (
+            f"The class that it inherits from is right. The mistake is in what the file changes: {methods}."
+        )
     _, right = lessons_definition(bug)
     before, after = _lines(right), _lines(wrong)
     if all(isinstance(node, ast.Pass | ast.Return | ast.Expr) for node in wrong.body) and len(after) == 1:

@@ -39,7 +39,9 @@ EXERCISES = (
 
             A hook calls this in the backward when the gradient is complete. Use `self.group` and
             `self.pattern`. `self._in_flight` is a list of pairs, of a gradient and the handle of its
-            all-reduce. Afterwards the gradient must be the mean over ranks.
+            all-reduce: the hook compares the gradient later, to notice a second backward. When the message
+            has arrived, the gradient must be the mean over ranks. `span` only notes the launch in a trace;
+            you may leave it out.
         """,
         docs={
             "_wait_for_all": """
@@ -51,9 +53,14 @@ EXERCISES = (
                 Start the all-reduces that no hook has started, and wait for all of them.
 
                 `self._launcher.missing()` returns the numbers of the parameters without a gradient of this
-                backward, and `self._launcher.ready(i)` launches number i in its turn. Where a rank did not
-                use a parameter, it contributes zeros. A parameter that no rank used has no gradient. At the
-                end call `self._guard.synchronised()`.
+                backward. Such a parameter may still have a `.grad` of an earlier microbatch: keep it. Where a
+                rank did not use a parameter, so that its `.grad` is None, the rank contributes zeros. A
+                parameter that no rank used keeps `.grad` None.
+
+                Call `self._launcher.ready(i)` for every missing number, also for one that no rank used: the
+                numbers after it wait for it. Reduce the flags of which parameters are used after that. Before
+                it, hooks of different ranks have started a different number of all-reduces, so the ranks
+                would not pair the same calls. At the end call `self._guard.synchronised()`.
             """,
         },
         hints=(

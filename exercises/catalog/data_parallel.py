@@ -52,9 +52,12 @@ EXERCISES = (
         doc="""
             Average the gradients, parameter by parameter, over the ranks of `self.group`.
 
-            Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
-            gradient. The ranks agree on that first, in one all-reduce, or they would wait for different
-            parameters. Frozen parameters are left out. At the end call `self._guard.synchronised()`.
+            `self.module` is the model. A rank has used a parameter if its `.grad` is not None. Where a rank
+            did not use a parameter, it contributes zeros. A parameter that no rank used keeps `.grad` None.
+            The ranks first agree, in one all-reduce, on which parameters any rank has used, or they would
+            wait for different parameters. The `op` of all_reduce may be "sum", "mean" or "max", and
+            `pattern=self.pattern` chooses its algorithm. Frozen parameters are left out. At the end call
+            `self._guard.synchronised()`.
         """,
         hints=(
             "Without unused parameters this is a loop: all_reduce(parameter.grad, op='mean', "

@@ -72,8 +72,8 @@ EXERCISES = (
 
             With `self.split_input` x has all inputs: `split_to_ranks` takes this rank's n-th of dim -1. With
             `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
-            TIME: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for all tokens:
-            `sum_over_ranks`. `self.bias` may be None.
+            TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
+            all tokens: `sum_over_ranks`. `self.bias` may be None.
         """,
         hints=(
             "This rank's inputs times this rank's part of the weight give a term of every output. The output "

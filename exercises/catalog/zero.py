@@ -24,17 +24,19 @@ EXERCISES = (
         doc="""
             Return what one of `ranks` ranks holds by formula, if one process holds `full`.
 
-            Stage 0 is plain data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2
-            also the gradients, and stage 3 also the parameters. For another stage raise WorkbookError: ZeRO
-            has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}.
+            Held has three fields, in bytes: `parameters`, `gradients` and `optimizer_state`. Stage 0 is plain
+            data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2 also the gradients,
+            and stage 3 also the parameters. The quotients may be fractions. For another stage raise
+            WorkbookError with the text "ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no
+            stage {stage}." FORMULAS has an entry for each stage that exists.
         """,
         docs={
             "of_one_process": """
-                Return the bytes that one process holds; the optimizer keeps `states` numbers for each trained
-                one.
+                Return the bytes that one process holds.
 
                 Each share describes some parameters: `full` is how many numbers they have, `itemsize` the
-                bytes of one, and `trained` tells whether they have gradients.
+                bytes of one, and `trained` tells whether they have gradients. The optimizer keeps `states`
+                numbers for each number of a trained parameter, of the same itemsize.
             """,
             "owned": """
                 Return what this rank should hold, to the byte, without padding.

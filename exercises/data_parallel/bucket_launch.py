@@ -25,7 +25,7 @@ You may use:
         Divide the gradients among buckets, in the order in which the backward completes them.
     self._to_launch
     self._wait_for_all() -> None
-        Wait for all buckets, and prepare for the next backward.
+        Wait for the handles of all buckets in flight, and prepare for the next backward.
     self.buckets
     self.group: Group
     self.order.adopt_observed(group: Group) -> bool

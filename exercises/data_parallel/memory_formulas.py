@@ -29,19 +29,21 @@ from lab.errors import WorkbookError
 def formula(stage: int, full: Held, ranks: int) -> Held:
     """Return what one of `ranks` ranks holds by formula, if one process holds `full`.
 
-    Stage 0 is plain data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2
-    also the gradients, and stage 3 also the parameters. For another stage raise WorkbookError: ZeRO
-    has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}.
+    Held has three fields, in bytes: `parameters`, `gradients` and `optimizer_state`. Stage 0 is plain
+    data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2 also the gradients,
+    and stage 3 also the parameters. The quotients may be fractions. For another stage raise
+    WorkbookError with the text "ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no
+    stage {stage}." FORMULAS has an entry for each stage that exists.
     """
     raise NotImplementedError("The memory of each stage is not written yet: `formula` has no body.")
 
 
 def of_one_process(shares: Sequence[Share], states: int) -> Held:
-    """Return the bytes that one process holds; the optimizer keeps `states` numbers for each trained
-    one.
+    """Return the bytes that one process holds.
 
     Each share describes some parameters: `full` is how many numbers they have, `itemsize` the
-    bytes of one, and `trained` tells whether they have gradients.
+    bytes of one, and `trained` tells whether they have gradients. The optimizer keeps `states`
+    numbers for each number of a trained parameter, of the same itemsize.
     """
     raise NotImplementedError("The memory of each stage is not written yet: `of_one_process` has no body.")
 

@@ -25,7 +25,7 @@ class mutant(OverlapDataParallel):
         return gradient
 
     def _on_gradient(self, i: int) -> None:
-        pass
+        """Do nothing: the other hook does the work."""
 
     def finish_gradient_sync(self) -> None:
-        pass
+        """Do nothing: each hook has waited."""

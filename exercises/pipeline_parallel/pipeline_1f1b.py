@@ -28,13 +28,19 @@ def one_f_one_b(stages: int, microbatches: int) -> Table:
         rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
         rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
 
-    Rank r begins with p-1-r forwards, one for each rank after it. With fewer the ranks after it would wait
-    for work; with more it would hold more, and gain no time. From then on a backward follows each forward
-    and frees the activations of one microbatch. So a rank holds at most p - rank microbatches, however many
-    there are. The bubble is as large as GPipe's.
+    The picture is one_f_one_b(3, 4). A backward such as B0--- takes twice as long as a forward. A
+    point is idle time, which is not in the table. With p = `stages`, rank r has stage r.
 
-    Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1 and the cooldown B2 B3. Narayanan et al.,
-    "PipeDream", 2019; with all gradients of a batch before the optimizer's step, as here, in their
-    "Memory-Efficient Pipeline-Parallel DNN Training", 2021, arXiv:2006.09503.
+    Rank r begins with a warmup of p-1-r forwards, one for each rank after it. If there are fewer
+    microbatches than that, the warmup is all of them. The next forward already belongs to the steady
+    state, in which a backward follows each forward. So p-r forwards stand before the first backward,
+    and a rank holds at most p-r microbatches, however many there are. The backwards that are left are
+    the cooldown. Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1 and the cooldown B2
+    B3.
+
+    A table is a list with one row for each rank. `row = _Row()` makes an empty row;
+    `row.add("F", stage)` appends the next forward, and `row.add("FB", stage)` the next forward and
+    the next backward; `row.actions` is the row for the table. First call `_check(stages=stages,
+    microbatches=microbatches)`, which raises for a number below 1.
     """
     raise NotImplementedError("The table of 1F1B is not written yet: `one_f_one_b` has no body.")

@@ -33,8 +33,8 @@ def forward(self, x: Tensor) -> Tensor:
 
     With `self.split_input` x has all inputs: `split_to_ranks` takes this rank's n-th of dim -1. With
     `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
-    TIME: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for all tokens:
-    `sum_over_ranks`. `self.bias` may be None.
+    TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
+    all tokens: `sum_over_ranks`. `self.bias` may be None.
     """
     raise NotImplementedError(
         "The row-parallel layer is not written yet: `RowParallelLinear.forward` has no body."

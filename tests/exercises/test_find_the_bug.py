@@ -52,7 +52,7 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     _, _, explanation = fields["doc"].partition(": ")
     assert not explanation or explanation not in text.replace("\n", " ") or explanation in bug.symptom
     assert bug.symptom.endswith(".") and len(bug.symptom) > 12
-    assert len(set(bug.hints)) == 3 and fields["doc"].replace("\n", " ") in bug.hints[2]
+    assert len(set(bug.hints)) == 3 and fields["doc"].replace("\n", " ") in bug.hints[1]
     assert ast.parse(solution(bug))
 
 
