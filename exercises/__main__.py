@@ -39,7 +39,9 @@ def show(space: Workspace, options: argparse.Namespace) -> int:
     console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
     if unmet := [name for name in exercise.needs if not space.progress[name].has_passed]:
         console.print(f"It builds on {', '.join(unmet)}.")
-    console.print("Then: python -m exercises check, or hint, or watch")
+    console.print(f"First read notebooks/{exercise.notebook}.ipynb. Then check your code each time you save:")
+    console.print(f"    python -m exercises watch {exercise.name}")
+    console.print(f"`python -m exercises hint {exercise.name}` opens a hint, which costs nothing.")
     console.print("For an exercise that a notebook names, add its name: python -m exercises watch NAME")
     return 0
 
@@ -52,12 +54,13 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
         ]
         print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
         return 0
-    table = Table(
-        Column("exercise", no_wrap=True), "difficulty", "minutes", Column("state", no_wrap=True), "hints"
-    )
+    name, state = Column("exercise", no_wrap=True), Column("state", no_wrap=True)
+    table = Table(name, "difficulty", "minutes", state, "hints", "notebook")
+    following = space.next_exercise()
     for e in EXERCISES:
-        progress = space.progress[e.name]
-        table.add_row(e.name, str(e.difficulty), str(e.minutes), coloured(progress), str(progress.hints))
+        progress, mark = space.progress[e.name], "> " if e is following else "  "
+        numbers = str(e.difficulty), str(e.minutes), coloured(progress), str(progress.hints)
+        table.add_row(mark + e.name, *numbers, e.notebook.partition("_")[0])
     console.print(table)
     done = sum(space.progress[e.name].has_passed for e in EXERCISES)
     console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
@@ -110,6 +113,10 @@ def hint(space: Workspace, options: argparse.Namespace) -> int:
     hints = space.hint(exercise)
     for number, text in enumerate(hints, start=1):
         console.print(f"Hint {number} of {len(exercise.hints)}: {escape(text)}")
+    if len(hints) == len(exercise.hints):
+        console.print(
+            f"These are all hints. `python -m exercises solution {exercise.name}` shows the solution."
+        )
     return 0
 
 
@@ -167,6 +174,7 @@ def watch(space: Workspace, options: argparse.Namespace) -> int:
     """Grade the file each time it is saved, and go on to the next exercise after it has passed."""
     exercise: Exercise | None = chosen(space, options.name)
     seen = None
+    console.print(f"Watching {shown(space.file(exercise))}.")
     while exercise is not None:
         file = space.file(exercise)
         stamp = (file, file.stat().st_mtime_ns if file.exists() else None)
@@ -199,7 +207,7 @@ COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] 
     "list": (show_list, "List all exercises, with progress and the minutes left."),
     "check": (check, "Grade one exercise with the tests of its lesson."),
     "hint": (hint, "Open one more of the three hints."),
-    "reset": (reset, "Make the file as it was, and keep a copy of your code in exercises/.saved."),
+    "reset": (reset, "Put the file back to how it was at first; your code is kept in exercises/.saved."),
     "solution": (solution, "Show the lesson's code, after passing or when asked twice."),
     "bugs": (show_bugs, "List the wrong implementations, by their symptoms."),
     "bug": (bug, "Make the file of one of them, which you mend; without a name, of the next one."),

@@ -46,6 +46,7 @@ def in_module(module: str, name: str) -> Definition:
     raise LookupError(f"{module} does not define {name}.")
 
 
+@functools.cache
 def member_of(found: Definition, name: str) -> Definition | None:
     """Return a method, a field or an attribute that a method assigns, also one of a base class."""
     node = found.node
@@ -115,6 +116,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> set[str]:
     return {ast.unparse(part) for part in parts}
 
 
+@functools.cache
 def imported_modules(module: str) -> set[str]:
     """Return the modules of lessons from which a module imports, and the module itself."""
     imports = (node for node in _tree(module).body if isinstance(node, ast.ImportFrom))

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 
 from exercises.catalog import BY_NAME, Exercise
 from exercises.find_the_bug import bugs
@@ -26,5 +27,6 @@ def exercise_named(name: str) -> Exercise:
 def suggestion(name: str) -> str:
     """Return how a sentence about an unknown name ends: ": did you mean zero1?", or with a full stop."""
     parts = [known for known in BY_NAME if len(name) >= 3 and name in known]
-    near = difflib.get_close_matches(name, all_exercises(), n=1) or parts[:1]
+    same = [known for known in BY_NAME if known.replace("_", "") == re.sub(r"[\W_]", "", name).lower()]
+    near = same or difflib.get_close_matches(name, all_exercises(), n=1) or parts[:1]
     return f": did you mean {near[0]}?" if near else "."

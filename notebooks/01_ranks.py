@@ -191,7 +191,7 @@ show_keys()
 #    reads the others' addresses and connects to them directly.
 # 4. Each notes under `formed/` that its connections stand.
 #
-# Rank 0 is called the master. **A claim that many arrive with**: "the tensors of all ranks go through the master". If
+# Rank 0 is called the master. **A common belief**: "the tensors of all ranks go through the master". If
 # they went through its store, an all-reduce would leave keys there. **Predict**: how many keys are added when the two
 # ranks add up a million numbers?
 
@@ -300,7 +300,7 @@ dist.get_backend(), str(device)
 # | tensors are in | the processor's memory | the memory of NVIDIA GPUs (on AMD's it is RCCL, under the same name) |
 # | bytes go over | TCP sockets | NVLink, PCIe, InfiniBand or sockets, whichever is fastest |
 # | the work is done by | threads of the processor | programs on the GPU, which take some of its cores |
-# | a call without `async_op` returns | when the tensor may be used | at once: the GPU does it later, in the order of its stream |
+# | a call without `async_op` returns | when the tensor may be used | at once: the GPU does it later, after the calls before it (this queue is called a *stream*) |
 # | ranks for each device | as many as you like | one: each rank needs its own GPU |
 # | if ranks do not agree | an error or a timeout in the call | often a hang, which a watchdog ends by killing the process |
 # | good for | learning, tests, data in the processor's memory | training |

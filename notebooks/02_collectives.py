@@ -328,13 +328,31 @@ sent.compare(pull("megabytes")[0])
 # %% [markdown]
 # Not 12, and not 4: each rank sends 2 (n-1)/n of the tensor, here 6 MB. (The 192 bytes more are *headers*: before
 # each collective our ranks compare what they are about to do.) No rank sends more than twice the tensor, however many
-# ranks there are. [comm/algorithms/ring.py](../comm/algorithms/ring.py) shows why, and notebook 03 measures the time.
+# ranks there are.
+#
+# The *ring* shows why. The ranks stand in a circle: each one sends only to the next one, its right neighbour, and
+# receives only from the one before it. After the last rank comes rank 0. Each rank cuts its tensor into as many
+# *chunks* as there are ranks, and in each step it sends one chunk while another one arrives. With four ranks,
+# these are the numbers of the chunks:
+#
+# | | rank 0 sends | rank 1 sends | rank 2 sends | rank 3 sends |
+# |---|---|---|---|---|
+# | reduce-scatter, step 0 | 3 | 0 | 1 | 2 |
+# | step 1 | 2 | 3 | 0 | 1 |
+# | step 2 | 1 | 2 | 3 | 0 |
+# | afterwards complete on this rank | 0 | 1 | 2 | 3 |
+# | all-gather, step 0 | 0 | 1 | 2 | 3 |
+# | step 1 | 3 | 0 | 1 | 2 |
+# | step 2 | 2 | 3 | 0 | 1 |
+#
+# Follow chunk 0. Rank 1 sends its own numbers to rank 2, which adds its own and sends the sum to rank 3, which adds
+# and sends to rank 0. Rank 0 adds the last ones, so its chunk 0 is complete. In the all-gather it goes around once
+# more, as it is. A rank sends 3 + 3 chunks of 1 MB each: 6 MB. Notebook 03 measures the time.
 #
 # ## Backwards: the claim about the all-gather
 #
-# Collectives stand in the middle of models, so autograd has to go backward through them. **A claim that many arrive
-# with**: "the backward of an all-gather needs no communication, because every rank already has the full tensor". Each
-# rank holds one number. They all-gather them and each computes a loss of its own from the four: rank r multiplies
+# Collectives stand in the middle of models, so autograd has to go backward through them. **A common belief**: "the
+# backward of an all-gather needs no communication, because every rank already has the full tensor". Each rank holds one number. They all-gather them and each computes a loss of its own from the four: rank r multiplies
 # their sum by r + 1. **Predict**: what is the gradient of rank 0's number, if the loss of the training is the sum of
 # the four losses?
 
@@ -443,7 +461,7 @@ for name in IN_ONE_PROCESS:
 #
 # ## Backwards: the claim about the all-reduce
 #
-# **A claim that many arrive with**: "all-reduce is its own backward". The table has just proven it, for ranks that do
+# **A common belief**: "all-reduce is its own backward". The table has just proven it, for ranks that do
 # *different* things with the sum, each with a loss of its own. In tensor parallelism that is not so. Look at the
 # smallest case: two ranks, one layer each has half of. The input is 1. The weights of the first matrix are 1 and 2,
 # those of the second are 3 and 4. Each rank has one of each, computes its product, and an all-reduce adds the two: 1
@@ -496,7 +514,9 @@ too_large.compare(pull("by_all_reduce", ranks=[0])[0] / pull("by_identity", rank
 #
 # ## Exercises
 #
-# 1. Write the backward of each collective: `conjugate_functions`. Then `all_to_all`, and, if you like trees,
+# 1. Write the ring of this notebook, in three parts: `send_and_receive`, `ring_reduce_scatter` and `ring_all_gather`.
+#    The lesson's file, comm/algorithms/ring.py, has the solution, so do not open it before.
+# 2. Write the backward of each collective: `conjugate_functions`. Then `all_to_all`, and, if you like trees,
 #    `tree_broadcast`. `make exercises ARGS=list` shows all, and `make exercises ARGS='check conjugate_functions'`
 #    judges one. In a notebook a cell can do it:
 #    ```python
@@ -507,10 +527,10 @@ too_large.compare(pull("by_all_reduce", ranks=[0])[0] / pull("by_identity", rank
 #
 #    check(gather_chunks, "ring_all_gather")
 #    ```
-# 2. Four ranks have 10, 20, 30 and 40. Use only two collectives so that every rank has the *largest* of them, and
+# 3. Four ranks have 10, 20, 30 and 40. Use only two collectives so that every rank has the *largest* of them, and
 #    rank 0 also has the list. Which two?
 #    <details><summary>Answer</summary>An all-reduce with <code>op="max"</code>, and a gather to rank 0.</details>
-# 3. A model is broadcast from rank 0 at the start of the training. Must the gradients go backward through this
+# 4. A model is broadcast from rank 0 at the start of the training. Must the gradients go backward through this
 #    broadcast?
 #    <details><summary>Answer</summary>No. It is done once, before the training, and no loss is computed through it.
 #    In each step the copies' gradients are averaged by an all-reduce instead. That is a reduce, as in the backward of

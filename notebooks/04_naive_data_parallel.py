@@ -363,7 +363,7 @@ late.compare(pull("inside")[0])
 # optimizer step. This is *gradient accumulation*. It is data parallel in time instead of in space: ranks compute
 # different examples at the same moment, microbatches one after the other.
 #
-# **A claim that many arrive with**: "gradient accumulation is summing: autograd adds up, so there is nothing to do".
+# **A common belief**: "gradient accumulation is summing: autograd adds up, so there is nothing to do".
 # **Predict**: a rank computes 6 examples as 3 microbatches of 2, and calls `backward()` three times. How many times too
 # large is the gradient, compared with that of the 6 examples at once?
 

@@ -68,7 +68,7 @@ number.compare(got[1])
 #
 # ## "A hook that all-reduces overlaps communication"
 #
-# That is a claim that many arrive with. Let us write such a hook. To see its effect on a laptop, every rank gets a
+# That is a common belief. Let us write such a hook. To see its effect on a laptop, every rank gets a
 # *metronome* instead of a model: it has the parameters of a small GPT with four blocks, but sleeps 10 milliseconds in the
 # forward of each block and 20 in the backward, as if each rank had a device of its own. The link is simulated, too: 400
 # Mbit/s, and a latency of one millisecond. A `span` records when its block of code began and ended, and `comm` records a span

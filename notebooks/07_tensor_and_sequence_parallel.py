@@ -75,7 +75,7 @@ corner.compare(pull("term[0, 0].item()")[0])
 # inputs*. So put them behind each other. That is the MLP of a transformer: Y = GELU(X A) B, with A by columns and B by rows.
 # GELU works on each number alone, so it needs no other rank.
 #
-# **A claim that many arrive with**: "the row-parallel half of an MLP ends in an all-gather". Y has two columns. **Predict**:
+# **A common belief**: "the row-parallel half of an MLP ends in an all-gather". Y has two columns. **Predict**:
 # how many columns do you get if you all-gather what the two ranks have, side by side?
 
 # %%

@@ -157,6 +157,7 @@ def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
         text=True,
     )
     try:
+        assert f"Watching {space.file(FIRST)}" in watching.stdout.readline()
         assert "is not written yet" in watching.stdout.readline()
         assert "Ctrl-C ends" in watching.stdout.readline()
         space.file(FIRST).write_text("def (\n")
