@@ -12,6 +12,7 @@ from exercises.hangs import hang
 from exercises.relations import belongs_to
 from exercises.topics import PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
 
+_A_GRADIENT = re.compile(r"(?:model\.)?(?:module\.)?(.+)\.grad is not None")
 _NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
 
 
@@ -66,7 +67,12 @@ def none_expected(e: Evidence) -> str | None:
     if "extra" in e.kinds:
         return "There is a gradient where none should be: is one of an earlier step kept and not cleared?"
     if e.first and e.first.is_plain and e.first.operator == "is not" and e.first.pairs[""] == (None, None):
-        return f"There is no value where `{e.first.what}` is asserted: is it not computed on every rank?"
+        if not (found := _A_GRADIENT.fullmatch(e.first.what)):
+            return "There is no value: is it not computed on every rank?"
+        return (
+            f"This rank has no gradient of `{found[1]}`. If another rank has one, this rank must contribute "
+            "zeros and get the mean."
+        )
     if "missing" in e.kinds:
         names = _shown(n for n, one in e.wrong.items() if one.kind == "missing")
         return f"No gradient arrives at {names}: is it not computed, or lost before it is written?"
@@ -175,7 +181,7 @@ def scale(e: Evidence) -> str | None:
         return None
     factor, n = factors.pop(), e.ranks or 0
     if n > 1 and _close(factor, n):
-        return f"There are {n} ranks: it is a sum over ranks that should be a mean, or it is added up twice."
+        return f"There are {n} ranks: {_as_often_as_ranks(e)}."
     if n > 1 and _close(factor, 1 / n):
         return (
             f"There are {n} ranks: it is divided by their number once too often, or one rank's part is taken "
@@ -192,6 +198,19 @@ def scale(e: Evidence) -> str | None:
         parts = round(1 / factor)
         return f"It is divided by {parts} once too often, or only one of {parts} parts is used."
     return "The sign is wrong." if _close(factor, -1) else None
+
+
+def _as_often_as_ranks(e: Evidence) -> str:
+    """Say what makes a value n times too large on n ranks: a gradient may also be that of the only user."""
+    summed = "it is a sum over ranks that should be a mean"
+    if e.first is None or not any("grad" in text for text in (e.first.what, *e.wrong)):
+        return f"something that only one rank should add is added by each, {summed}, or it is added up twice"
+    if e.across() == "agree":
+        return f"{summed}, or it is added up twice"
+    return (
+        f"{summed}, or it is not averaged at all: then this is one rank's own value, and the other ranks "
+        "have zeros or nothing"
+    )
 
 
 def zeros(e: Evidence) -> str | None:

@@ -36,15 +36,28 @@ def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) 
 
 def _plain(one: Compared) -> str | None:
     got, expected = one.pairs[""]
+    if one.message.startswith(("{", "[", "(")):
+        return f"{_expectation(one)}: {one.message}"
+    if len(one.message.split()) in (1, 2):  # it only names a case, such as a wrapper
+        return f"{one.message}: {_expectation(one)}"
     if one.message:
         is_complete = not one.operator or _NAMES_VALUES.search(one.message)
         return one.message if is_complete else f"{one.message}{_pair(got, expected)}"
+    return _expectation(one)
+
+
+def _expectation(one: Compared) -> str:
+    """Return what a plain assertion expects, and what there is instead."""
+    got, expected = one.pairs[""]
+    what = f"the test expects `{_short(one.what)}`"
     if not one.operator:
-        return f"`{_short(one.what)}` is asserted, and is {_short(got)}"
+        return f"{what}, and it is {_short(got)}"
     if isinstance(got, Tensor) or isinstance(expected, Tensor):
         found = wrong_values(one).get("")
-        return f"`{_short(one.what)}` is asserted, and is false{': ' + found.text if found else ''}"
-    return f"`{_short(one.what)}` is asserted: got {_short(got)}, compared with {_short(expected)}"
+        return f"{what}, and it is not so{': ' + found.text if found else ''}"
+    if expected is None and one.operator == "is not":
+        return f"`{_short(one.what.removesuffix(' is not None'))}` is None"
+    return f"{what}, but the left side is {_short(got)} and the right side {_short(expected)}"
 
 
 def _example(got: Any, expected: Any) -> str:

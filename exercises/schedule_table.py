@@ -13,6 +13,9 @@ from pipeline_parallel.validate import grid
 SCHEDULES = "pipeline_parallel.schedules"
 SIZES = ((1, 1), (2, 2), (2, 3), (3, 4), (4, 2), (4, 6))  # ranks, microbatches
 CHUNKS = 2
+LEGEND = (
+    "0B1 is the backward of microbatch 1 in stage 0; a slot is a place in a row, and the first is slot 0."
+)
 
 
 def originals(exercise: Exercise) -> dict[str, Callable[..., Any]]:
@@ -49,12 +52,20 @@ def marked(expected: Table, got: Table, call: str) -> str | None:
         for rank, (right, wrong) in enumerate(zip(expected, got, strict=True)):
             one, other = _at(right, slot), _at(wrong, slot)
             if one != other:
-                found = "ends there" if other is None else f"has {other} there"
+                found = "ends there" if other is None else f"has {other} there{_too_many(expected, other)}"
                 where = f"rank {rank}, slot {slot}: {one or 'no action'} is expected"
                 sentence = f"{call}, {where}, but the row {found}."
                 notes = {rank: f"expected in slot {slot}: {one or 'the end'}"}
-                return f"{sentence}\n{grid(got, [(rank, slot)], notes)}"
+                return f"{sentence}\n{grid(got, [(rank, slot)], notes)}\n{LEGEND}"
     return None
+
+
+def _too_many(expected: Table, action: Any) -> str:
+    """Return how a sentence ends if an action's microbatch does not exist, else nothing."""
+    count = 1 + max(one.microbatch for row in expected for one in row)
+    asked = getattr(action, "microbatch", 0)
+    numbers = "only 1 microbatch" if count == 1 else f"only {count} microbatches"
+    return f", and the call has {numbers}, numbered from 0" if asked >= count else ""
 
 
 def _at(row: list[Any], slot: int) -> Any:

@@ -4,7 +4,7 @@ from comm.collectives import all_reduce
 
 TARGET = "data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync"
 KILLER = "tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_on_all_ranks_or_on_none"
-CAUSE = "is it not computed"
+CAUSE = "must contribute zeros"
 
 
 def mutant(self) -> None:

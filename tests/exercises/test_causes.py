@@ -7,7 +7,7 @@ from exercises.causes import likely_cause
 from exercises.difference import shown_difference
 from exercises.evidence import Evidence
 from exercises.relations import across_ranks, relation
-from exercises.schedule_table import marked, wrong_table
+from exercises.schedule_table import LEGEND, marked, wrong_table
 from lab.compared import Compared
 from lab.waiting import Wait
 from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b
@@ -117,13 +117,20 @@ def test_a_difference_names_the_value_the_element_and_both_numbers():
         "gradient of naive `weight`: 2 times what it should be (element [3]: got 10, expected 5)"
     )
     plain = Compared("held == limit", {"": (6, 1)}, 2, is_plain=True)
-    assert shown_difference({1: plain}, 1) == "`held == limit` is asserted: got 6, compared with 1"
+    assert shown_difference({1: plain}, 1) == (
+        "the test expects `held == limit`, but the left side is 6 and the right side 1"
+    )
 
 
 @pytest.mark.parametrize(
     "message, sentence",
     [
         ("too many microbatches", "too many microbatches (got 6, expected 1)"),
+        (
+            "{'a': 6}",
+            "the test expects `held == limit`, but the left side is 6 and the right side 1: {'a': 6}",
+        ),
+        ("naive", "naive: the test expects `held == limit`, but the left side is 6 and the right side 1"),
         (
             "all_reduce with ring: expected 0.1 s, got 0.2 s",
             "all_reduce with ring: expected 0.1 s, got 0.2 s",
@@ -133,6 +140,28 @@ def test_a_difference_names_the_value_the_element_and_both_numbers():
 def test_an_assertion_with_a_message_is_told_by_its_message(message, sentence):
     plain = Compared("held == limit", {"": (6, 1)}, 2, is_plain=True, message=message)
     assert shown_difference({1: plain}, 1) == sentence
+
+
+def test_a_gradient_that_a_rank_does_not_have_is_told_in_words():
+    what = "model.module.late.weight.grad is not None"
+    one = Compared(what, {"": (None, None)}, 2, "is not", is_plain=True, message="naive")
+    assert shown_difference({1: one}, 1) == "naive: `model.module.late.weight.grad` is None"
+    assert likely_cause(Evidence("a test", "", {1: one})).startswith(
+        "This rank has no gradient of `late.weight`."
+    )
+
+
+@pytest.mark.parametrize(
+    "what, ranks, words",
+    [
+        ("gradient", (0,), "not averaged at all: then this is one rank's own value"),
+        ("gradient", (0, 1), "a sum over ranks that should be a mean, or it is added up twice"),
+        ("output", (0,), "2 ranks: something that only one rank should add is added by each"),
+    ],
+)
+def test_a_value_as_often_as_there_are_ranks_has_several_causes(what, ranks, words):
+    compared = {rank: Compared(what, {"weight": (RIGHT * 2, RIGHT)}, 2) for rank in ranks}
+    assert words in likely_cause(Evidence("a test", "", compared))
 
 
 def test_a_formula_that_gives_zero_has_nothing_to_arrive():
@@ -149,6 +178,7 @@ def test_a_wrong_schedule_is_shown_with_its_first_wrong_cell_in_brackets():
     assert rows == [
         "rank 0   0F0  0F1  0B0  0B1",
         "rank 1   1F0 [1F1] 1B0  1B1   expected in slot 1: 1B0",
+        LEGEND,
     ]
     assert wrong_table(one_f_one_b, one_f_one_b) is None
 
@@ -157,6 +187,9 @@ def test_a_row_that_ends_early_or_goes_on_is_a_wrong_cell_too():
     right = gpipe(1, 1)
     assert "1 rows, and not 2" in marked(gpipe(2, 1), right, "gpipe(2, 1)")
     assert "slot 1: 0B0 is expected, but the row ends there." in marked(right, [right[0][:1]], "gpipe(1, 1)")
+    assert "has 0F1 there, and the call has only 1 microbatch, numbered from 0." in marked(
+        right, [gpipe(1, 2)[0][1:]], "gpipe(1, 1)"
+    )
     assert "slot 2: no action is expected, but the row has 0F0" in marked(
         right, [[*right[0], right[0][0]]], "gpipe(1, 1)"
     )
