@@ -27,18 +27,21 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
     for unwritten in (missing(exercise, target) for target in exercise.targets):
         if "NotImplementedError" in trace and unwritten in trace:
             return Explanation("unsolved", unwritten)
-    test_name, cause = name_of(test["id"]), f" {failure['cause']}" if failure["cause"] else ""
+    in_test, cause = (
+        f'In the test "{name_of(test["id"])}"',
+        f" {failure['cause']}" if failure["cause"] else "",
+    )
     if text.startswith("no answer within"):
-        sentence = f"{test_name}: the ranks wait for one another: {_stuck(file, text)}.{cause}"
+        sentence = f"{in_test} the ranks wait for one another: {_stuck(file, text)}.{cause}"
         return Explanation("hangs", sentence, failure["drawing"])
     rank = failure["rank"]
     if rank is not None and " failed:\n" not in text:
-        return Explanation("failed", f"{test_name}: {text.splitlines()[0]}{cause}", failure["drawing"])
+        return Explanation("failed", f"{in_test}: {text.splitlines()[0]}{cause}", failure["drawing"])
     at = _own_line(file, text if rank is not None else trace)
     where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
     error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
     error = error if not cause or error.endswith((".", "?", "!")) else f"{error}."
-    return Explanation("failed", f"{test_name}: {where and where + ': '}{error}{cause}", failure["drawing"])
+    return Explanation("failed", f"{in_test}: {where and where + ': '}{error}{cause}", failure["drawing"])
 
 
 def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
@@ -95,7 +98,7 @@ def _stuck(file: Path, text: str) -> str:
         if rank and own:
             places.append(f"{rank[0]} at line {own[1]} of {file.name}")
         elif rank and inner:
-            places.append(f"{rank[0]} at line {inner[2]} of {inner[1]}")
+            places.append(f"{rank[0]} outside of your function, at line {inner[2]} of {inner[1]}")
         else:
             places.append(block.splitlines()[0])
     return ", ".join(places)

@@ -17,7 +17,7 @@
 # You need about 40 minutes. Each cell that begins with `%%ranks` runs on all four ranks at once; variables stay from
 # cell to cell ([lab/notebook.py](../lab/notebook.py)). In other cells `pull("x")` returns the value of `x` on each
 # rank. The lesson beside this notebook is [comm/tour.py](../comm/tour.py), and each algorithm is a file in
-# [comm/algorithms](../comm/algorithms).
+# [comm/algorithms](../comm/algorithms). These files contain the solutions of the exercises, so do the exercises first.
 
 # %%
 # %load_ext lab.notebook

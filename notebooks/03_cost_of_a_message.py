@@ -16,7 +16,8 @@
 #
 # You need about 40 minutes. The lesson files beside this notebook are [comm/cost.py](../comm/cost.py), which has the
 # formulas, and [comm/algorithms](../comm/algorithms), one file for each way. Notebook 02 has shown what an all-reduce
-# is: each rank brings a tensor, and all ranks get the sum.
+# is: each rank brings a tensor, and all ranks get the sum. The lesson files contain the solutions of the exercises, so do
+# the exercises before you open them.
 
 # %%
 # %load_ext lab.notebook

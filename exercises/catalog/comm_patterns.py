@@ -102,7 +102,7 @@ EXERCISES = (
     Exercise(
         name="tree_broadcast",
         title="Tree broadcast",
-        notebook="02_collectives",
+        notebook="03_cost_of_a_message",
         target="comm.algorithms.tree.broadcast",
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",
@@ -132,7 +132,7 @@ EXERCISES = (
     Exercise(
         name="binomial_tree",
         title="Parents and children in a binomial tree",
-        notebook="02_collectives",
+        notebook="03_cost_of_a_message",
         target="comm.algorithms.tree._family",
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",

@@ -1,6 +1,6 @@
 """Parents and children in a binomial tree. Write `_family` of comm/algorithms/tree.py.
 
-Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:

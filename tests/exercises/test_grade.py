@@ -97,7 +97,7 @@ def explained(folder, old: str, new: str) -> tuple[str, str, int]:
 def test_a_failure_names_the_rank_the_line_and_the_error(tmp_path):
     state, sentence, line = explained(tmp_path, "arrived = torch", "1 / (r - 2); arrived = torch")
     assert state == "failed"
-    assert sentence.startswith("ring all reduce equals one process: rank 2 at line ")
+    assert sentence.startswith('In the test "ring all reduce equals one process": rank 2 at line ')
     assert f"line {line} of ring_reduce_scatter.py: ZeroDivisionError: division by zero" in sentence
 
 
