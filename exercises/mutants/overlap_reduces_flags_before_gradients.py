@@ -10,7 +10,7 @@ KILLER = (
     "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all"
 )
 FAILS_WITH = "The ranks do not fit together"
-CAUSE = "same collective"
+CAUSE = "in different orders"
 
 
 def mutant(self) -> None:

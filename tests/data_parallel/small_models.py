@@ -46,6 +46,20 @@ class HasNone(nn.Module):
         return WithoutWeight.apply(self.layers(x), self.weight)
 
 
+class Middle(nn.Module):
+    """A product of three parameters and the input; the one in the middle may be left out."""
+
+    leaves_unused = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Parameter(torch.ones(1).double()) for _ in range(3))
+
+    def forward(self, x: Tensor, uses_middle: bool) -> Tensor:
+        y = x * self.first
+        return (y * self.middle if uses_middle else y) * self.last
+
+
 class Complex(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from lab.check import assert_same, gradients, reference_gradients
 from lab.cluster import Cluster
@@ -12,7 +11,7 @@ from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import zb_h1
 from tests.data_parallel.equivalence import OURS, WRAPPERS, mean_square, mine
-from tests.data_parallel.small_models import HasNone, X, layers
+from tests.data_parallel.small_models import HasNone, Middle, X, layers
 
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))  # of ranks
 
@@ -29,20 +28,6 @@ def test_a_backward_may_return_no_gradient_for_a_parameter():
                 assert_same(gradients(model.module), expected, what=f"gradient of {name}")
 
     run_ranks(work, 2)
-
-
-class Middle(nn.Module):
-    """A product of three parameters and the input; the one in the middle may be left out."""
-
-    leaves_unused = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Parameter(torch.ones(1).double()) for _ in range(3))
-
-    def forward(self, x: Tensor, uses_middle: bool) -> Tensor:
-        y = x * self.first
-        return (y * self.middle if uses_middle else y) * self.last
 
 
 def test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all():

@@ -18,6 +18,7 @@ from lab.memory import live_bytes
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import EitherWay, Odd, examples, mine, odd_loss
 from tests.data_parallel.sharded import STAGES, Blocks, Sharded, compare_with_one_process, full_tensors, total
+from tests.data_parallel.small_models import Middle
 
 
 class Layer(nn.Module):
@@ -91,6 +92,26 @@ def test_the_gradients_of_all_microbatches_add_up_in_the_shards():
 
 def test_weight_decay_does_not_change_parameters_that_no_rank_used():
     compare(*STAGES, make=Odd, optimizer="adamw")
+
+
+def test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all():
+    steps = {"both": 1.5, "none": None, "rank 0": 0.5, "rank 1": 1.0}  # who uses it: the mean of its gradient
+
+    def work(cluster: Cluster) -> None:
+        for stage in STAGES:
+            options = {} if stage == "zero3" else {"bucket_mb": 1e-6}
+            sharded = Sharded(stage, Middle(), "sgd", **options)
+            for users, middle in steps.items():
+                uses_middle = users in ("both", f"rank {cluster.rank}")
+                sharded.optimizer.zero_grad()
+                sharded.model(torch.full((1,), cluster.rank + 1.0).double(), uses_middle).backward()
+                sharded.syncing.finish_gradient_sync()
+                expected = {key: torch.tensor([1.5]) for key in ("first", "last")}
+                expected["middle"] = None if middle is None else torch.tensor([middle])
+                found = full_tensors(sharded.pieces, lambda piece: piece.tensor.grad)
+                assert_same(found, expected, what=f"gradient of {stage}, used by {users},")
+
+    run_ranks(work, 2, timeout=20)
 
 
 def test_a_block_is_gathered_during_its_forward_and_its_backward():
