@@ -3,7 +3,7 @@
 import torch
 
 from comm import collectives
-from comm.algorithms import tree
+from comm.algorithms import ring, tree
 from comm.collectives import PATTERNS
 from lab.ranks import run_ranks
 
@@ -81,6 +81,33 @@ def test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time():
 
     tree.broadcast(Noting(), torch.ones(1), 0)
     assert events == ["send to 4", "wait", "send to 2", "wait", "send to 1", "wait"]
+
+
+def test_a_ring_starts_no_message_for_an_empty_tensor():
+    events = []
+
+    class Noting:
+        """A wire, and the transfers of it, of rank 1 of four."""
+
+        rank, size = 1, 4
+
+        def isend(self, tensor: torch.Tensor, peer: int) -> "Noting":
+            events.append(f"send {tensor.numel()} to {peer}")
+            return self
+
+        def irecv(self, tensor: torch.Tensor, peer: int) -> "Noting":
+            events.append(f"receive {tensor.numel()} from {peer}")
+            return self
+
+        def wait(self) -> None:
+            events.append("wait")
+
+    sending, receiving = ["send 3 to 2", "wait"], ["receive 2 from 0", "wait"]
+    for outgoing, incoming, expected in ((0, 0, []), (3, 0, sending), (0, 2, receiving)):
+        events.clear()
+        ring.shift(Noting(), torch.ones(outgoing), torch.ones(incoming))
+        what = f"{outgoing} elements leave and {incoming} arrive: an empty tensor must not be sent"
+        assert events == expected, f"{what}; expected {expected}, got {events}"
 
 
 def test_a_reduce_does_not_change_the_other_ranks_tensors():
