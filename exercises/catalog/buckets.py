@@ -29,6 +29,7 @@ EXERCISES = (
             OVERLAP + "test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too",
             LATE + "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all",
             LATE + "test_a_parameter_that_is_used_keeps_a_gradient_of_zeros",
+            EQUIVALENCE + "test_gradients_are_averaged_within_the_given_group_only",
         ),
         difficulty=3,
         minutes=40,

@@ -45,6 +45,7 @@ EXERCISES = (
             EQUIVALENCE + "test_a_module_without_trained_parameters_is_allowed",
             LATE + "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all",
             LATE + "test_a_parameter_that_is_used_keeps_a_gradient_of_zeros",
+            EQUIVALENCE + "test_gradients_are_averaged_within_the_given_group_only",
             "tests/data_parallel/test_naive.py::test_naive_sends_each_gradient_and_the_flags_after_the_backward",
         ),
         difficulty=2,

@@ -275,7 +275,7 @@ def test_gradients_are_averaged_within_the_given_group_only():
                 model.finish_gradient_sync()
                 assert torch.equal(model.module.weight.grad, torch.full((2, 3), 2.0)), name  # of 1 and 3
 
-    run_ranks(work, 4)
+    run_ranks(work, 4, timeout=20)
 
 
 @pytest.mark.parametrize("name", ["overlap", "overlap by torch", "a bucket for each", "buckets", "ddp"])
