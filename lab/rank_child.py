@@ -20,14 +20,13 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from lab import replace
+from lab import replace, stacks
 from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.compared import compared_in
 from lab.devices import device_of
 from lab.gloo_threads import keep_from_preempting
 from lab.interface import LOOPBACK
-from lab.waiting import write_wait
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
     _serve_the_parent(pipe, job)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
-    with open(stack_file(job.folder, job.rank), "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    with open(stacks.stack_file(job.folder, job.rank), "a") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         failed = False
         try:
             reply = cloudpickle.dumps((time.monotonic(), _call(job), None))
@@ -133,20 +132,14 @@ def _failure(error: BaseException) -> bytes:
 
 
 def _serve_the_parent(parent: Connection, job: Job) -> None:
-    """Start a thread that says for whom this rank waits, and that ends the rank with its parent."""
+    """Start a thread that says where this rank is, and that ends the rank with its parent."""
 
     def serve() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                parent.recv_bytes()  # ASK_FOR_WAIT
-                with contextlib.suppress(Exception):
-                    write_wait(job.folder, job.rank)
+                parent.recv_bytes()  # stacks.ASK
+                stacks.answer(job.folder, job.rank)
         shutil.rmtree(job.folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=serve, name="serve the parent", daemon=True).start()
-
-
-def stack_file(folder: str, rank: int) -> str:
-    """Return the file to which a rank writes its stacks when it is sent SIGUSR1."""
-    return os.path.join(folder, f"stack-{rank}")

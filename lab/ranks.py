@@ -11,18 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TextIO
 
 import cloudpickle
 
-from lab import forked, replace
+from lab import forked, replace, stacks
 from lab.compared import Compared
 from lab.devices import refuse_devices
-from lab.rank_child import Job, stack_file
-from lab.rank_output import print_tagged, where
+from lab.rank_child import Job
+from lab.rank_output import print_tagged
 from lab.units import MAX_SECONDS
-from lab.waiting import ASK_FOR_WAIT, Wait, drawn, read_waits
+from lab.waiting import Wait, drawn, read_waits
 
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
 _STACKS = 5.0  # seconds that a rank may need to say where it is
@@ -192,16 +191,13 @@ class _Supervisor:
 
     def _hang(self) -> RankError:
         stuck = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
-        for rank in stuck:
-            with suppress(OSError):
-                os.kill(self.started[rank].process.pid, signal.SIGUSR1)
-                self.started[rank].pipe.send_bytes(ASK_FOR_WAIT)
+        asked = {rank: (self.started[rank].process.pid, self.started[rank].pipe) for rank in stuck}
+        places = stacks.ask(asked, self.jobs[0].folder, _STACKS)
         self._drain(time.monotonic() + _GRACE)
-        self._await_stacks(stuck)
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
             if job.rank in stuck:
-                lines.append(f"rank {job.rank} is stuck {where(stack_file(job.folder, job.rank))}")
+                lines.append(f"rank {job.rank} is stuck {places[job.rank]}")
             elif job.rank in self.answers:
                 lines.append(f"rank {job.rank} has finished")
             else:
@@ -210,15 +206,6 @@ class _Supervisor:
         if waits:
             lines.append(drawn(waits))
         return RankError(stuck[0], "\n  ".join(lines), waits=waits)
-
-    def _await_stacks(self, ranks: list[int]) -> None:
-        """Wait until these ranks have written their stacks. On a busy machine that takes its time."""
-        files = [stack_file(self.jobs[rank].folder, rank) for rank in ranks]
-        deadline = time.monotonic() + _STACKS
-        while time.monotonic() < deadline and not all(
-            os.path.exists(f) and os.path.getsize(f) for f in files
-        ):
-            time.sleep(0.01)
 
 
 def _last_line(text: str) -> str:

@@ -21,23 +21,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
 import cloudpickle
 
-from lab import forked
+from lab import forked, stacks
 from lab.devices import num_gpus, refuse_devices
 from lab.errors import WorkbookError
 from lab.rank_cells import Reply, Request, serve
-from lab.rank_child import Job, stack_file
-from lab.rank_output import print_tagged, where
+from lab.rank_child import Job
+from lab.rank_output import print_tagged
 from lab.units import MAX_SECONDS
-from lab.waiting import ASK_FOR_WAIT, drawn, read_waits
+from lab.waiting import drawn, read_waits
 
 START_SECONDS = 30.0
-INTERRUPT_SECONDS = 1.2  # for all ranks to end their cells after an interrupt
+STACK_SECONDS = 0.8  # for stuck ranks to write where they are, after an interrupt
+INTERRUPT_SECONDS = 1.0  # for all ranks to end their cells after an interrupt
 _STARTED_AGAIN = "All ranks have been started again, without their variables."
 WAIT_AFTER_ERROR = 3.0  # seconds that ranks may take for a cell after another rank has failed in it
 
@@ -228,12 +228,9 @@ class StandingRanks:
     ) -> WorkbookError:
         """End the cell on the ranks that still run it; return the error that says where each of them was."""
         waiting = [rank for rank in ranks if rank not in replies]
-        for rank in waiting:
-            with suppress(OSError):
-                os.kill(self.pids[rank], signal.SIGUSR1)
-                self._processes[rank].pipe.send_bytes(ASK_FOR_WAIT)
-        time.sleep(0.1)  # faulthandler writes the stacks
-        places = [f"rank {rank} was {where(stack_file(self._folder, rank))}" for rank in waiting]
+        asked = {rank: (self.pids[rank], self._processes[rank].pipe) for rank in waiting}
+        found = stacks.ask(asked, self._folder, STACK_SECONDS)
+        places = [f"rank {rank} was {place}" for rank, place in found.items()]
         if waits := read_waits(self._folder, waiting):
             places.append(drawn(waits))
         message = cloudpickle.dumps(Request("interrupt"))

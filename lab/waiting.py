@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-ASK_FOR_WAIT = b"For whom do you wait?"  # from a parent to its rank
 TORCH_CALLS = {"send": ("send to", "dst"), "recv": ("receive from", "src")}
 
 

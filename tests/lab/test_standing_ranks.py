@@ -147,3 +147,11 @@ def test_no_process_and_no_folder_is_left():
     standing.stop()
     assert not any(is_alive(pid) for pid in pids)
     assert not os.path.exists(folder)
+
+
+def test_a_second_interrupt_tells_where_each_rank_is_then(ranks):
+    for line in ("dist.recv(torch.ones(1), 0)", "time.sleep(60)"):
+        interrupt_soon()
+        with pytest.raises(Interrupted) as error:
+            ranks.run(f"import time\nif rank == 1:\n    {line}")
+        assert "rank 1 was at <cell>:3 in <module>: " + line in str(error.value)

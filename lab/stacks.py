@@ -1,0 +1,94 @@
+"""Find out where ranks are stuck: which line each of their threads has reached.
+
+A parent asks a rank by its pipe. A thread of the rank answers: it writes the stacks of all threads to a file.
+It holds Python's lock (the GIL) meanwhile, so that no stack changes. A signal handler would not hold it, and
+reading the stack of a thread that runs can end in a segmentation fault. So a rank is sent the signal only if
+that thread does not answer, as when C code keeps the lock.
+"""
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from lab.waiting import write_wait
+
+ASK = b"Where are you, and for whom do you wait?"  # from a parent to its rank
+
+
+def stack_file(folder: str, rank: int) -> str:
+    """Return the file to which a rank writes its stacks."""
+    return os.path.join(folder, f"stack-{rank}")
+
+
+def answer(folder: str, rank: int) -> None:
+    """Write where this rank's threads are, and for whom it waits (lab/waiting.py)."""
+    with suppress(Exception):
+        write_wait(folder, rank)
+    with suppress(OSError), open(stack_file(folder, rank), "a") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def ask(ranks: Mapping[int, tuple[int, Connection]], folder: str, seconds: float) -> dict[int, str]:
+    """Ask ranks, given as (process id, pipe), and return where each is: "at file.py:12 in f: its line ...".
+
+    Wait at most `seconds`, half of them before the signal is sent.
+    """
+    paths = {rank: stack_file(folder, rank) for rank in ranks}
+    for rank, (_, pipe) in ranks.items():
+        with suppress(OSError):
+            open(paths[rank], "w").close()  # removes what an earlier question has brought
+            pipe.send_bytes(ASK)
+    _await(paths.values(), seconds / 2)
+    for rank, (pid, _) in ranks.items():
+        if not _is_complete(paths[rank]):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGUSR1)
+    _await(paths.values(), seconds / 2)
+    return {rank: where(path) for rank, path in paths.items()}
+
+
+def _await(paths: Iterable[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(map(_is_complete, paths)):
+        time.sleep(0.01)
+
+
+def _is_complete(path: str) -> bool:
+    """Return whether faulthandler has written all frames: the main thread's outermost one comes last."""
+    text = ""
+    with suppress(OSError), open(path) as file:
+        text = file.read()
+    return text.endswith((" in <module>\n", "...\n"))  # it leaves out what is deeper than 100 frames
+
+
+def where(path: str) -> str:
+    """Return where the threads of a rank are, from a stack file: the main thread first.
+
+    A thread is described by its lines outside of libraries, innermost first. Threads that have none, such as
+    those of torch, are left out.
+    """
+    stacks: list[str] = []
+    with suppress(OSError), open(path) as file:
+        # faulthandler lists the main thread last and each thread's innermost frame first.
+        stacks = file.read().split("hread 0x")[:0:-1]
+    main, *others = [_lines(stack) for stack in stacks] or [""]
+    also = "".join(f"\n      its other thread is {lines}" for lines in others if lines)
+    return (main or "before its function was called") + also
+
+
+def _lines(stack: str) -> str:
+    frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)]
+    library = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<frozen", "<string>")
+    own = [frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]]
+    if not own:
+        return ""
+    # The line that waits with the functions that called it, and those of the caller that led there.
+    chain = own if len(own) <= 8 else [*own[:5], *own[-3:]]
+    lines = [f"{file}:{line} in {fn}: {linecache.getline(file, line).strip()}" for file, line, fn in chain]
+    return f"at {lines[0]}" + "".join(f"\n      called from {line}" for line in lines[1:])
