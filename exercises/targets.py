@@ -48,7 +48,7 @@ RANKS, NUMEL = 4, 1_000_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a target found: whether the solution is as good as can be, and a sentence with the numbers."""
+    """Say whether a solution is as good as can be, in a sentence with the numbers."""
 
     is_met: bool
     sentence: str
