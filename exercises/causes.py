@@ -208,8 +208,8 @@ def _as_often_as_ranks(e: Evidence) -> str:
     if e.across() == "agree":
         return f"{summed}, or it is added up twice"
     return (
-        f"{summed}, or it is not averaged at all: then this is one rank's own value, and the other ranks "
-        "have zeros or nothing"
+        f"{summed}, or it is added up twice, or it is not averaged at all: then this is one rank's own "
+        "value, and the other ranks have zeros or nothing"
     )
 
 
