@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
@@ -235,7 +236,8 @@ class StandingRanks:
             places.append(drawn(waits))
         message = cloudpickle.dumps(Request("interrupt"))
         for rank in waiting:
-            self._connections[rank].send_bytes(message)
+            with suppress(OSError):  # a rank that has died meanwhile: the wait below says so
+                self._connections[rank].send_bytes(message)
         self._wait(ranks, replies, time.monotonic() + INTERRUPT_SECONDS)
         lives_on = len(replies) == len(ranks) and self._reform()
         if lives_on:
@@ -250,6 +252,7 @@ class StandingRanks:
         request = cloudpickle.dumps(Request("reform", f"group {next(self._numbers)}"))
         replies: dict[int, Reply] = {}
         for connection in self._connections.values():
-            connection.send_bytes(request)
+            with suppress(OSError):
+                connection.send_bytes(request)
         self._wait(list(self._connections), replies, time.monotonic() + INTERRUPT_SECONDS)
         return len(replies) == self.world_size and not any(reply.error for reply in replies.values())

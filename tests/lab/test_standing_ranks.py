@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from lab import stacks
 from lab.errors import WorkbookError
 from lab.standing_ranks import Interrupted, StandingRanks
 from tests.lab.processes import is_alive
@@ -155,3 +156,18 @@ def test_a_second_interrupt_tells_where_each_rank_is_then(ranks):
         with pytest.raises(Interrupted) as error:
             ranks.run(f"import time\nif rank == 1:\n    {line}")
         assert "rank 1 was at <cell>:3 in <module>: " + line in str(error.value)
+
+
+def test_a_rank_that_dies_during_the_interrupt_is_named(ranks, monkeypatch):
+    def killed(asked, folder, seconds) -> dict[int, str]:
+        pid, _ = asked[1]
+        os.kill(pid, signal.SIGKILL)
+        while is_alive(pid):
+            time.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr(stacks, "ask", killed)
+    interrupt_soon()
+    with pytest.raises(WorkbookError, match=r"rank 1 was killed by SIGKILL\. All ranks have been started"):
+        ranks.run("import time\ntime.sleep(60)")
+    assert ranks.run("rank")[2].shown == "2"
