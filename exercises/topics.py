@@ -8,17 +8,19 @@ MASKS = (
     "Random numbers are drawn here: which ranks and which passes must draw the same mask, and which not?",
 )
 
+DROPPED = (
+    ("dropped", "exception", "gan learns"),
+    "A backward that was given up, or a zero_grad(), must leave nothing behind: are its gradients still "
+    "added, or still on their way?",
+)
+
 TOPICS = (
     (
         ("another order", "different orders"),
         "One rank computes its gradients in another order than the others: do all ranks communicate in one "
         "order on which they have agreed?",
     ),
-    (
-        ("dropped", "exception", "gan learns"),
-        "A backward that was given up, or a zero_grad(), must leave nothing behind: are its gradients still "
-        "added, or still on their way?",
-    ),
+    DROPPED,
     (
         ("microbatch", "accumulated"),
         "Gradients of several microbatches must add up: is only the last one used, or is an earlier one "
@@ -33,6 +35,7 @@ TOPICS = (
 
 # For assertions about something else than tensors.
 PLAIN_TOPICS = (
+    DROPPED,
     (
         ("hides", "hidden", "while one computes", "is sent while"),
         "Communication and computing should overlap here: does something wait before the computing goes on, "

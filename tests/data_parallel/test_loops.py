@@ -107,6 +107,26 @@ def test_gradients_dropped_while_they_are_sent_do_not_reach_the_next_backward():
     run_ranks(work, 2)
 
 
+def test_a_backward_does_not_write_into_buckets_of_dropped_gradients_while_these_travel():
+    def work(cluster: Cluster) -> None:
+        (x,) = mine(cluster, (X,))
+        for name in ("a bucket for each", "one bucket"):
+            model = OURS[name](layers())
+            mean_square(model, x).backward()
+            model.finish_gradient_sync()
+            with slow_link.slowed(slow_link.parse("1gbit,50ms")):  # far longer than a backward
+                model.zero_grad()
+                mean_square(model, x).backward()
+                dropped = list(model._in_flight)
+                model.zero_grad()
+                mean_square(model, x).backward()
+                still_travel = [handle for handle in dropped if not handle.is_completed()]
+                assert dropped and not still_travel
+                model.finish_gradient_sync()
+
+    run_ranks(work, 2)
+
+
 def test_gradients_are_not_used_before_a_slow_link_has_brought_them():
     def work(cluster: Cluster) -> None:
         expected = reference_gradients(layers(), lambda model: mean_square(model, X))
