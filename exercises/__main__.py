@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
-from rich.table import Column, Table
+from rich.table import Table
 
 from exercises.catalog import EXERCISES, Exercise, name_of
 from exercises.find_the_bug import Bug, bugs
@@ -54,8 +54,9 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
         ]
         print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
         return 0
-    name, state = Column("exercise", no_wrap=True), Column("state", no_wrap=True)
-    table = Table(name, "difficulty", "minutes", state, "hints", "notebook")
+    table = table_of("  exercise", "difficulty", "minutes", "state", "hints", "notebook")
+    for number in (1, 2, 4, 5):
+        table.columns[number].justify = "right"
     following = space.next_exercise()
     for e in EXERCISES:
         progress, mark = space.progress[e.name], "> " if e is following else "  "
@@ -66,6 +67,11 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
     console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
     console.print(f"{mended(space)} bugs are mended; `python -m exercises bugs` lists them.")
     return 0
+
+
+def table_of(*headings: str) -> Table:
+    """Return an empty table without lines, which has room in 80 columns."""
+    return Table(*headings, box=None, pad_edge=False, collapse_padding=True)
 
 
 def coloured(progress: Progress) -> str:
@@ -129,10 +135,11 @@ def reset(space: Workspace, options: argparse.Namespace) -> int:
 
 
 def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
+    table = table_of("bug", "state", "symptom")
+    table.columns[0].no_wrap = True
     for one in bugs():
-        progress = space.progress[one.name]
-        space_after = " " * (12 - len(progress.shown_state))
-        console.print(f"{one.name:<28} {coloured(progress)}{space_after} {escape(one.symptom)}")
+        table.add_row(one.name, coloured(space.progress[one.name]), escape(one.symptom))
+    console.print(table)
     console.print(f"{mended(space)} are mended. `python -m exercises bug NAME` makes the file of one.")
     return 0
 

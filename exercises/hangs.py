@@ -12,12 +12,24 @@ def hang(e: Evidence) -> str | None:
     ranks = chain(waits)
     is_cycle = waits[ranks[-1]].peer == ranks[0]
     if not is_cycle:
-        last = waits[ranks[-1]].peer
+        awaited = waits[ranks[-1]]
+        last = awaited.peer
         if not e.waits:  # only some ranks have said for whom they waited
             return f"A deadlock, or rank {last} never takes part: do both ranks reach this message?"
+        if "a header" in awaited.action:
+            return (
+                f"Rank {last} has not called {awaited.operation}: each rank sends a header as it begins a "
+                "collective, and this one has not come. Does the rank return early, leave out the call, or "
+                "wait elsewhere?"
+            )
         return (
             f"Rank {last} never takes part: does it return early, leave out a call, or start a message "
             "without waiting for it?"
+        )
+    if any("a header" in waits[rank].action for rank in ranks):
+        return (
+            "A deadlock: a rank sends a header as it begins a collective, and the ranks of the cycle wait in "
+            "different calls. Do all ranks call the same collectives in the same order?"
         )
     actions = {waits[rank].action.partition(" ")[0] for rank in ranks}
     if actions == {"send"}:

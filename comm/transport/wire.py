@@ -41,8 +41,10 @@ _EAGER, _EAGER_TURN_BITS, _EAGER_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
 class Transfer:
     """A message in flight. It holds its tensor, so that the memory is not freed before the end."""
 
-    def __init__(self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> None:
-        self._wire, self.tensor, self._peer, self._verb = wire, tensor, peer, verb
+    def __init__(
+        self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str, header: bool = False
+    ) -> None:
+        self._wire, self.tensor, self._peer, self._verb, self._header = wire, tensor, peer, verb, header
         self._work: dist.Work | None = work
         self.copy_to: torch.Tensor | None = None  # a tensor on a GPU to which the arrived message is copied
 
@@ -65,10 +67,10 @@ class Transfer:
     def awaited(self) -> Wait:
         """Return for whom `wait` blocks: a report of a hang draws who waits for whom (lab/waiting.py)."""
         peer = dist.get_global_rank(self._wire.group, self._peer)
-        if self._wire.op != POINT_TO_POINT:
-            return Wait(self._verb, peer, self._wire.op)
         verb, preposition = self._verb.split()
-        return Wait(f"{verb} {self.tensor.nbytes} bytes {preposition}", peer)
+        message = "a header" if self._header else f"{self.tensor.nbytes} bytes"
+        operation = "" if self._wire.op == POINT_TO_POINT else self._wire.op
+        return Wait(f"{verb} {message} {preposition}", peer, operation)
 
 
 class Wire:
@@ -114,7 +116,7 @@ class Wire:
             work = self.group.send([tensor], dst, tag)
         except RuntimeError as error:
             raise self.failed(error, dst, "send to") from error
-        return self._transfer(work, tensor, dst, "send to")
+        return self._transfer(work, tensor, dst, "send to", header)
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
@@ -123,7 +125,7 @@ class Wire:
             work = self.group.recv([tensor], src, tag)
         except RuntimeError as error:
             raise self.failed(error, src, "receive from") from error
-        return self._transfer(work, tensor, src, "receive from")
+        return self._transfer(work, tensor, src, "receive from", header)
 
     def batch(
         self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int
@@ -146,10 +148,12 @@ class Wire:
         sent = Transfer(self, work, outgoing, dst, "send to")
         return sent, Transfer(self, work, incoming, src, "receive from")
 
-    def _transfer(self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str) -> Transfer:
+    def _transfer(
+        self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str, header: bool
+    ) -> Transfer:
         if self.eager and self._check is not _nothing:
             self.eager_transfers.append((work, tensor))
-        return Transfer(self, work, tensor, peer, verb)
+        return Transfer(self, work, tensor, peer, verb, header)
 
     def _tag(self, tensor: torch.Tensor, counts: MessageCounts, which: tuple[int, bool]) -> int:
         # Headers have a count of their own, because they may leave before or after eager messages.

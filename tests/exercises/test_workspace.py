@@ -8,7 +8,9 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
+import exercises.__main__
 from exercises.__main__ import main
 from exercises.catalog import EXERCISES, ROOT
 from exercises.find_the_bug import bugs
@@ -55,7 +57,7 @@ def test_a_failed_check_after_passing_does_not_take_the_pass_back(space, capsys)
     space.record(Grade(FIRST.name, "failed", "It is wrong."))
     again = Workspace(space.folder)
     assert main(["list"], again) == 0
-    assert "passed, now changed" in (out := capsys.readouterr().out)
+    assert "passed earlier" in (out := capsys.readouterr().out)
     assert f"1 of {len(EXERCISES)} have passed" in out
     assert (again.next_exercise(), again.minutes_left()) == (EXERCISES[1], minutes - FIRST.minutes)
 
@@ -66,6 +68,20 @@ def test_the_list_counts_mended_bugs_by_themselves(space, capsys):
     out = capsys.readouterr().out
     assert f"0 of {len(EXERCISES)} have passed" in out
     assert f"1 of {len(bugs())} bugs are mended" in out
+
+
+def test_the_lists_fit_into_80_columns_and_shorten_nothing(space, capsys, monkeypatch):
+    monkeypatch.setattr(exercises.__main__, "console", Console(width=80, soft_wrap=True))
+    space.record(passed(FIRST.name))
+    space.record(Grade(FIRST.name, "failed", "It is wrong."))
+    for command, headings in (
+        ("list", ["exercise", "difficulty", "minutes", "state", "hints", "notebook"]),
+        ("bugs", ["bug", "state", "symptom"]),
+    ):
+        main([command], space)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == headings
+        assert max(map(len, lines[:-2])) <= 80 and "…" not in "".join(lines)
 
 
 def test_of_a_mended_bug_it_is_said_that_it_is_mended(space, capsys):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
+from comm.transport.wire import Wire
 from lab.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from lab.standing_ranks import StandingRanks
@@ -65,6 +66,20 @@ def test_a_rank_that_never_comes_to_an_asynchronous_collective_is_named():
     line = report_of(work)
     assert line.startswith("rank 0 keeps the others waiting: rank 1 waits to ")
     assert line.endswith(" rank 0 in all_reduce")
+
+
+def test_a_rank_that_waits_in_a_collective_says_whether_it_waits_for_a_header_or_for_data():
+    def calls_alone(cluster) -> None:
+        if cluster.rank == 1:
+            all_reduce(torch.ones(4), pattern="ring")
+
+    assert report_of(calls_alone).endswith("rank 1 waits to receive a header from rank 0 in all_reduce")
+
+    def receives_first(cluster) -> None:
+        wire = Wire(None, "all_gather", "ring")
+        wire.irecv(torch.empty(2), 1 - cluster.rank).wait()
+
+    assert "rank 0 waits to receive 8 bytes from rank 1 in all_gather" in report_of(receives_first)
 
 
 def test_torchs_own_send_and_receive_are_drawn_too():
