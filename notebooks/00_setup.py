@@ -34,15 +34,15 @@
 f"I am rank {rank} of {world_size}, my device is the {device}"
 
 # %% [markdown]
-# If you see four lines, the workbook works on your machine. Every rank knows some names without an import: `rank`,
-# `world_size`, `device`, `torch`, and `dist`, which is `torch.distributed`. Variables stay from cell to cell, and
-# `pull("x")` in an ordinary cell returns the value of `x` on each rank.
+# If you see an answer of each of the four ranks, the workbook works on your machine. Every rank knows some names
+# without an import: `rank`, `world_size`, `device`, `torch`, and `dist`, which is `torch.distributed`. Variables stay
+# from cell to cell, and `pull("x")` in an ordinary cell returns the value of `x` on each rank.
 #
 # ## Why one device is not enough: memory
 #
 # A common size of a language model is 7 billion parameters. In float32 a parameter is a number of 4 bytes, so the
 # weights take 28 GB. A GPU for training has 80 GB. **Predict**: how many GB does the training need for weights,
-# gradients and the state of the optimizer Adam together? (Not counted is what the forward keeps for the backward.)
+# gradients and the state of the optimizer Adam together? (This leaves out what the forward keeps for the backward.)
 
 # %%
 from lab.prediction import predict
@@ -78,17 +78,17 @@ print(f"{'together':<13} {sum(held.values()) / num_parameters:5.2f}")
 memory.compare(round(sum(held.values()) / num_parameters * 7, 1))
 
 # %% [markdown]
-# Each parameter needs 16 bytes: 4 for itself, 4 for its gradient, and 8 because Adam keeps two running averages for
-# it. So 7 billion parameters need 112 GB, and no GPU of 80 GB can hold them, even before the first *activation*.
-# (Activations are the results of layers that the forward keeps for the backward.) The model must be divided among
-# several devices.
+# Each parameter needs 16 bytes: 4 for itself, 4 for its gradient, and 8 because Adam keeps two running averages for it.
+# (With weights of 16 bits it is 16 bytes, too. Notebook 06 counts them.) So 7 billion parameters need 112 GB, and no
+# GPU of 80 GB can hold them, even before the first *activation*. (Activations are the results of layers that the
+# forward keeps for the backward.) The model must be divided among several devices.
 #
 # ## Why one device is not enough: time
 #
 # Suppose that memory were no problem. To train a model with N parameters on D tokens takes about 6 N D operations: 2
-# for each parameter and token in the forward, and 4 in the backward. A usual number of tokens is 20 for each
-# parameter (Hoffmann et al., 2022). **Predict**: how many years would the machine in front of you need for the 7
-# billion parameters?
+# for each parameter and token in the forward, and 4 in the backward. A usual number of tokens is 20 for each parameter
+# (Hoffmann et al., 2022). **Predict**: how many years would the machine in front of you need for the 7 billion
+# parameters? (A laptop does between 50 and 1000 billion operations in a second.)
 
 # %%
 years = predict("How many years would this machine need?", example=2, unit="years")
@@ -111,12 +111,14 @@ here = operations_per_second()
 needed = 6 * 7e9 * (20 * 7e9)
 SECONDS_PER_YEAR = 365 * 24 * 3600
 print(f"this machine multiplies matrices with {here / 1e9:.0f} GFLOP/s (billions of operations in a second)")
+days = needed / 4e14 / 24 / 3600
+print(f"a large GPU, with 4e14 operations in a second: {days:.0f} days")
+print(f"a thousand of them, if none waits: {days * 24 / 1000:.1f} hours")
 years.compare(needed / here / SECONDS_PER_YEAR)
 
 # %% [markdown]
-# A large GPU does some 4e14 operations in a second in such a training. It would need 170 days, which is still too
-# long. A thousand of them would need four hours, if they did not have to wait for each other. This "if" is what the
-# workbook is about.
+# A large GPU does about 4e14 operations in a second in such a training, and 170 days are still too long. A thousand of
+# them would need four hours, if they did not have to wait for each other. This "if" is what the workbook is about.
 #
 # ## Throughput against latency
 #
@@ -126,8 +128,8 @@ years.compare(needed / here / SECONDS_PER_YEAR)
 #   backward.
 # - *Throughput* is how many things are done in a second, such as examples or tokens per second.
 #
-# The next cells process 8 batches. First one rank does all of them, then four ranks do two each. Each batch takes 60
-# ms of computing. **Predict** both: how many times as fast is a single batch with four ranks, and how many times as
+# The next cells process 8 batches. First one rank does all of them, then four ranks do two each. Each batch takes about
+# 60 ms of computing. **Predict** both: how many times as fast is a single batch with four ranks, and how many times as
 # fast are the eight?
 
 # %%
@@ -193,18 +195,19 @@ all_batches.compare(duration(alone) / duration(together))
 
 # %% [markdown]
 # Four ranks have about four times the throughput, and the latency of a batch has not changed at all: look at the
-# width of the bars. The sentence "four GPUs are four times as fast" is about throughput.
+# width of the bars. **A common belief**: "four GPUs are four times as fast". It is about throughput only.
 #
-# Two things are missing in this picture. First, nothing was *communicated*. In a real training the four ranks must
-# agree on the gradients after each batch, and that takes time. Second, there are ways to make the latency shorter:
-# several ranks work on one batch together, each on a part of each layer. Then they must communicate within every
-# layer.
+# And it is the best case. The ranks only slept, so they did not disturb each other, and nothing was *communicated*. In
+# a real training the four ranks must agree on the gradients after each batch, and that takes time.
+#
+# There are ways to make the latency shorter, too: several ranks work on one batch together, each on a part of each
+# layer. Then they must communicate within every layer.
 #
 # ## How fast is a link?
 #
 # What connects two devices is called a *link*. Its *latency* is the time that even a tiny message takes, and its
 # *bandwidth* is how many bytes it moves in a second. On this machine ranks talk over *loopback*, a network that
-# exists only in the operating system's memory. **Predict** its bandwidth. (The disk of a laptop reads some 3 GB/s.)
+# exists only in the operating system's memory. **Predict** its bandwidth. (The disk of a laptop reads about 3 GB/s.)
 
 # %%
 bandwidth = predict("How many GB/s does loopback move from rank 0 to rank 1?", example=10, unit="GB/s")
@@ -227,16 +230,16 @@ bandwidth.compare(1e-9 / link.beta)
 GRADIENTS = 28.0  # GB
 LINKS = {  # GB/s in one direction, and a usual latency
     "memory of one H100 GPU": (3350, "below 1 us"),
-    "NVLink 4, between GPUs of a machine": (450, "some 2 us"),
-    "PCIe 5.0 x16, GPU to processor": (63, "some 2 us"),
-    "InfiniBand NDR, 400 Gbit/s": (50, "some 2 us"),
-    "PCIe 4.0 x16": (31.5, "some 2 us"),
+    "NVLink 4, between GPUs of a machine": (450, "about 2 us"),
+    "PCIe 5.0 x16, GPU to processor": (63, "about 2 us"),
+    "InfiniBand NDR, 400 Gbit/s": (50, "about 2 us"),
+    "PCIe 4.0 x16": (31.5, "about 2 us"),
     "Ethernet, 100 Gbit/s": (12.5, "10 to 50 us"),
     "Ethernet, 25 Gbit/s": (3.1, "10 to 50 us"),
     "Ethernet, 1 Gbit/s": (0.125, "50 to 100 us"),
 }
 rows = {"loopback, measured here": (1e-9 / link.beta, f"{link.alpha * 1e6:.0f} us"), **LINKS}
-print(f"{'link':<37}{'GB/s':>9}   {'latency':<14}{'28 GB take':>11}")
+print(f"{'link':<37}{'bandwidth':>14} {'latency':<14}{'28 GB take':>11}")
 for name, (rate, delay) in rows.items():
     print(f"{name:<37}{rate:>9.4g} GB/s {delay:<14}{GRADIENTS / rate:>9.3g} s")
 
@@ -258,15 +261,17 @@ show(
 )
 
 # %% [markdown]
-# Between the memory of a GPU and plain Ethernet there is a factor of 27,000. That is why it matters so much *who*
-# talks to *whom*: a technique that is excellent between GPUs of one machine can be useless between machines. It is
-# also why loopback alone would mislead you. Its messages move at the speed of memory, and the ranks' computing and
-# communicating share the same few cores. Where that would hide the point, the workbook simulates a slow link (`--link
+# Between the memory of a GPU and plain Ethernet there is a factor of 27,000. That is why it matters so much *who* talks
+# to *whom*: a technique that is excellent between GPUs of one machine can be useless between machines. It is also why
+# loopback alone would mislead you: it is no link at all. The processor itself copies each byte, on the same few cores
+# that compute. So communication takes time away from computing, while a real link carries bytes *beside* the computing,
+# and each rank has a link of its own. Where that would hide the point, the workbook simulates a slow link (`--link
 # 1gbit,0.2ms`).
 #
 # ## The triangle
 #
-# Every technique of distributed training pays with one of three resources to save another one:
+# Every technique of distributed training pays with one of three resources to save another one. Each edge of this
+# triangle is a trade:
 #
 # ```
 #                        computing
@@ -275,14 +280,16 @@ show(
 #   a second time     /             \(larger batches)
 #                    /               \
 #              memory ─────────────── communicating
-#                  shard the weights, gather
-#                  them when they are needed
+#                divide the weights, and fetch
+#                them when they are needed
 # ```
 #
-# Three real runs show it. Each trains the same small GPT on two ranks for 5 steps, with the same result. In the first
-# run each rank has all weights and gradients, and half of Adam's state (ZeRO 1). In the second a rank has only half
-# of the weights and gradients, too (ZeRO 3): it gathers each layer when it needs it. The third also forgets the
-# activations of the forward, and computes them a second time in the backward (*recomputation*).
+# (The edge on the right: a large batch exchanges its gradients once, and needs more examples, so more computing, until
+# the loss is as low.) Three real runs show the two other edges. Each trains the same small GPT on two ranks for 5
+# steps, with the same result. In the first run each rank has all weights and gradients, and half of Adam's state. This
+# is stage 1 of *ZeRO*, the Zero Redundancy Optimizer, in short ZeRO 1. In the second a rank has only half of the
+# weights and gradients, too (stage 3, ZeRO 3). It fetches the other half of each layer when it needs it. The third also
+# forgets the activations of the forward, and computes them a second time in the backward (*recomputation*).
 #
 # **Predict**: how many times as much does a rank *send* in the second run as in the first, to save a third of the
 # memory for weights, gradients and state?
@@ -346,7 +353,7 @@ for axes, (title, parts) in zip(columns, panels.items(), strict=True):
         axes.text(total, row, f" {total:.3g}", va="center")
     axes.spines[["top", "right"]].set_visible(False)
 columns[0].invert_yaxis()
-columns[2].legend(loc="lower right", frameon=False, fontsize=9)
+figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=9)
 show(
     figure,
     alt="Three groups of bars. ZeRO 3 sends 4.92 MB in a step instead of 3.34, and holds 33.5 MB instead of 36.9. "
@@ -357,9 +364,10 @@ for name, run in runs.items():
 
 # %% [markdown]
 # The three runs have the same loss to the last digit that is shown: the techniques change where numbers are and when
-# they travel, not what is computed. ZeRO 3 pays with about half as many bytes again, and holds a third less.
-# Recomputation pays with one more forward, and here almost all activations disappear. (The number of forwards is the
-# only figure that was not measured: it is counted from the code.) Notebook 06 derives all these numbers.
+# they travel, not what is computed. ZeRO 3 sends about 1.5 times as many bytes, and a rank holds a third less of
+# weights, gradients and state: 6.67 MB instead of 10.01. Recomputation pays with one more forward, and here almost all
+# activations disappear. (The number of forwards is the only figure that was not measured: it is counted from the code.)
+# Notebook 06 derives all these numbers.
 #
 # For every technique that you meet from now on, ask which corner pays and which corner gains.
 #
@@ -390,7 +398,7 @@ def who(cluster):
 run_ranks(who, 3)
 
 # %% [markdown]
-# The three runs of the triangle above were the second way: `lab.torchrun` is what `make run` calls.
+# The three runs of the triangle were started in the second way: `make run` calls the same launcher, `lab.torchrun`.
 #
 # ## CPU, CUDA, ROCm
 #
@@ -412,9 +420,9 @@ print(f"gloo: {dist.is_gloo_available()}, nccl: {dist.is_nccl_available()}")
 # | Linux with an AMD GPU | `make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y` | `nccl`, which is RCCL there |
 # | macOS | `make setup` | `gloo` |
 #
-# With ROCm an AMD GPU is called `cuda` in PyTorch, and AMD's library RCCL answers to the name `nccl`. So no lesson
-# has to know the difference. A lesson chooses `nccl` where there is a GPU, and `gloo` elsewhere. The environment
-# variable `BACKEND=gloo` overrides it: then a machine with GPUs runs our own collectives, whose messages can be
+# With ROCm an AMD GPU is called `cuda` in PyTorch, and AMD's library RCCL answers to the name `nccl`. So no lesson has
+# to know the difference. A lesson chooses `nccl` where there is a GPU, and `gloo` elsewhere. The environment variable
+# `BACKEND=gloo` overrides it: then a machine with GPUs runs the workbook's own message patterns, whose messages can be
 # counted.
 #
 # ## Machines that are containers: docker-compose.yaml
@@ -432,10 +440,10 @@ REMARKS = {
     "image": "the files and programs: all machines have the same",
     "hostname": "the name by which the other machines find it",
     "networks": "a network of these machines only: no way out, no open port",
-    "environment": "settings, of which RANK is the only one that differs",
+    "environment": "settings: what to run, how many ranks, where rank 0 is, ...",
     "cap_drop": "no special rights ...",
     "cap_add": "... but one: it may slow its own link down (LINK=100mbit)",
-    "sysctls": "the same congestion control on every host",
+    "sysctls": "how a sender slows down when the network is full",
     "volumes": "a disk that all machines share, for checkpoints",
     "depends_on": "node0 builds the image, so it comes first",
     "init": "a small first process, so that Ctrl-C ends the rank at once",
@@ -496,9 +504,9 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 #    <details><summary>Answer</summary>Ranks 0 and 1 do the even and the odd batches. Ranks 2 and 3 do the even and
 #    the odd ones without 0 and 1, so six batches are computed twice: a job that is busy on all ranks and does the
 #    work of two.</details>
-# 3. Run `make exercises` in a terminal. It shows the first exercise of the workbook, in which every rank sends and
-#    receives at the same time. Look at the file that it names, and at `make exercises ARGS=hint`. You can solve it
-#    now or after notebook 02. [exercises/README.md](../exercises/README.md) lists all commands.
+# 3. Run `make exercises` in a terminal. It shows the first exercise of the workbook, `send_and_receive`, in which every
+#    rank sends and receives at the same time. Look at the file that it names, and at `make exercises ARGS=hint`. You
+#    can solve it now or after notebook 02. [exercises/README.md](../exercises/README.md) lists all commands.
 #
 # ## The lesson beside this notebook, and further reading
 #

@@ -66,9 +66,9 @@ x_on_rank_0.compare(pull("x")[0])
 #
 # ## Two ranks by hand
 #
-# The cell below writes a small program. It joins the other ranks, adds a number up over all ranks, and says what came
-# out. Then it waits. For each line that it reads (press Enter) it adds up a million numbers. It ends when its input
-# ends (press Ctrl-D).
+# The cell below writes a small program. It joins the other ranks, adds a number up over all ranks (an *all-reduce*:
+# each rank gets the sum), and says what came out. Then it waits. For each line that it reads (press Enter) it adds up a
+# million numbers. It ends when its input ends (press Ctrl-D).
 
 # %%
 from pathlib import Path
@@ -169,7 +169,7 @@ show_keys()
 
 # %% [markdown]
 # Rank 0 has written its own name and some notes. There is no `rank/1` yet, and that is why rank 0 waits. Now rank 1
-# starts. It knows nothing but the same address, and its own number.
+# starts. It knows nothing but the same address, its own number, and that there are two ranks.
 
 # %%
 rank_1 = start(**settings(1))
@@ -186,9 +186,10 @@ show_keys()
 # Together the keys tell how the ranks have met. This is called the *rendezvous*, and it has four steps:
 #
 # 1. Each rank writes its name under `rank/`, and waits until all names are there.
-# 2. Each notes under `seen/` that it has seen all of them. If a rank is missing, all find out.
+# 2. Each notes under `seen/` that it has seen all of them, and waits until all have. So either all go on, or all give up.
 # 3. The library that will move the tensors, gloo, puts the address at which a rank listens under `group/`. Each rank
-#    reads the others' addresses and connects to them directly.
+#    reads the others' addresses and connects to them directly. (PyTorch chooses the names of these keys. The last
+#    number is the rank.)
 # 4. Each notes under `formed/` that its connections stand.
 #
 # Rank 0 is called the master. **A common belief**: "the tensors of all ranks go through the master". If
@@ -208,9 +209,10 @@ for process in (rank_0, rank_1):
 added_keys.compare(store.num_keys() - before)
 
 # %% [markdown]
-# None: 0 keys. The store is a meeting place, and nothing else. After the rendezvous the ranks talk over connections
-# of their own, and rank 0 is a rank like any other. (The workbook also counts in which direction bytes go: in
-# notebook 02 every rank of a ring sends equally much.)
+# None: 0 keys. The store is a meeting place, and nothing else. After the rendezvous the ranks talk over connections of
+# their own, and rank 0 computes and sends like any other rank. (With two ranks one of both is always the master.
+# Notebook 02 counts the bytes of four ranks in a ring: each sends the same.) If rank 0 dies, the store is lost. But the
+# job ends in any case when a rank dies, because the others wait for its numbers.
 #
 # With Ctrl-D the two ranks end:
 
@@ -248,9 +250,10 @@ for mistake, process in processes.items():
     print(f"{mistake}\n    exit code {process.returncode}: {(out or error).splitlines()[-1]}\n")
 
 # %% [markdown]
-# The last one is the most dangerous: nothing fails. A process without `RANK` and `WORLD_SIZE` is a job of one rank.
-# If you start four of them, you get four trainings that know nothing of each other, each as slow as one. So look at
-# the world size that a job prints.
+# The last one is the most dangerous: nothing fails. In the workbook a process without `RANK` and `WORLD_SIZE` is a job
+# of one rank, so that each lesson runs without a launcher, too, and many training scripts do the same. (PyTorch's
+# `init_process_group` alone would raise an error.) If you start four such processes, you get four trainings that know
+# nothing of each other, each as slow as one. So look at the world size that a job prints.
 #
 # The timeout is 60 seconds unless you set `JOIN_TIMEOUT`. If rank 0 waits, look at the others' logs first: usually
 # one of them has failed before it could join.
@@ -299,10 +302,10 @@ dist.get_backend(), str(device)
 # |---|---|---|
 # | tensors are in | the processor's memory | the memory of NVIDIA GPUs (on AMD's it is RCCL, under the same name) |
 # | bytes go over | TCP sockets | NVLink, PCIe, InfiniBand or sockets, whichever is fastest |
-# | the work is done by | threads of the processor | programs on the GPU, which take some of its cores |
+# | the work is done by | threads of the processor | programs on the GPU, which take a part of it |
 # | a call without `async_op` returns | when the tensor may be used | at once: the GPU does it later, after the calls before it (this queue is called a *stream*) |
 # | ranks for each device | as many as you like | one: each rank needs its own GPU |
-# | if ranks do not agree | an error or a timeout in the call | often a hang, which a watchdog ends by killing the process |
+# | if ranks do not agree | an error or a timeout in the call | often a hang, until PyTorch's watchdog, a thread that looks after it, kills the process |
 # | good for | learning, tests, data in the processor's memory | training |
 #
 # What both have in common is more important: the same calls of `torch.distributed`, with the same meaning. What you
@@ -364,9 +367,9 @@ share_size.compare(len(pull("share")[0]))
 
 # %% [markdown]
 # Three each, which makes twelve. Two examples occur twice: 4 on ranks 0 and 2, and 1 on ranks 1 and 3. All ranks must
-# take equally many steps, because in each step they wait for each other's gradients. A rank with one batch more would
-# wait for gradients that never come. So the sampler repeats the first examples. (With `uneven="drop"` it leaves the
-# last ones out instead.) In a large dataset this makes no difference to training. In an evaluation it does: the
+# take the same number of steps, because in each step they wait for each other's gradients. A rank with one batch more
+# would wait for gradients that never come. So the sampler repeats the first examples. (With `uneven="drop"` it leaves
+# the last ones out instead.) In a large dataset this makes no difference to training. In an evaluation it does: the
 # accuracy would count some examples twice. There use `uneven="keep"`.
 #
 # PyTorch's own sampler gives the same shares:
@@ -399,7 +402,7 @@ for epoch in range(3):
     sampler.set_epoch(epoch)
     with_it.append(list(sampler))
 
-print("without:", *without, "  with:", *with_it)
+{"without": without, "with": with_it}
 
 # %%
 orders.compare(len({str(share) for share in pull("without")[0]}))
@@ -439,10 +442,10 @@ show(
 
 # %% [markdown]
 # Without `set_epoch` the three rows on the left are equal: each rank sees the same three examples in every epoch, in
-# the same order and the same batches. Training still works, only worse, and again nothing warns you.
+# the same order and the same batches. The training runs, and again nothing warns you.
 #
 # There is a worse mistake. Suppose that you write `if rank == 0: sampler.set_epoch(epoch)`, as one does for printing.
-# **Predict**: of 100 examples on four ranks, how many does any rank see in epoch 1?
+# **Predict**: of 100 examples on four ranks, how many are seen by at least one rank in epoch 1?
 
 # %%
 seen = predict("How many of 100 examples are seen in epoch 1?", example=100)
@@ -466,7 +469,8 @@ seen.compare(len(set().union(*pull("share").values())))
 #
 # ## Exercises
 #
-# 1. Write the sampler yourself: the exercise `sampler`, 20 minutes. Edit
+# 1. Write the sampler yourself: the exercise `sampler`, 20 minutes. (The exercise `rendezvous` is about the first half
+#    of this notebook.) Edit
 #    [exercises/data_parallel/sampler.py](../exercises/data_parallel/sampler.py) and run `make exercises ARGS='check
 #    sampler'`. Or write the function in a cell below, and let `check` put it into the lesson on real ranks:
 #    ```python
@@ -477,9 +481,8 @@ seen.compare(len(set().union(*pull("share").values())))
 #
 #    check(__iter__, "sampler")
 #    ```
-# The exercise `rendezvous` is about the first half of this notebook.
-# 2. Type the two commands in two terminals, but give the second one `WORLD_SIZE=3`. What do the ranks say? Which rank
-#    finds the mistake?
+# 2. Type the two commands of "Two ranks by hand" in two terminals, but give the second one `WORLD_SIZE=3`. What do the
+#    ranks say? Which rank finds the mistake?
 #    <details><summary>Answer</summary>The rank that reads the other's name first finds the mistake. It writes a
 #    sentence with both numbers into the store, under the key <code>failed</code>, where the other one reads it. So
 #    both give up, and rank 0 prints the sentence once.</details>

@@ -352,7 +352,9 @@ sent.compare(pull("megabytes")[0])
 # ## Backwards: the claim about the all-gather
 #
 # Collectives stand in the middle of models, so autograd has to go backward through them. **A common belief**: "the
-# backward of an all-gather needs no communication, because every rank already has the full tensor". Each rank holds one number. They all-gather them and each computes a loss of its own from the four: rank r multiplies
+# backward of an all-gather needs no communication, because every rank already has the full tensor".
+#
+# Each rank holds one number. They all-gather them and each computes a loss of its own from the four: rank r multiplies
 # their sum by r + 1. **Predict**: what is the gradient of rank 0's number, if the loss of the training is the sum of
 # the four losses?
 
@@ -461,11 +463,11 @@ for name in IN_ONE_PROCESS:
 #
 # ## Backwards: the claim about the all-reduce
 #
-# **A common belief**: "all-reduce is its own backward". The table has just proven it, for ranks that do
-# *different* things with the sum, each with a loss of its own. In tensor parallelism that is not so. Look at the
-# smallest case: two ranks, one layer each has half of. The input is 1. The weights of the first matrix are 1 and 2,
-# those of the second are 3 and 4. Each rank has one of each, computes its product, and an all-reduce adds the two: 1
-# * 3 + 2 * 4 = 11. From then on both ranks have the same number and compute the *same* loss, once each.
+# **A common belief**: "all-reduce is its own backward". The table has just proven it, for ranks that do *different*
+# things with the sum, each with a loss of its own. In tensor parallelism that is not so. Look at the smallest case: two
+# ranks, and each has half of two layers. The input is 1. The weights of the first layer are 1 and 2, those of the
+# second are 3 and 4. Each rank has one of each, and computes its product. An all-reduce adds the two products, 3 and 8,
+# which makes 11. From then on both ranks have the same number and compute the *same* loss, once each.
 #
 # **Predict**: if the backward of this all-reduce is an all-reduce, how many times too large is the gradient of the
 # first weight?
@@ -527,10 +529,11 @@ too_large.compare(pull("by_all_reduce", ranks=[0])[0] / pull("by_identity", rank
 #
 #    check(gather_chunks, "ring_all_gather")
 #    ```
-# 3. Four ranks have 10, 20, 30 and 40. Use only two collectives so that every rank has the *largest* of them, and
-#    rank 0 also has the list. Which two?
+# 3. With a pencil. Four ranks have 10, 20, 30 and 40. Use only two collectives so that every rank has the *largest* of
+#    them, and rank 0 also has the list. Which two?
 #    <details><summary>Answer</summary>An all-reduce with <code>op="max"</code>, and a gather to rank 0.</details>
-# 4. A model is broadcast from rank 0 at the start of the training. Must the gradients go backward through this
+#
+#    And a model is broadcast from rank 0 at the start of the training. Must the gradients go backward through this
 #    broadcast?
 #    <details><summary>Answer</summary>No. It is done once, before the training, and no loss is computed through it.
 #    In each step the copies' gradients are averaged by an all-reduce instead. That is a reduce, as in the backward of

@@ -48,7 +48,7 @@ from comm.point_to_point import recv, send
 def ping_pong(num_bytes):
     """Return the seconds of a message between ranks 0 and 1: the fastest of several."""
     ball, times = torch.zeros(num_bytes // 4), []
-    for _ in range(30 if num_bytes < 1 << 20 else 8):
+    for _ in range(100 if num_bytes < 1 << 20 else 8):
         start = time.perf_counter()
         if rank == 0:
             send(ball, 1)
@@ -60,7 +60,8 @@ def ping_pong(num_bytes):
     return min(times) / 2
 
 
-SIZES = [4, 64, 1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000]
+SIZES = [4, 64, 1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000, 16_000_000]
+ping_pong(4)  # the first messages make the connection, and are slower
 times = [ping_pong(size) for size in SIZES]
 
 # %%
@@ -68,7 +69,7 @@ sizes, times = pull("SIZES")[0], pull("times")[0]
 larger_message.compare(times[sizes.index(4_000)] / times[0])
 
 # %% [markdown]
-# A thousand times the bytes take hardly longer. A message has a price that does not depend on its size: system calls,
+# A thousand times the bytes take about as long. A message has a price that does not depend on its size: system calls,
 # waking up the receiver, and on a network the way through cards and switches. Hockney (1994) put this into two
 # numbers. A message of b bytes takes
 #
@@ -86,6 +87,7 @@ beta = (times[-1] - alpha) / sizes[-1]
 print(f"alpha {alpha * 1e6:.1f} us for each message")
 print(f"beta  {beta * 1e9:.4f} ns for each byte, so {1e-9 / beta:.2f} GB/s")
 
+
 # %%
 import matplotlib.pyplot as plt
 
@@ -93,7 +95,8 @@ from lab.picture import COLORS, show, show_events
 
 figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
 axes.loglog(sizes, times, "o", color=COLORS["communication"], label="measured")
-axes.loglog(sizes, [alpha + size * beta for size in sizes], "-", color=COLORS["compute"], label="alpha + bytes * beta")
+line = [4 * 1.2**i for i in range(85)]
+axes.loglog(line, [alpha + size * beta for size in line], "-", color=COLORS["compute"], label="alpha + bytes * beta")
 axes.axvline(alpha / beta, color="black", linestyle=":")
 axes.text(alpha / beta, times[-1], " alpha / beta", va="center")
 axes.set(xlabel="bytes of the message", ylabel="seconds")
@@ -102,8 +105,8 @@ axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
 show(
     figure,
-    alt="Time of a message against its size, both on logarithmic scales. The measured points lie near the line of the "
-    "model: flat on the left of alpha / beta, and rising in proportion to the size on the right.",
+    alt="Time of a message against its size, both on logarithmic scales. The measured points follow the line of the "
+    "model roughly: flat on the left of alpha / beta, and rising in proportion to the size on the right.",
 )
 
 # %% [markdown]
@@ -113,17 +116,20 @@ show(
 # rule of communication is: **send few large messages instead of many small ones**. Notebook 05 builds buckets out of
 # this rule.
 #
-# The points need not lie exactly on the line. Real links have steps, for example where a message no longer fits into
-# a buffer. Two numbers are a coarse model, but they are good enough to choose an algorithm, as you will see.
+# The points need not lie exactly on the line. On loopback a message that fits into the processor's cache is faster than
+# the line says, and real links have steps, too, for example where a message no longer fits into a buffer. (That is also
+# why notebook 00 found another bandwidth: it sent 32 MB, and took the middle one of several times. Here it is the
+# shortest.) Two numbers are a coarse model. Are they good enough to choose an algorithm?
 #
 # ## A network for each rank
 #
 # From here on we need a network on which every rank has a link of its own. Loopback is not like that: all ranks share
 # the memory and the few cores of one machine. So the next cell simulates one. The tensors travel as before, but each
 # message carries the time at which it left, and its receiver sleeps until alpha + bytes * beta later. A rank's link
-# sends one message after the other, and receives one after the other. Nothing else is in the simulation: it knows
-# nothing about all-reduces and their formulas. Our link has a latency of 10 ms and carries 100 Mbit/s. These are
-# slow, so that the simulation is much slower than your machine.
+# sends one message after the other, and receives one after the other. You need not read the code: it has `isend` and
+# `irecv`, which start a message and return at once, and `wait`, which returns when the message has arrived. Nothing
+# else is in the simulation: it knows nothing about all-reduces and their formulas. Our link has a latency of 10 ms and
+# carries 100 Mbit/s. These are slow, so that the simulation is much slower than your machine.
 
 # %%
 # %%ranks
@@ -179,15 +185,19 @@ def takes(tensor):
 # %% [markdown]
 # ## Four ways to do an all-reduce
 #
-# | way | who sends what | file |
+# | way | who sends what | file (after the exercises) |
 # |---|---|---|
-# | star (called `flat`) | all send to rank 0, which adds up and sends the sum to all | [star.py](../comm/algorithms/star.py) |
+# | star (`flat` in the code) | all send to rank 0, which adds up and sends the sum to all | [star.py](../comm/algorithms/star.py) |
 # | tree | pairs add up, then pairs of pairs, ... and the sum goes back down | [tree.py](../comm/algorithms/tree.py) |
 # | ring | the tensor is cut into n chunks; each rank always sends to its right neighbour | [ring.py](../comm/algorithms/ring.py) |
 # | hypercube | in each round a rank exchanges with the partner whose number differs in one bit | [hypercube.py](../comm/algorithms/hypercube.py) |
 #
 # The hypercube has two forms. In *recursive doubling* partners exchange the full tensor. In *halving-doubling* they
-# exchange halves, then quarters, and so on, and then all of it again in the other direction.
+# exchange halves, then quarters, and so on, and then all of it again in the other direction. Take four ranks and four
+# numbers. First ranks 0 and 2 exchange halves: rank 0 adds up the first two numbers, rank 2 the last two. Ranks 1 and 3
+# do the same. Then ranks 0 and 1 exchange one number each: rank 0 has the first number of all four ranks, rank 1 the
+# second. Rank 2 has the third, rank 3 the last. On the way back they exchange what is complete: first single numbers,
+# then halves.
 #
 # Watch them. Four ranks add up a tensor whose bytes take 20 ms on the link. A bar is a time in which bytes arrive at
 # a rank, and the number on it is the sender. A gap is latency, or waiting. The clock starts with the first byte that
@@ -241,9 +251,12 @@ show_events(
 )
 
 # %% [markdown]
-# Look for two things in each picture. *How many bars follow one another?* Each one costs an alpha. *How long is the
-# sum of the bars of the busiest rank?* That is the cost of the bytes. With n ranks, B bytes, and L = log2 n rounded
-# up, you can read off:
+# Look for two things in each picture. *How many messages wait for another message?* A message that can leave only after
+# another one has arrived costs one more alpha. In the first half of the star three bars follow one another on rank 0,
+# but the three messages have left at the same time, so together they cost one alpha. *How long are the bars of the
+# busiest rank together?* That is the cost of the bytes. So the star takes 2 (10 + 3 · 20.5) = 143 ms. In the picture it
+# ends near 133, because the first alpha is before the first byte. With n ranks, B bytes, and L = log2 n rounded up, you
+# can read off:
 #
 # | way | seconds |
 # |---|---|
@@ -317,12 +330,12 @@ ring_against_star.compare(measured["ring", 8] / measured["flat", 8])
 # %%
 STYLES = {"flat": ("o", "data"), "tree": ("s", "backward"), "ring": ("^", "communication")}
 STYLES |= {"recursive_doubling": ("D", "forward"), "halving_doubling": ("v", "optimizer")}
-line = [8 * 1.25**i for i in range(54)]
+line = [8 * 1.25**i for i in range(57)]
 figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
 for way, (marker, kind) in STYLES.items():
     axes.loglog(line, [predicted(way, size, 8) * 1e3 for size in line], color=COLORS[kind])
     points = [measured[way, size] * 1e3 for size in tested]
-    axes.loglog(tested, points, marker, color=COLORS[kind], markeredgecolor="black", label=way, markersize=8)
+    axes.loglog(tested, points, marker, color=COLORS[kind], fillstyle="none", markeredgewidth=2, label=way, markersize=9)
 axes.set(xlabel="bytes of the tensor", ylabel="ms", title="8 ranks: lines are predicted, points are measured")
 axes.grid(alpha=0.3)
 axes.spines[["top", "right"]].set_visible(False)
@@ -335,9 +348,10 @@ show(
 )
 
 # %% [markdown]
-# Three sizes, three winners, and the formulas knew all of them. (The points lie a little above the lines, because
-# your machine needs some time for each message, too.) And by the formulas the ring takes 7 times as long as the star
-# for 8 bytes: 14 latencies against 2.
+# Three sizes, three winners, and the formulas knew all of them. (Each message of the simulation costs alpha + bytes ·
+# beta, as in the model. What the run tests is whether the formulas count right: which messages wait for which. The
+# points lie above the lines, most of all for the shortest times, because your machine needs time for each message,
+# too.) And by the formulas the ring takes 7 times as long as the star for 8 bytes: 14 latencies against 2.
 #
 # - **Tiny tensors**: only the number of messages that follow one another counts. The star needs two, one up and one
 #   down, because the latencies of messages to different ranks overlap. The ring needs 14.
@@ -348,7 +362,7 @@ show(
 # ## 2 (n-1)/n
 #
 # How many bytes does the busiest rank send? This can be counted exactly. **Predict**: 1 MB is added up by 8 ranks in
-# a ring. How many MB does a rank send? And with 1000 ranks?
+# a ring. How many MB does a rank send?
 
 # %%
 ring_bytes = predict("How many MB does a rank of 8 send in a ring?", example=7, unit="MB")
@@ -378,15 +392,16 @@ for way in ways:
 ring_bytes.compare(by_rank[0]["ring"][0])
 
 # %% [markdown]
-# A rank of a ring sends 2 (n-1)/n times the tensor: 1.75 MB with 8 ranks, and 1.998 MB with 1000. It never reaches
-# twice the tensor. If all ranks send equally much, no algorithm sends less (Patarasu and Yuan, 2009). Such an
-# algorithm is called *bandwidth-optimal*. The star's centre sends seven tensors here, and with 1000 ranks it would
-# send 999.
+# A rank of a ring sends 2 (n-1)/n times the tensor: 1.75 MB with 8 ranks, and by the formula 1.998 MB with 1000. It
+# never reaches twice the tensor. If all ranks send the same amount, no algorithm sends less (Patarasu and Yuan, 2009).
+# Such an algorithm is called *bandwidth-optimal*. The star's centre sends seven tensors here, and with 1000 ranks it
+# would send 999.
 #
 # ## Does an all-reduce become slower with more ranks?
 #
-# Two ranks add up 4 MB in a ring on a link of 100 Mbit/s, with hardly any latency. **Predict**: eight ranks take how
-# many times as long?
+# **A common belief**: "with four times the ranks, an all-reduce takes four times as long", because there is four times
+# as much to add up. Two ranks add up 4 MB in a ring on a link of 100 Mbit/s, with hardly any latency. **Predict**:
+# eight ranks take how many times as long?
 
 # %%
 more_ranks = predict("Eight ranks take how many", example=4, unit="times as long")
@@ -408,7 +423,7 @@ more_ranks.compare(time_of[8] / time_of[2])
 
 # %% [markdown]
 # Less than twice as long: from 2 (2-1)/2 = 1 to 2 (8-1)/8 = 1.75 times the tensor. With any number of ranks it stays
-# below twice.
+# below twice, as long as the latencies do not count.
 #
 # This makes it hard to judge a measurement. If someone reports "4 MB in 0.6 s", is that good? Bytes divided by
 # seconds, the *algorithm bandwidth*, falls with the number of ranks, even on a perfect network. So NVIDIA's tests
@@ -422,8 +437,9 @@ for n, took in time_of.items():
           f"bus bandwidth {algorithm * 2 * (n - 1) / n:5.1f} Mbit/s")
 
 # %% [markdown]
-# The bus bandwidth is close to 100 Mbit/s, the speed of the link, for every number of ranks. In a report about your
-# cluster look for this number.
+# The bus bandwidth is close to 100 Mbit/s, the speed of the link, for every number of ranks. (What is missing with
+# eight ranks is the time that your machine itself needs for 14 messages in a row.) In a report about your cluster look
+# for this number.
 #
 # ## Why, then, does everyone talk about rings?
 #
@@ -465,7 +481,10 @@ six_ranks.compare(of_six["halving_doubling", large] / measured["halving_doubling
 # ## And on loopback?
 #
 # What is left is the real link of this notebook. The same formulas predict the time of a ring on loopback from the
-# measured alpha and beta. Look at how far they are off:
+# measured alpha and beta. **Predict**: 1 MB among eight ranks takes how many times as long as the formula says?
+
+# %%
+real_link = predict("On loopback the ring takes how many", example=1, unit="times as long")
 
 # %%
 # %%ranks
@@ -487,12 +506,15 @@ for num_bytes in (4_000, 1_000_000):
     formula = predicted("ring", num_bytes, 8, alpha, beta)
     times = [f"{loopback[pattern, num_bytes] * 1e3:5.2f} ms" for pattern in ("ring", "cma")]
     print(f"{num_bytes:>9,} bytes: ring predicted {formula * 1e3:5.2f} ms, measured {times[0]}; cma measured {times[1]}")
+real_link.compare(loopback["ring", 1_000_000] / predicted("ring", 1_000_000, 8, alpha, beta))
 
 # %% [markdown]
-# On a laptop with few cores the ring takes much longer than predicted. The model assumes that all eight ranks send at
-# the same time, each over a link of its own. Here all of them share the same cores, so they take turns. No formula is
-# wrong: its assumption is. Before you trust a model, ask what is shared. (`cma` is a ring in which a rank reads its
-# neighbour's memory directly. It copies less, and so it is what the workbook's trainings use on one machine.)
+# On a laptop with few cores the ring takes many times as long as predicted, and 4 KB take nearly as long as 1 MB. The
+# model assumes that all eight ranks send at the same time, each over a link of its own. Here all of them share the same
+# cores, so they take turns: in each of 14 steps eight processes wake up, one after the other. The formula is right, and
+# its assumption is not. Before you trust a model, ask what is shared. (`cma`, *cross-memory attach*, is a ring in which
+# a rank reads its neighbour's memory directly, by a call of Linux. It copies less, and so it is what the workbook's
+# trainings use on one machine.)
 #
 # ## Exercises
 #
@@ -513,8 +535,9 @@ for num_bytes in (4_000, 1_000_000):
 #    1 KB?
 #    <details><summary>Answer</summary>1 GB takes 20 ms on the link. Ring: 1998 * (10 us + 0.02 ms) = 60 ms. Tree:
 #    20 * (10 us + 20 ms) = 400 ms. For 1 KB the bytes cost nothing. Ring: 20 ms. Tree: 0.2 ms.</details>
-# 4. Change `SlowWire` so that a link cannot send and receive at the same time. Which way suffers most? Predict before
-#    you run.
+#
+#    Or change `SlowWire` so that a link cannot send and receive at the same time. Which way suffers most?
+# Predict before you run.
 #    <details><summary>Answer</summary>The ring and both hypercubes: there a rank sends and receives at once, so the
 #    bytes take twice as long. The star hardly changes, because its centre first only receives, and then only
 #    sends.</details>
@@ -529,6 +552,7 @@ for num_bytes in (4_000, 1_000_000):
 # - Jeaugey, [Massively Scale Your Deep Learning Training with NCCL
 #   2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/), 2019: two trees
 # - [comm/README.md](../comm/README.md): the costs of every collective
+# - Next: [04 Naive data parallel](04_naive_data_parallel.ipynb), in which the messages are gradients
 
 # %%
 # %ranks stop

@@ -32,10 +32,10 @@
 # %ranks 4
 
 # %% [markdown]
-# A cell that begins with `%%ranks` runs on all four ranks at once, each a process of its own, and its variables stay there.
-# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. Values are shown side by side, equal ones
-# once. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x` here, as a dictionary by
-# rank.
+# A cell that begins with `%%ranks` runs on all four ranks at once, each a process of its own, and its variables stay
+# there. `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. The value of the last line
+# is shown for each rank, and once for ranks that have the same one. All other cells run here, in the notebook's own
+# process; `pull("x")` brings the ranks' `x` here, as a dictionary by rank.
 
 # %%
 import torch
@@ -578,9 +578,9 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 # %% [markdown]
 # ## Exercises
 #
-# 1. **`accumulation`** (10 minutes): run the microbatches of a step, so that their gradients are those of the mean loss. Write
-#    the function in a cell of its own, and let the lesson's tests grade it on real ranks. Leave the division out once, and read
-#    what the checker says.
+# 1. **`accumulation`** (10 minutes): run the microbatches of a step, so that their gradients are those of the mean
+#    loss. Write the function in a cell of its own, and let the lesson's tests grade it on real ranks. Leave the
+#    division out once, and read what the checker says.
 #
 #    ```python
 #    from exercises.notebook import check
@@ -592,30 +592,31 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    check(accumulate)
 #    ```
 #
-# 2. **`naive_gradient_sync`** (25 minutes): average the gradients, also where some ranks did not use a parameter. The file is
-#    [naive_gradient_sync.py](../exercises/data_parallel/naive_gradient_sync.py), and
-#    `python -m exercises watch naive_gradient_sync` grades it whenever you save it.
+# 2. **`naive_gradient_sync`** (25 minutes): average the gradients, also where some ranks did not use a parameter. The
+#    file is [naive_gradient_sync.py](../exercises/data_parallel/naive_gradient_sync.py), and `make exercises
+#    ARGS='watch naive_gradient_sync'` grades it whenever you save it.
 # 3. **`sampler`** (20 minutes): give each rank its share of the examples, in each epoch another one:
 #    [sampler.py](../exercises/data_parallel/sampler.py).
 #
-# **Find the bug**: `python -m exercises bug bug_naive_8af` makes a file with a wrong implementation, whose symptom is "training
-# hangs when only some ranks use a parameter". Find the line and mend it. Here, in a cell, that is
-# `from exercises.notebook import bug` and `bug("bug_naive_8af")`.
+# **Find the bug**: `make exercises ARGS='bug bug_naive_8af'` makes a file with a wrong implementation, whose symptom is
+# "training hangs when only some ranks use a parameter". Find the line and mend it. Here, in a cell, that is `from
+# exercises.notebook import bug` and `bug("bug_naive_8af")`.
 #
 # And with this notebook: change the straggler from half speed to a tenth, and predict the ratio before you run it.
-# <details><summary>Answer</summary>The four watches add up to 3.1 devices, and the job is worth 4 devices at a tenth of the
-# speed, which is 0.4. The ratio is 7.75.</details>
+# <details><summary>Answer</summary>The four watches add up to 3.1 devices, and the job is worth 4 devices at a tenth of
+# the speed, which is 0.4. The ratio is 7.75.</details>
 #
 # ## Further reading
 #
-# - [train_naive.py](../data_parallel/train_naive.py), and [train_alone.py](../data_parallel/train_alone.py), where the ranks
-#   do not talk at all: `make run RUN_MODE=train`
+# - [train_naive.py](../data_parallel/train_naive.py), and [train_alone.py](../data_parallel/train_alone.py), where the
+#   ranks do not talk at all: `make run RUN_MODE=train`
 # - Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 #   https://arxiv.org/abs/2006.15704
-# - Goyal et al., "Accurate, Large Minibatch SGD", 2017, https://arxiv.org/abs/1706.02677: what to do with the learning rate
-#   when more ranks make the batch larger
+# - Goyal et al., "Accurate, Large Minibatch SGD", 2017, https://arxiv.org/abs/1706.02677: what to do with the learning
+#   rate when more ranks make the batch larger
 #
-# Next: notebook 05, in which the gradients travel while the backward still computes.
+# Next: [05 Overlap and buckets](05_overlap_and_buckets.ipynb), in which the gradients travel while the backward still
+# computes.
 
 # %%
 # %ranks stop

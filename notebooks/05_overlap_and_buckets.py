@@ -24,9 +24,9 @@
 
 # %% [markdown]
 # A cell that begins with `%%ranks` runs on both ranks at once, each a process of its own, and its variables stay there.
-# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. Values are shown side by side, equal ones
-# once. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x` here, as a dictionary by
-# rank.
+# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. The value of the last line is
+# shown for each rank, and once for ranks that have the same one. All other cells run here, in the notebook's own
+# process; `pull("x")` brings the ranks' `x` here, as a dictionary by rank.
 
 # %%
 import torch
@@ -39,12 +39,12 @@ from lab.prediction import predict
 # ## What a hook is
 #
 # The backward computes the gradients of the last layer first, long before those of the first layer. So the last layer's
-# gradients could travel while the rest is computed. But `loss.backward()` is one call that returns at the end. A **hook** is
-# a function that autograd calls in the middle of it.
+# gradients could travel while the rest is computed. But `loss.backward()` is one call that returns at the end. A
+# **hook** is a function that autograd calls in the middle of it.
 #
-# A parameter has two kinds of hooks. The first is called *before* the new gradient is added to `.grad`, the second *after*
-# that. Here is a parameter with both, and a second backward, as with two microbatches. **Predict**: in the second backward,
-# which number does the first kind of hook get for a gradient that is 3 in each backward, 6 together?
+# A parameter has two kinds of hooks. The first is called *before* the new gradient is added to `.grad`, the second
+# *after* that. Here is a parameter with both, and a second backward, as with two microbatches. **Predict**: in the
+# second backward, the gradient is 3 in each of the two backwards. Which number does the first kind of hook get?
 
 # %%
 number = predict("Which number does the hook before accumulation get in the second backward?", example=6)
@@ -62,16 +62,16 @@ for microbatch in range(2):
 number.compare(got[1])
 
 # %% [markdown]
-# The hook before accumulation sees one microbatch's gradient only. A wrapper that reduces what this hook gets would lose all
-# microbatches but the last, and with one microbatch all its tests would pass. So the lessons use
-# `register_post_accumulate_grad_hook`: when it is called, `.grad` is complete.
+# The hook before accumulation sees one microbatch's gradient only. A wrapper that sends once, after the last
+# microbatch, and takes what this hook gets would lose all microbatches but the last. With one microbatch all its tests
+# would pass. So the lessons use `register_post_accumulate_grad_hook`: when it is called, `.grad` is complete.
 #
 # ## "A hook that all-reduces overlaps communication"
 #
-# That is a common belief. Let us write such a hook. To see its effect on a laptop, every rank gets a
-# *metronome* instead of a model: it has the parameters of a small GPT with four blocks, but sleeps 10 milliseconds in the
-# forward of each block and 20 in the backward, as if each rank had a device of its own. The link is simulated, too: 400
-# Mbit/s, and a latency of one millisecond. A `span` records when its block of code began and ended, and `comm` records a span
+# That is a common belief. Let us write such a hook. To see its effect on a laptop, every rank gets a *metronome*
+# instead of a model: it has the parameters of a small GPT with four blocks, but sleeps 10 milliseconds in the forward
+# of each block and 20 in the backward, as if each rank had a device of its own. The link is simulated, too: 400 Mbit/s,
+# and a latency of one millisecond. A `span` records when its block of code began and ended, and `comm` records a span
 # for each collective.
 
 # %%
@@ -131,9 +131,10 @@ def run(wrap, steps=4):
 
 
 # %% [markdown]
-# `overlap_of` computes from the recorded spans which share of the communication time was **hidden**: in that share the rank
-# also computed. **Predict** the hidden share of the blocking hooks, as a number from 0 to 1. (The backward lasts 80
-# milliseconds, the gradients need about 70 milliseconds of the link's time and 68 latencies.)
+# `overlap_of` computes from the recorded spans which share of the communication time was **hidden**: in that share the
+# rank also computed. **Predict** the hidden share of the blocking hooks, as a number from 0 to 1. (The backward lasts
+# 80 milliseconds. The gradients need about 70 milliseconds of the link's time. Each of the 68 all-reduces costs two
+# latencies, 136 milliseconds together, and the ranks' own work for each message comes on top.)
 
 # %%
 share = predict("Which share of the communication do the hooks hide?", example=0.8)
@@ -150,11 +151,12 @@ print(f"naive {naive_seconds:.2f} s a step, blocking hooks {blocking_seconds:.2f
 share.compare(pull("overlap_of(blocking).hidden_share")[0])
 
 # %% [markdown]
-# Nothing at all is hidden, and the step is about as slow as the naive one. The hook *is called* in the middle of the backward. But
-# autograd runs one thing after the other: while the hook waits for its all-reduce, no gradient is computed. The
-# communication has only moved to another place. You see it below. What runs *inside* a span, on the same thread, is drawn
-# below it: the all-reduces now stand inside the backward, in four groups of one block each, and the backward has become as
-# much longer.
+# Nothing at all is hidden, and the step takes hardly less time than the naive one. The hook *is called* in the middle
+# of the backward. But autograd runs one thing after the other: while the hook waits for its all-reduce, no gradient is
+# computed. The communication has only moved to another place. You see it below. What runs *inside* a span, on the same
+# thread, is drawn below it: the all-reduces now stand inside the backward, in four groups of one block each, and the
+# backward has become as much longer. (The naive wrapper has one all-reduce more, in which the ranks agree on the
+# parameters that were used.)
 
 # %%
 show_events(
@@ -176,6 +178,8 @@ show_events(
 # %%
 # %%ranks
 slow_link.use(LINK)
+all_reduce(torch.ones(1), async_op=True).wait()  # the first asynchronous call starts the thread
+dist.barrier()
 gradients = [torch.ones(250_000) * (rank + 1) for _ in range(3)]
 began = time.perf_counter()
 handles = [all_reduce(gradient, op="mean", async_op=True) for gradient in gradients]
@@ -187,9 +191,9 @@ slow_link.use(None)
 [gradient[0].item() for gradient in gradients]
 
 # %% [markdown]
-# The three share one link, so they travel one after the other, in the order of the calls. But the calls returned at once,
-# and the rank was free to do something else until the first `wait()`. Now the same in the hook. The wait moves to
-# `finish_gradient_sync()`, which the training loop calls after the backward.
+# The three share one link, so they travel one after the other, in the order of the calls. But the calls returned long
+# before, and the rank was free to do something else until the first `wait()`. Now the same in the hook. The wait moves
+# to `finish_gradient_sync()`, which the training loop calls after the backward.
 
 
 # %%
@@ -208,8 +212,9 @@ class AsyncHooks(BlockingHooks):
 
 
 overlapped, overlapped_seconds = run(AsyncHooks)
-hidden = overlap_of(overlapped).hidden_seconds
-print(f"{overlapped_seconds:.2f} s a step, of which {hidden:.2f} s of communication are hidden")
+hidden = overlap_of(overlapped)
+print(f"{overlapped_seconds:.2f} s a step")
+print(f"{hidden.hidden_seconds:.2f} s of {hidden.communication_seconds:.2f} s of communication are hidden")
 
 # %%
 show_events(
@@ -219,20 +224,25 @@ show_events(
 )
 
 # %% [markdown]
-# The backward is as short as in the naive step, and the all-reduces run on another thread, so they have a lane of their own.
-# The black marks are the launches. The grey bar is what could not be hidden: the rank waits for the messages that have not
-# arrived when the backward ends.
+# The backward is as short as in the naive step, and the all-reduces run on another thread, so they have a *lane*, a
+# row, of their own. The black marks are the *launches*, the calls in the hooks: each mark is the 17 of one block. The
+# grey bars are what could not be hidden: the rank waits for the messages that have not arrived when the backward ends.
 #
-# The two classes above are all of the idea, in 25 lines. [train_overlap.py](../data_parallel/train_overlap.py) has the same
-# class with everything that a training needs besides. You will write that in the exercise `overlap_hooks` at the end; read the
-# lesson after it. Two of these things deserve a look of their own, because without them a training goes wrong *in silence*.
+# Two things make the step shorter. Some communication is hidden. And no all-reduce has to wait for Python, because the
+# next one is there when one ends. But only a small part is hidden: 68 messages need much more time than the backward.
+# That is why the second half of this notebook packs them into buckets.
+#
+# The two classes above contain the idea, in 25 lines. [train_overlap.py](../data_parallel/train_overlap.py) has the
+# same class with everything that a training needs besides. You will write that in the exercise `overlap_hooks` at the
+# end; read the lesson after it. Two of these things deserve a look of their own, because without them a training goes
+# wrong *silently*.
 #
 # ## Why the order must be agreed
 #
 # No message has a name. Ranks pair their collectives **by the order of the calls**: the first call of one rank with the
-# first call of the other. Suppose that two parameters of equal size get their gradients in another order on rank 1, because
-# its inputs took another branch of the model. Gradient `a` is 1 on both ranks, gradient `b` is 10 on both. **Predict**: rank
-# 0 reduces `a`, then `b`; rank 1 reduces `b`, then `a`. What is the mean of `a` on rank 0?
+# first call of the other. Suppose that two parameters of equal size get their gradients in another order on rank 1,
+# because its inputs took another branch of the model. Gradient `a` is 1 on both ranks, gradient `b` is 10 on both.
+# **Predict**: rank 0 reduces `a`, then `b`; rank 1 reduces `b`, then `a`. What is the mean of `a` on rank 0?
 
 # %%
 mixed = predict("What is the mean of a on rank 0?", example=1)
@@ -263,10 +273,11 @@ except CommError as error:
     print(error)
 
 # %% [markdown]
-# So all ranks need *one* order, which does not depend on what happens to be ready first. The lesson takes the reverse of the
-# order in which parameters are registered, which is nearly the order of the backward. A gradient that is ready too early
-# waits for those before it. The class for that has 15 lines. You will write its heart in the exercise `ordered_launcher`, so
-# read [ordered_launcher.py](../data_parallel/ordered_launcher.py) after it. This is what it does:
+# (`pipelined_ring` is the algorithm that `comm` has chosen.) So all ranks need *one* order, which does not depend on
+# what happens to be ready first. The lesson takes the reverse of the order in which parameters are registered, which is
+# nearly the order of the backward. A gradient that is ready too early waits for those before it. The class for that has
+# 15 lines. You will write its heart in the exercise `ordered_launcher`, so read
+# [ordered_launcher.py](../data_parallel/ordered_launcher.py) after it. This is what it does:
 
 # %%
 from data_parallel.ordered_launcher import OrderedLauncher
@@ -321,10 +332,10 @@ by_rank = pull("gradients")
 equal.compare(sum(by_rank[0][name] == by_rank[1][name] for name in "abc"))
 
 # %% [markdown]
-# All three hooks averaged `c`. A Python function does not copy a variable of its surroundings, it looks it up *when it is
-# called*. When the hooks are called, the loop is over, and `parameter` is the last one. Autograd passes the parameter to the
-# hook, so the cure is to use what is passed, `lambda parameter: ...`, or to keep the value in a default argument,
-# `lambda _, i=i: ...`, as the lesson does.
+# All three hooks averaged `c`, and only the gradient of `c` is equal on both ranks. A Python function does not copy a
+# variable of its surroundings, it looks it up *when it is called*. When the hooks are called, the loop is over, and
+# `parameter` is the last one. Autograd passes the parameter to the hook, so the cure is to use what is passed, `lambda
+# parameter: ...`, or to keep the value in a default argument, `lambda _, i=i: ...`, as the lesson does.
 #
 # What does a training with this bug look like? The same digits and the same network as in notebook 04:
 
@@ -447,9 +458,11 @@ with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.St
     parallel.finish_gradient_sync()
 
 # %% [markdown]
-# Last layer first; and three of the four buckets leave while the backward still has work to do. In this first step the order
-# of the gradients is a guess, the reverse of registration. After it, rank 0 sends to all ranks the order that it has seen, and
-# all fill their buckets in that order from then on ([bucket_order.py](../data_parallel/bucket_order.py)).
+# Last layer first; and three of the four buckets leave while the backward still has work to do. (A bucket takes
+# gradients until it has its size, so the last one may make it larger, as `linear1.weight` does here. Within a layer
+# autograd chooses the order.) In this first step the order of the gradients is a guess, the reverse of registration.
+# After it, rank 0 sends to all ranks the order that it has seen, and all fill their buckets in that order from then on
+# ([bucket_order.py](../data_parallel/bucket_order.py)).
 #
 # ## How large should a bucket be?
 #
@@ -457,8 +470,9 @@ with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.St
 # there, and the last bucket, which is complete when the backward ends, can never be hidden. The GPT's gradients have 3.2
 # MiB (a MiB is 1,048,576 bytes). **Predict**: which bucket size, in MiB, gives the shortest step on the link above?
 #
-# A clock's answer would differ a little from run to run. So the next cell computes the answer from the formula, and measures
-# beside it. The formula needs to know when each bucket is complete, and how long the link takes for it.
+# A measured answer would differ a little from run to run. So your prediction is compared with that of the formula, and
+# the next cell measures beside it. The formula needs to know when each bucket is complete, and how long the link takes
+# for it.
 
 # %%
 best = predict("Which bucket size gives the shortest step?", example=3.2, unit="MiB")
@@ -505,23 +519,26 @@ axes.plot(list(predicted), [1e3 * s for s in predicted.values()], color=COLORS["
 axes.plot(
     list(measured), [1e3 * s for s in measured.values()], "o", color=COLORS["communication"], label="measured"
 )
-axes.axhline(1e3 * pull("naive_seconds")[0], color="#555555", ls="--", label="naive, measured")
-axes.set(xscale="log", xlabel="bucket size (MiB, logarithmic)", ylabel="step (ms)", ylim=(0, None))
+axes.set(xscale="log", xlabel="bucket size (MiB, logarithmic)", ylabel="step (ms), from 100 on", ylim=(100, None))
+axes.set_xticks(list(predicted), [f"{mb:g}" for mb in predicted])
+axes.minorticks_off()
 axes.legend()
 show(
     figure,
     alt="Step time against bucket size, a U: long on the left, where latencies add up, shortest around half a MiB, "
-    "and longer again on the right, where one bucket holds everything. The naive step is longer than all.",
+    "and longer again on the right, where one bucket holds everything.",
 )
 
 # %% [markdown]
-# It is a U. On the left you pay latencies (and in the measured points also this machine's own work for each message, which the
-# formula leaves out). On the right you wait for a bucket that is complete too late. To pack everything into one message, 3.2
-# MiB, saves all latencies and hides *nothing*: the one bucket is complete when the backward ends. Where the bottom of the U
-# lies depends on the link and on the model, so no default is right for all. DDP's is 25 MiB;
-# `data_parallel/train_bucket_overlap.py` has `--bucket-mb`.
+# It is a U. On the left you pay latencies (and in the measured points also this machine's own work for each message,
+# which the formula leaves out). On the right you wait for a bucket that is complete too late. To pack everything into
+# one message, 3.2 MiB, saves all latencies and hides *nothing*: the one bucket is complete when the backward ends. So
+# most of the way from the naive step to the best one is *fewer messages*, and the rest, from the right end to the
+# bottom of the U, is overlap. Where the bottom of the U lies depends on the link and on the model, so no default is
+# right for all. DDP's is 25 MiB; `data_parallel/train_bucket_overlap.py` has `--bucket-mb`.
 #
-# A refinement is in the lesson: its *first* bucket is small (0.25 MiB), so that the link starts early.
+# A refinement is in the lesson, which you can try with `first_mb`: its *first* bucket is small (0.25 MiB), so that the
+# link starts early.
 
 # %%
 show_events(
@@ -556,8 +573,8 @@ print("backward() has returned")
 
 # %% [markdown]
 # The callback runs before `backward()` returns, so a loop that uses DDP looks like a loop on one device. That is
-# comfortable, and it hides when you wait. The lessons show it. And what if you forget the call? Every rank would step with
-# gradients that are still in flight. The wrapper notices that:
+# comfortable, but you do not see any more at which moment you wait. In the lessons you see it. And what if you forget
+# the call? Every rank would step with gradients that are still in flight. The wrapper notices that:
 
 # %%
 # %%ranks
@@ -576,8 +593,8 @@ optimizer.step()
 # %% [markdown]
 # ## Exercises
 #
-# 1. **`ordered_launcher`** (15 minutes): launch in the agreed order, each number as early as possible. Write the method in a
-#    cell, and let the lesson's tests grade it on real ranks:
+# 1. **`ordered_launcher`** (15 minutes): launch in the agreed order, each number as early as possible. Write the method
+#    in a cell, and let the lesson's tests grade it on real ranks:
 #
 #    ```python
 #    from exercises.notebook import check
@@ -592,31 +609,33 @@ optimizer.step()
 #    check(ready, "ordered_launcher")
 #    ```
 #
-# 2. **`overlap_hooks`** (40 minutes): the launch in the hook, and the wait at the end, with unused parameters and microbatches:
-#    [overlap_hooks.py](../exercises/data_parallel/overlap_hooks.py). `python -m exercises watch overlap_hooks` grades it whenever
-#    you save it; one of its tests notices a hook that waits.
-# 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (45 minutes, hard): gradients that live in buckets, and leave
-#    when the bucket is complete: [bucket_views.py](../exercises/data_parallel/bucket_views.py),
+# 2. **`overlap_hooks`** (40 minutes): the launch in the hook, and the wait at the end, with unused parameters and
+#    microbatches: [overlap_hooks.py](../exercises/data_parallel/overlap_hooks.py). `make exercises ARGS='watch
+#    overlap_hooks'` grades it whenever you save it; one of its tests notices a hook that waits.
+# 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (45 minutes, hard): gradients that live in buckets,
+#    and leave when the bucket is complete: [bucket_views.py](../exercises/data_parallel/bucket_views.py),
 #    [bucket_launch.py](../exercises/data_parallel/bucket_launch.py).
 #
-# **Find the bug**: `python -m exercises bug bug_overlap_047` makes a file with a wrong implementation, whose symptom is "with
-# accumulation replicas drift apart". Find the line and mend it. `bug_bucket_overlap_b12` is harder: "replicas drift apart, and
-# only on a slow network".
+# **Find the bug**: `make exercises ARGS='bug bug_overlap_047'` makes a file with a wrong implementation, whose symptom is
+# "with accumulation replicas drift apart". Find the line and mend it. `bug_bucket_overlap_b12` is harder: "replicas
+# drift apart, and only on a slow network".
 #
-# And with this notebook: make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run the cells
-# again.
-# <details><summary>Answer</summary>All the way to the right. Each message costs more than 20 milliseconds now, so one message for
-# everything gives the shortest step, although nothing of it is hidden.</details>
+# And with this notebook: make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run
+# the cells again.
+# <details><summary>Answer</summary>All the way to the right. Each message costs more than 20 milliseconds now, so one
+# message for everything gives the shortest step, although nothing of it is hidden.</details>
 #
 # ## Further reading
 #
-# - [train_overlap.py](../data_parallel/train_overlap.py), [train_bucket_overlap.py](../data_parallel/train_bucket_overlap.py),
-#   and [train_ddp.py](../data_parallel/train_ddp.py), whose docstring has DDP's code beside ours
+# - [train_overlap.py](../data_parallel/train_overlap.py),
+#   [train_bucket_overlap.py](../data_parallel/train_bucket_overlap.py), and
+#   [train_ddp.py](../data_parallel/train_ddp.py), whose docstring has DDP's code beside ours
 # - [data_parallel/README.md](../data_parallel/README.md): step times beside DDP's, on three links
 # - Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 #   https://arxiv.org/abs/2006.15704: section 3.2.3 has the order of buckets, and what happens without it
 #
-# Next: notebook 06. All ranks still have all weights, all gradients and all of the optimizer's state, n times the same.
+# Next: [06 ZeRO and FSDP](06_zero_and_fsdp.ipynb). All ranks still have all weights, all gradients and all of the
+# optimizer's state, n times the same.
 
 # %%
 # %ranks stop

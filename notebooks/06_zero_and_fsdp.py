@@ -24,10 +24,11 @@
 # %ranks 4
 
 # %% [markdown]
-# A cell that begins with `%%ranks` runs on all four ranks at once, each a process of its own, and its variables stay there.
-# `rank`, `world_size`, `torch` and `dist` (which is `torch.distributed`) are defined. Values are shown side by side, equal ones
-# once. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x` here, as a dictionary by
-# rank.
+# A cell that begins with `%%ranks` runs on all four ranks at once, each a process of its own, and its variables stay
+# there. `rank`, `world_size`, `device`, `torch` and `dist` (which is `torch.distributed`) are defined, and `cluster`,
+# which knows the rank's place among the others. The value of the last line is shown for each rank, and once for ranks
+# that have the same one. All other cells run here, in the notebook's own process; `pull("x")` brings the ranks' `x`
+# here, as a dictionary by rank.
 
 # %%
 import torch
@@ -81,12 +82,13 @@ held(model, optimizer)
 budget.compare(sum(held(model, optimizer).values()))
 
 # %% [markdown]
-# 4 bytes for the parameter, 4 for its gradient, and 8 for AdamW, which keeps two running means for each parameter: one of the
-# gradient, one of its square. The weights are only a quarter of the training.
+# 4 bytes for the parameter, 4 for its gradient, and 8 for AdamW, which keeps two running means for each parameter: one
+# of the gradient, one of its square. The weights are only a quarter of what the training holds.
 #
-# "Then train in 16 bits, and need half." **Predict**: in *mixed precision* the model computes with bfloat16 weights (2 bytes)
-# and gets bfloat16 gradients (2 bytes). AdamW updates a float32 copy of the weights, the *master weights*, because a small
-# update would be lost in the 8 bits of precision that a bfloat16 has. How many bytes per parameter?
+# **A common belief**: "then train in 16 bits, and need half". **Predict**: in *mixed precision* the model computes with
+# bfloat16 weights (2 bytes) and gets bfloat16 gradients (2 bytes). AdamW updates a float32 copy of the weights, the
+# *master weights*, because a small update would be lost: a bfloat16 keeps only 8 binary digits of a number. How many
+# bytes per parameter?
 
 # %%
 mixed = predict("How many bytes for each parameter in mixed precision?", example=8, unit="bytes")
@@ -109,15 +111,16 @@ held(model, optimizer, more=master)
 mixed.compare(sum(held(model, optimizer, more=master).values()))
 
 # %% [markdown]
-# 2 + 2 + 4 + 8: the same 16 bytes. Mixed precision makes computing and sending cheaper, and activations smaller. It does not
-# make the *state of the training* smaller. A model of 7 billion parameters needs 112 GB, and there is no device of that size
-# in most clusters. Plain data parallel with 8 devices holds these 112 GB eight times.
+# 2 + 2 + 4 + 8: the same 16 bytes. (While the optimizer steps, there are float32 gradients, too: another 4.) Mixed
+# precision makes computing and sending cheaper, and activations smaller. It does not make the *state of the training*
+# smaller. A model of 7 billion parameters needs 112 GB, and few clusters have devices of that size. Plain
+# data parallel with 8 devices holds these 112 GB eight times.
 #
 # ## ZeRO 1 by hand
 #
-# Every rank computes the same update from the same optimizer state. It would be enough if *one* rank did it. So: each rank
-# owns an n-th of the weights, its **shard**, updates only that, and the ranks exchange the results. Here are 8 weights on 4
-# ranks. Each rank has a gradient of its own.
+# In plain data parallel every rank computes the same update from the same optimizer state. It would be enough if *one*
+# rank did it. So: each rank owns an n-th of the weights, its **shard**, updates only that, and the ranks exchange the
+# results. Here are 8 weights on 4 ranks. Each rank has a gradient of its own.
 
 # %%
 # %%ranks
@@ -130,8 +133,9 @@ reduce_scatter(mine, gradient, op="mean")
 mine
 
 # %% [markdown]
-# The reduce-scatter gives each rank the mean gradient of its two weights; the mean of 1, 2, 3 and 4 is 2.5. Now each rank
-# updates its two weights, with an optimizer that has state for two numbers instead of eight.
+# The reduce-scatter gives each rank the mean gradient of its two weights; the mean of 1, 2, 3 and 4 is 2.5. Now each
+# rank updates its two weights, here with a learning rate of 1. Adam would have state for these two numbers only,
+# instead of eight. `shard` is a view: it shows a part of `weights`, so an update of it changes `weights`.
 
 # %%
 # %%ranks
@@ -148,19 +152,19 @@ all_gather(weights, shard)
 weights
 
 # %% [markdown]
-# This is ZeRO, stage 1. [train_zero1.py](../data_parallel/train_zero1.py) does the same with any model and any optimizer that
-# treats each number on its own. **Predict**: an all-reduce of the gradients was not needed here, but a reduce-scatter of the
-# gradients and an all-gather of the weights. How many times the bytes of plain data parallel does a rank send?
-
-# %%
-stage_1 = predict("How many times the bytes of plain data parallel?", example=1.5, unit="times")
+# This is stage 1 of ZeRO, the *Zero Redundancy Optimizer*. [train_zero1.py](../data_parallel/train_zero1.py) does the
+# same with any model and any optimizer that treats each number on its own.
 
 # %% [markdown]
 # ## Four ways to train the same
 #
-# Each stage divides one thing more: stage 1 the optimizer state, stage 2 also the gradients, stage 3 also the parameters.
-# The next cell defines one training function for all of them; stage 0 is the bucket overlap of notebook 05. `MemoryReport`
-# measures as `held` did above, on each rank, and the ledger counts the bytes that leave a rank.
+# Each stage divides one thing more: stage 1 the optimizer state, stage 2 also the gradients, stage 3 also the
+# parameters. In stage 1 the full gradients stay in every `.grad` until the step has ended, although a rank uses only
+# its part of their mean. Stage 2 sends a bucket of gradients as soon as it is complete, keeps this rank's part, and
+# frees the rest. Stage 3 does the same with the parameters. PyTorch's name for stage 3 is *Fully Sharded Data
+# Parallel*, FSDP, and the lesson's class has the same name; it is our own. The next cell defines one training function
+# for all of them; stage 0 is the bucket overlap of notebook 05. `MemoryReport` measures as `held` did above, on each
+# rank, and the ledger counts the bytes that leave a rank.
 
 # %%
 # %%ranks
@@ -203,8 +207,9 @@ def train(stage, module, batch, group=None, steps=2):
 
 
 # %% [markdown]
-# First the question that comes before all others: is it right? Each stage trains two steps with AdamW, on 4 ranks, in double
-# precision. One process does the same with the full batch. All weights are compared.
+# First the question that comes before all others: is it right? The ranks begin with different weights (`seed=rank`),
+# and each wrapper broadcasts those of rank 0. Each stage trains two steps with AdamW, on 4 ranks, in double precision.
+# One process does the same with the full batch. All weights are compared.
 
 # %%
 # %%ranks
@@ -233,7 +238,7 @@ for stage, weights in pull("trained", [0])[0].items():
     print(f"stage {stage}: {len(expected)} weights agree with those of one process")
 
 # %% [markdown]
-# All four train exactly the same. They differ in memory and in messages only.
+# All four agree with one process, up to the rounding of float64. They differ in memory and in messages only.
 #
 # ## What a rank holds
 #
@@ -306,11 +311,17 @@ for stage in range(4):
     print(f"stage {stage}: {one.parameters + one.gradients + one.optimizer_state:5.1f} GB on each device")
 
 # %% [markdown]
-# Without ZeRO it fits on no device of 80 GB. With stage 1 it does, and with stage 3 there is much space for activations.
+# Without ZeRO it fits on no device of 80 GB. With stage 1 it does, with 17 GB left for activations and buffers, and
+# stage 3 leaves plenty of room.
 #
 # ## What a rank sends
 #
-# Now the answer to your prediction for stage 1:
+# **Predict**: an all-reduce of the gradients
+# was not needed here, but a reduce-scatter of the gradients and an all-gather of the weights. How many times the bytes
+# of plain data parallel does a rank send?
+
+# %%
+stage_1 = predict("How many times the bytes of plain data parallel?", example=1.5, unit="times")
 
 # %%
 sent = pull("sent", [0])[0]
@@ -374,16 +385,19 @@ hidden = pull("overlap_of(shortest)", [0])[0]
 print(f"{hidden.hidden_seconds:.3f} s of communication are hidden, of {hidden.communication_seconds:.3f} s")
 
 # %% [markdown]
-# The all-gathers of the forward and the backward, and the reduce-scatters of the gradients, run on a thread of their own. The
-# rank waits (grey) where the next block is not there yet. The table in
-# [data_parallel/README.md](../data_parallel/README.md) has step times beside those of FSDP2.
+# Read it from left to right. The orange row is the communication, on a thread of its own: in the forward it gathers one
+# block after the other, in the backward it gathers them again and reduce-scatters the gradients of those that are done.
+# (The black marks are the launches of these reduce-scatters.) The grey row is the rank that waits: for a block that is
+# not there yet, and at the end for the last gradients. The orange piece on the right is the rest, after the backward.
+# The table in [data_parallel/README.md](../data_parallel/README.md) has step times beside those of FSDP2.
 #
 # ## Stage 3 from inside
 #
-# How can a rank compute with weights that it does not have? It gathers a **block** (one layer, or several) just before the
-# block computes, and frees it right after. In memory a block's parameters are one flat tensor, a **unit**, or a few of them.
-# While one block computes, the next one is already being gathered. Let us watch BabyCNN, the network of notebook 04, with each
-# of its four layers as a block. The next cell notes at each step which blocks are full, and which are on their way.
+# How can a rank compute with weights that it does not have? It gathers a **block** (one layer, or several) just before
+# the block computes, and frees it right after. In memory a block's parameters are one flat tensor, a **unit**, or a few
+# of them. While one block computes, the next one is already being gathered. Let us watch BabyCNN, the network of
+# notebook 04, with each of its four layers as a block. The next cell notes at each step which blocks are full, and
+# which are on their way.
 
 # %%
 # %%ranks
@@ -434,14 +448,14 @@ for what, full, coming, _ in moments:
     print(f"{what:18} {', '.join(full):18} {', '.join(coming)}".rstrip())
 
 # %% [markdown]
-# Read it from top to bottom. In the forward the next layer is always on its way. In the backward it goes the other way round.
-# After the step no layer is full: the rank has its shards and nothing else. (In the first step nothing is gathered ahead,
-# because the order of the layers is not known yet.)
+# Read it from top to bottom. In the forward the next layer is always on its way. In the backward it goes the other way
+# round. After the step no layer is full: the rank has its shards and nothing else. (In the first step nothing is
+# gathered ahead, because the order of the layers is not known yet.)
 #
 # ## What to wrap
 #
-# Never more than two of the four layers are there at the same time. **Predict**: at the worst moment, which share of BabyCNN's
-# parameters is gathered on a rank?
+# Never more than two of the four layers are there at the same time. **Predict**: at the worst moment, what share of
+# BabyCNN's parameters is on a rank?
 
 # %%
 peak = predict("Which share of all parameters is gathered at the worst moment?", example=0.5)
@@ -488,13 +502,13 @@ shares = {
 # %%
 shares = pull("shares", [0])[0]
 shares["BabyCNN, each layer"] = [size / number for *_, size in moments], 0
-figure, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
+figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
 styles = zip(("wait", "compute", "backward", "communication"), ("-", "-", "--", ":"), strict=True)
 for (name, (share, _)), (color, style) in zip(shares.items(), styles, strict=True):
     progress = [i / (len(share) - 1) for i in range(len(share))]
     axes.step(progress, share, style, where="post", color=COLORS[color], label=name)
 axes.set(xlabel="progress of a step: forward, then backward", ylabel="gathered share", ylim=(0, 1.05))
-axes.legend(loc="center", fontsize=8)
+figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 show(
     figure,
     alt="The gathered share of the parameters through a step. One single block: everything, all the time. BabyCNN by "
@@ -507,10 +521,10 @@ for name, (share, messages) in shares.items():
     )
 
 # %% [markdown]
-# One block for everything is stage 3 in name only. Single layers gather least, and need many more messages, each with its
-# latency. The transformer block is the usual choice: small beside the model, large beside a latency. PyTorch's
-# `fully_shard` leaves this choice to you, too: you call it on each module that shall be a unit. FSDP1 had an
-# `auto_wrap_policy`, a function that chooses them.
+# One block for everything is stage 3 in name only. With transformer blocks two of eight are there, and the root. Single
+# layers gather least, and need many more messages, each with its latency. The transformer block is the usual choice:
+# small beside the model, large beside a latency. PyTorch's `fully_shard` leaves this choice to you, too: you call it on
+# each module that should be a unit. FSDP1 had an `auto_wrap_policy`, a function that chooses them.
 #
 # ## The same with PyTorch's FSDP2
 #
@@ -525,8 +539,8 @@ sharded = shard(BabyCNN(seed=rank), device)
 {name: list(p.to_local().shape) for name, p in sharded.named_parameters() if "weight" in name}
 
 # %% [markdown]
-# `linear2` has 10 rows, and 4 ranks get 3, 3, 3 and 1 of them. Our flat units are cut anywhere, so all ranks get the same
-# number of elements. Both train as one process does:
+# `linear2` has 10 rows, and 4 ranks get 3, 3, 3 and 1 of them. Our flat units are cut anywhere, so all ranks get the
+# same number of elements. Both give the gradients of one process:
 
 # %%
 # %%ranks
@@ -547,10 +561,11 @@ print(f"{len(expected)} gradients of FSDP2 agree with those of one process (in f
 #
 # ## What is left: activations
 #
-# ZeRO does not touch the **activations**, what autograd keeps of a forward for its backward. They grow with the batch and the
-# length of the text. A way to save them is *recomputation* (also called activation checkpointing): keep only the input of each
-# block, and compute the rest a second time in the backward. **Predict**: how many times fewer bytes of activations does a GPT
-# with 8 blocks keep?
+# ZeRO does not touch the **activations**, what autograd keeps of a forward for its backward. They grow with the batch
+# and the length of the text. A way to save them is *recomputation* (also called activation checkpointing): keep only
+# the input of each block, and compute the rest a second time in the backward. A block of our GPT keeps tensors of 16
+# times its input's size, and 1 of them is its input. **Predict**: how many times fewer bytes of activations does a GPT
+# with 8 blocks keep, together with what lies before and behind the blocks?
 
 # %%
 fewer = predict("How many times fewer activations?", example=2, unit="times")
@@ -603,19 +618,20 @@ show(
     "with stage 3 they take a quarter of that, and the activations are most of what is left; with recomputation the "
     "activations are small, too.",
 )
-print({name: f"{number} forwards of a block" for name, number in forwards.items()})
+print({name: f"{number} forwards of blocks" for name, number in forwards.items()})
 
 # %% [markdown]
-# The gradients are the same, bit for bit, and each block's forward runs twice. A forward is about a third of a step's computing,
-# so you pay with about a third more time. And notice the second bar: after ZeRO 3 the activations are what fills the memory. So
-# both are used together.
+# Less than 16 times, because the embedding and the head keep what they kept before. The gradients are the same, bit for
+# bit, and each block's forward runs twice. A forward is about a third of a step's computing, so you pay with about a
+# third more computing. And notice the second bar: after ZeRO 3 the activations are what fills the memory. So both are
+# used together.
 #
-# Three ways to a smaller memory, then: *divide* it among ranks (and send more), *recompute* it (and compute more), or *move* it
-# to the host's memory (offload, which is not in this workbook).
+# Three ways to use less memory, then: *divide* it among ranks (and send more), *recompute* it (and compute more), or
+# *move* it to the host's memory (offload, which is not in this workbook).
 #
 # ## Exercises
 #
-# Each has a file, and `python -m exercises watch NAME` grades it with the lesson's own tests whenever you save it.
+# Each has a file, and `make exercises ARGS='watch zero1'` grades it with the lesson's own tests whenever you save it.
 #
 # 1. **`memory_formulas`** (20 minutes): what a rank holds at each stage, to the byte:
 #    [memory_formulas.py](../exercises/data_parallel/memory_formulas.py).
@@ -623,25 +639,27 @@ print({name: f"{number} forwards of a block" for name, number in forwards.items(
 #    [zero1.py](../exercises/data_parallel/zero1.py). **`zero2`** (45 minutes) goes on from there.
 # 3. **`zero3`** (45 minutes, hard): gather, use, free: [zero3.py](../exercises/data_parallel/zero3.py).
 #
-# **Find the bug**: `python -m exercises bug bug_zero2_6f8` makes a file with a wrong implementation, whose symptom is "stage 2
-# needs as much memory as stage 1". Find the line and mend it.
+# **Find the bug**: `make exercises ARGS='bug bug_zero2_6f8'` makes a file with a wrong implementation, whose symptom is
+# "stage 2 needs as much memory as stage 1". Find the line and mend it.
 #
-# And with this notebook: on devices of 24 GB, with stage 3, how many do you need for 7 billion parameters, without activations?
-# Compute it with `formula`. And choose `blocks` for BabyCNN so that the largest gathered share is smallest, and check it with
-# `watch`. Why does no choice help much?
-# <details><summary>Answer</summary>112 GB / 24 GB is 4.7, so 5 devices. In BabyCNN the largest gathered share can never be less
-# than that of <code>linear1</code>, which is nine tenths; only a division of that layer itself would help.</details>
+# And with this notebook: on devices of 24 GB, with stage 3, how many do you need for 7 billion parameters, without
+# activations? Compute it with `formula`. And choose `blocks` for BabyCNN so that the largest gathered share is
+# smallest, and check it with `watch`. Why does no choice help much?
+# <details><summary>Answer</summary>112 GB / 24 GB is 4.7, so 5 devices. In BabyCNN the largest gathered share can never
+# be less than that of <code>linear1</code>, which is nine tenths; only a division of that layer itself would
+# help.</details>
 #
 # ## Further reading
 #
 # - [train_zero1.py](../data_parallel/train_zero1.py): how an ordinary optimizer updates a shard, without knowing it
 # - Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 #   https://arxiv.org/abs/1910.02054: figure 1 is the plot above
-# - Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277
+# - Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
+#   https://arxiv.org/abs/2304.11277
 # - Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174: recomputation
 #
-# Next: notebook 07. In ZeRO every rank still computes every layer for its part of the batch. In tensor parallel a layer itself is
-# divided.
+# Next: [07 Tensor and sequence parallel](07_tensor_and_sequence_parallel.ipynb). In ZeRO every rank still computes
+# every layer for its part of the batch. In tensor parallel a layer itself is divided.
 
 # %%
 # %ranks stop

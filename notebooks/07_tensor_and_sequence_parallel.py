@@ -197,21 +197,34 @@ right_A, right_X = leaf_A.grad.chunk(2, dim=1)[rank], leaf_X.grad
 
 of_X, of_A, of_B = gradients(copy_to_ranks, sum_to_each_rank)
 ratio = (of_A.norm() / right_A.norm()).item()
-f"the gradient of A is {ratio:.3f} times the right one"
+print(f"the gradient of A is {ratio:.3f} times the right one")
+
+
+def of_lower_A(leave):
+    """Return the gradient of A in the lower one of two such pairs of layers."""
+    lower_A = own_A.clone().requires_grad_()
+    middle = leave(F.gelu(copy_to_ranks(X) @ lower_A) @ own_B)
+    leave(F.gelu(copy_to_ranks(middle) @ own_A) @ own_B).square().sum().backward()
+    return lower_A.grad
+
+
+below = (of_lower_A(sum_to_each_rank).norm() / of_lower_A(sum_over_ranks).norm()).item()
+print(f"below a second pair of layers it is {below:.3f} times the right one")
 
 # %%
 factor.compare(pull("ratio")[0])
 
 # %% [markdown]
-# 2.000, exactly the number of ranks, and for every parameter below this layer. A second such layer makes it 4.000. The loss
-# of the first step is right, and Adam divides the gradient's scale away, so training looks healthy. It is a bug that experts
-# have shipped.
+# 2.000, exactly the number of ranks, and for every parameter below this layer. Below a second such layer it is 4.000.
+# The loss of the first step is right, and Adam divides the gradient's scale away, so training looks healthy. It is a
+# bug that experts have shipped.
 #
-# Think of it without formulas. Y is the sum of two terms. If a term grows by 1, Y grows by 1. So the gradient of a term is
-# the gradient of Y, which every rank has already: the backward is the *identity*.
+# Think of it without formulas. Y is the sum of two terms. If a term grows by 1, Y grows by 1. So the gradient of a term
+# is the gradient of Y, which every rank has already: the backward is the *identity*.
 #
 # At the beginning of the pair it is the other way round. Forward, X is just used: nothing is sent. But X went into all
-# columns, and a rank computes the gradient that comes from its own columns. These are terms, so the backward must add them up:
+# columns, and a rank computes the gradient that comes from its own columns. These are terms, so the backward must add
+# them up:
 
 # %%
 # %%ranks
@@ -388,18 +401,19 @@ show_events(
 )
 
 # %% [markdown]
-# The orange bars in the upper line are all-reduces of the forward, in which the rank stands still. (The last two, small ones
-# are those of the loss.) In the backward the all-reduce has a line of its own, beside the computing, and grey is what could
-# not be hidden. Now imagine a GPU that computes a thousand times as fast. That is the reason for a rule that you find in
-# every playbook: tensor parallelism stays *inside one machine*, where links are a hundred times as fast.
+# The orange bars in the upper line are all-reduces of the forward, in which the rank stands still. (The last two, small
+# ones are those of the loss.) In the backward the all-reduce has a line of its own, beside the computing, and grey is
+# what could not be hidden. Now imagine a GPU that computes a thousand times as fast. That is the reason for a rule that
+# you find in every playbook: tensor parallelism stays *inside one machine*, where links are many times as fast
+# ([notebook 00](00_setup.ipynb) has a table).
 #
 # ## Sequence parallelism
 #
-# What remains on every rank in full are the norms, dropout and residuals, with their activations. *Activations* are what
-# autograd keeps of the forward for the backward, and for long texts they are most of the memory. Here are two remedies for one
-# process, before the third one. *Recomputation* keeps only the input of each block, and runs its forward again in the backward:
-# a third more computing. *Offloading* moves activations to the host's memory and back: the link to the host has to be fast
-# enough. Measured here, for a GPT of four blocks, in bytes that autograd keeps:
+# What remains on every rank in full are the norms, dropout and residuals, with their activations. *Activations* are
+# what autograd keeps of the forward for the backward, and for long texts they are most of the memory. Here are two
+# remedies for one process, before the third one. *Recomputation* keeps only the input of each block, and runs its
+# forward again in the backward: a third more computing. *Offloading* moves activations to the host's memory and back:
+# the link to the host has to be fast enough. Measured here, for a GPT of four blocks, in bytes that autograd keeps:
 
 # %%
 from lab.memory import saved_activations
@@ -452,10 +466,10 @@ def kept_by(cluster, sequence_parallel):
 
 
 tensor = {n: run_ranks(kept_by, n, False)[0] / 1e6 for n in (1, 2, 4)}
-print(", ".join(f"{n} ranks: {megabytes:.1f} MB" for n, megabytes in tensor.items()))
+print(", ".join(f"on {n}: {megabytes:.1f} MB" for n, megabytes in tensor.items()))
 
 # %% [markdown]
-# Four ranks do not keep a fourth each, but nearly half. **Predict**: how many MB does each of the four ranks keep with
+# Four ranks do not keep a quarter each, but nearly half. **Predict**: how many MB does each of the four ranks keep with
 # sequence parallelism, which sends the same bytes?
 
 # %%
@@ -524,10 +538,11 @@ together = losses_of(
 f"loss {alone[0]:.3f} -> {alone[-1]:.3f}; largest difference below 1e-12: {bool((alone - together).abs().max() < 1e-12)}"
 
 # %% [markdown]
-# ## Your turn
+# ## Exercises
 #
-# Write the forward of the row layer: the term, the sum, the bias once. `check` puts your function in the place of the
-# lesson's, on every rank, and runs the lesson's tests. Uncomment the last line when you have written the body.
+# Begin with `row_parallel`: write the forward of the row layer, with the term, the sum, and the bias once. `check` puts
+# your function in the place of the lesson's, on every rank, and runs the lesson's tests. Uncomment the last line when
+# you have written the body.
 
 # %%
 import torch.nn.functional as F
@@ -548,7 +563,8 @@ def forward(self, x):
 # check(forward, "row_parallel");
 
 # %% [markdown]
-# Then `conjugate_functions` and `vocabulary_parallel`; `python -m exercises` in a terminal shows them, with hints.
+# Then `conjugate_functions` and `vocabulary_parallel`: `make exercises ARGS='hint vocabulary_parallel'` in a terminal
+# shows a hint, and `make exercises ARGS='watch vocabulary_parallel'` grades the file whenever you save it.
 #
 # ## Further reading
 #
@@ -557,6 +573,7 @@ def forward(self, x):
 # - Shoeybi et al., "Megatron-LM", 2019, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053): columns, rows, f and g
 # - Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
 #   [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): sequence parallelism, and the formulas
+# - Next: [08 Pipelines](08_pipelines.ipynb)
 
 # %%
 # %ranks stop

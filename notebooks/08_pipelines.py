@@ -124,9 +124,9 @@ returned.compare(2 - report.count("dist.send"))
 
 # %% [markdown]
 # None. Both are stuck in the line with `send`: it returns when the receiver has taken the message, and each receiver is
-# still sending. Each rank waits for the next one in a cycle: that is a *deadlock*. Libraries that buffer small messages hide
-# it until the tensors become larger. Two rules help. Post the receive before you send, with `irecv` and `isend`, which return at once; then wait for both. Or let PyTorch pair
-# them: `dist.batch_isend_irecv`.
+# still sending. Each rank waits for the next one in a cycle: that is a *deadlock*. Libraries that buffer small messages
+# hide it until the tensors become larger. Two rules help. Post the receive before you send, with `irecv` and `isend`,
+# which return at once; then wait for both. Or let PyTorch pair them: `dist.batch_isend_irecv`.
 
 # %%
 # %%ranks
@@ -547,10 +547,10 @@ print(f"{len(own)} parameters, gradients equal: {max(errors) < 1e-12}")
 # `finish_gradient_sync` adds up the gradient of the one parameter that two stages share: the embedding, which is also the
 # head.
 #
-# ## Your turn
+# ## Exercises
 #
-# Write the schedules yourself. `check` puts your function in the place of the lesson's, on every rank, and runs the lesson's
-# tests. Uncomment the last line when you have filled in the body.
+# Write the schedules yourself, first `pipeline_gpipe`. `check` puts your function in the place of the lesson's, on
+# every rank, and runs the lesson's tests. Uncomment the last line when you have filled in the body.
 
 # %%
 from exercises.notebook import check
@@ -570,17 +570,18 @@ def gpipe(stages, microbatches):
 # check(gpipe, "pipeline_gpipe");
 
 # %% [markdown]
-# Then `pipeline_1f1b` and `pipeline_zb_h1`: the same with `one_f_one_b` and `zb_h1`. In a terminal,
-# `python -m exercises hint pipeline_1f1b` opens a hint.
+# Then `pipeline_1f1b` and `pipeline_zb_h1`: the same with `one_f_one_b` and `zb_h1`. In a terminal, `make exercises
+# ARGS='hint pipeline_1f1b'` opens a hint.
 #
 # ## Further reading
 #
 # - [pipeline_parallel/README.md](../pipeline_parallel/README.md): the lesson, in the order in which to read it; and
-#   `python pipeline_parallel/page.py --out schedules.html`, a page that plays all schedules
+#   `.venv/bin/python pipeline_parallel/page.py --out schedules.html`, a page that plays all schedules
 # - Huang et al., "GPipe", 2019, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965); Narayanan et al., 2021,
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473) (1F1B and interleaving); Qi et al., "Zero Bubble Pipeline
 #   Parallelism", 2023, [arXiv:2401.10241](https://arxiv.org/abs/2401.10241); DeepSeek-AI, "DeepSeek-V3", 2024,
 #   [arXiv:2412.19437](https://arxiv.org/abs/2412.19437) (DualPipe)
+# - Next: [10 When it breaks](10_when_it_breaks.ipynb). (Notebook 09 waits for lesson 5.)
 
 # %%
 # %ranks stop

@@ -11,15 +11,16 @@
 # %% [markdown]
 # # 10 When it breaks
 #
-# **Question.** A training job hangs, dies, slows down, or trains something wrong. Many ranks are involved, and most of them
-# are innocent. Which rank is it, which operation, and which line?
+# **Question.** A training job hangs, dies, slows down, or trains something wrong. Many ranks are involved, and most of
+# them are innocent. Which rank is it, which operation, and which line?
 #
-# In this notebook you break things on purpose, one by one, and each time you use the tool that finds the cause. You need
-# about 40 minutes, and `predict` and `%%ranks` from [notebook 02](02_collectives.ipynb).
+# In this notebook you break things on purpose, one by one, and each time you use the tool that finds the cause. You
+# need about 40 minutes, and `predict` and `%%ranks` from [notebook 02](02_collectives.ipynb): a cell that begins with
+# `%%ranks` runs on all ranks.
 #
-# Most of the broken functions run on ranks of their own: `run_ranks` starts them, ends them after a few seconds, and reports
-# what it saw ([lab/ranks.py](../lab/ranks.py)). Such a function takes a `cluster`, which knows the rank and the number of ranks.
-# `attempt` prints the report, without the Python traceback.
+# Most of the broken functions run on ranks of their own: `run_ranks` starts them, ends them after a few seconds, and
+# reports what it saw ([lab/ranks.py](../lab/ranks.py)). Such a function takes a `cluster`, which knows the rank and the
+# number of ranks. `attempt` prints the report, without the Python traceback.
 
 # %%
 import os
@@ -32,6 +33,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # keeps the log lines of PyTorch's 
 # %%
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -79,42 +81,50 @@ def ring(cluster, receive_first):
         dist.recv(theirs, src=(rank - 1) % n)
 
 
-works = [attempt(ring, 4, receive_first) for receive_first in range(3)]
+works = []
+for receive_first in range(3):
+    print(f"{receive_first} of 4 ranks receive first:")
+    works.append(attempt(ring, 4, receive_first))
 
 # %%
 receivers.compare(works.index(True))
 
 # %% [markdown]
-# One is enough: it takes a message, so its left neighbour goes on and receives, and so on around the ring. A deadlock is a
-# *cycle* of ranks that wait for each other, and one rank that does not wait breaks it. (With `isend` and `irecv` none waits.)
+# One is enough: it takes a message, so its left neighbour goes on and receives, and so on around the ring. A deadlock
+# is a *cycle* of ranks that wait for each other, and one rank that does not wait breaks it. (With `isend` and `irecv`
+# none waits.)
 #
-# Look at the report of the first attempt. For each rank it has the line where the rank is, and the cycle. That is the first
-# thing to ask in any hang: *where is each rank?* Outside of this workbook,
-# [py-spy](https://github.com/benfred/py-spy) answers it for any Python process, without a change of the program. The next
-# cell uses it on rank 0 of this notebook, if it is installed.
-
-# %%
-import shutil
-import subprocess
-
-pids = pull("__import__('os').getpid()")
-if shutil.which("py-spy"):
-    print(subprocess.run(["py-spy", "dump", "--pid", str(pids[0])], capture_output=True, text=True).stdout)
-else:
-    print("py-spy is not installed here. `pip install py-spy`, then `py-spy dump --pid PID` in a terminal.")
+# Look at the report of the first attempt. For each rank it has the line where the rank is, and the cycle. That is the
+# first thing to ask in any hang: *where is each rank?* Outside of this workbook,
+# [py-spy](https://github.com/benfred/py-spy) answers it for any Python process, without a change of the program. `pip
+# install py-spy`, then `py-spy dump --pid PID` in a terminal. This is a dump of a rank that waits in an all-reduce.
+# Read it from bottom to top: line 6 of the script called `train_step`, which waits in line 5.
+#
+# ```
+# Process 26861: .venv/bin/python train.py
+# Python v3.11.7
+#
+# Thread 26861 (idle): "MainThread"
+#     all_reduce (torch/distributed/distributed_c10d.py:3252)
+#     _exception_logger.<locals>.wrapper (torch/distributed/c10d_logger.py:83)
+#     train_step (train.py:5)
+#     <module> (train.py:6)
+# ```
 
 # %% [markdown]
 # And in a notebook there is the stop button. Try it when you have read to the end: run `%%ranks` with the line
-# `dist.recv(torch.empty(4), src=(rank + 1) % 3)`, wait, and press stop. You get the line of each rank, and the ranks live on.
+# `dist.recv(torch.empty(4), src=(rank + 1) % 3)`, wait, and press stop. You get the line of each rank, and the ranks
+# keep running.
 #
 # ## A different order
 #
 # All ranks of a group must call the same collectives in the same order. Here rank 1 makes one call too many, perhaps
 # because of an `if rank == 1:` that was added for debugging.
 #
-# This time we take PyTorch's *flight recorder*. It keeps the last 2000 collectives of each rank in memory: the operation,
-# the shapes, the line, and whether it has ended. `TORCH_FR_BUFFER_SIZE` sets another number. It does not write them to disk,
-# though, and a rank that hangs cannot. So [lab/black_box.py](../lab/black_box.py) has a thread that writes them twice a second.
+# This time we use PyTorch's *flight recorder*. It keeps the last 2000 collectives of each rank in memory: the
+# operation, the shapes, the line, and whether it has ended. `TORCH_FR_BUFFER_SIZE` sets another number. It does not
+# write them to disk, though, and a rank that hangs cannot. So [lab/black_box.py](../lab/black_box.py) has a thread that
+# writes them twice a second.
 
 # %%
 from lab.black_box import black_box
@@ -143,16 +153,15 @@ from lab.flight_recorder import analyse, load
 print("\n".join(analyse(load(dumps))))
 
 # %% [markdown]
-# Collective 3, because `run_ranks` itself has begun with a barrier. (The analyser counts, as PyTorch does, for each group.)
-# On GPUs nccl's dumps look the same. There PyTorch can write them itself when a collective takes too long:
-# `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, and `TORCH_FR_DUMP_TEMP_FILE` names the files. PyTorch's own analyser is `torchfrtrace`. It reads nccl's dumps, and in version 2.13 it
-# fails with gloo's. And a limit: gloo records collectives, but no `send` and `recv`. For those you have the line of each
-# rank.
+# Collective 3, because `run_ranks` itself has begun with a barrier. (The analyser counts, as PyTorch does, for each
+# group.) On GPUs nccl's dumps look the same, and there PyTorch writes them itself when a collective takes too long, if
+# you set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. (PyTorch's own analyser for them is `torchfrtrace`.) And a limit: gloo records
+# collectives, but no `send` and `recv`. For those you have the line of each rank.
 #
-# The other remedy is to find the error when it happens. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` each collective first compares
-# what the ranks are about to do. It takes time, milliseconds for each call, so switch it on when you search:
-# `TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...`. The variable must be set before the group is made; in the notebook we make a
-# new group.
+# The other remedy is to find the error when it happens. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` each collective first
+# compares what the ranks are about to do. It takes time, milliseconds for each call, so switch it on when you search:
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL torchrun ...`. The variable must be set before the group is made; in the notebook we
+# make a new group.
 
 # %%
 # %%ranks
@@ -180,9 +189,11 @@ else:
     try_it(lambda: dist.all_reduce(x, group=careful))
 
 # %% [markdown]
-# An error on every rank, at once, instead of a hang. But now a nastier case. Two ranks all-reduce two gradients: `a` is 1 on
-# both ranks, and `b` is 10. Rank 0 reduces a and then b, rank 1 reduces b and then a. **Predict**: what is a on rank 0
-# afterwards? It should be 2.
+# An error on every rank, at once, instead of a hang. (The cell shows its beginning and its end. Between them the full
+# message has, for two ranks, `CollectiveFingerPrint(SequenceNumber=1, OpType=ALLREDUCE, TensorShape=[4],
+# TensorDtypes=Float, ...)`. Look for that word in your logs.) But now a nastier case. Two ranks all-reduce two
+# gradients: `a` is 1 on both ranks, and `b` is 10. Rank 0 reduces a and then b, rank 1 reduces b and then a.
+# **Predict**: what is a on rank 0 afterwards? It should be 2.
 
 # %%
 swapped = predict("What is a on rank 0?", example=2)
@@ -200,9 +211,19 @@ a.item(), b.item()
 swapped.compare(pull("a.item()")[0])
 
 # %% [markdown]
-# 11: the first all-reduce has added rank 0's a and rank 1's b. No error, no hang, and `DETAIL` would see nothing: the
-# operation and the shapes agree. Gradients become ready in an order that may differ from rank to rank, so data parallelism
-# must agree on an order. That is why buckets are launched in one fixed order ([notebook 05](05_overlap_and_buckets.ipynb)).
+# 11: the first all-reduce has added rank 0's a and rank 1's b. No error, no hang, and `DETAIL` sees nothing either,
+# because the operation and the shapes agree:
+
+# %%
+# %%ranks
+a, b = torch.tensor([1.0]), torch.tensor([10.0])
+for gradient in (b, a) if rank == 1 else (a, b):
+    try_it(lambda: dist.all_reduce(gradient, group=careful))
+
+# %% [markdown]
+# Gradients become ready in an order that may differ from rank to rank, so
+# data parallelism must agree on an order. That is why buckets are launched in one fixed order ([notebook
+# 05](05_overlap_and_buckets.ipynb)).
 #
 # ## A different shape
 #
@@ -231,9 +252,10 @@ for rank, result in enumerate(results):
 caught.compare(results.count("caught"))
 
 # %% [markdown]
-# Rank 0 got no exception: its own C++ code has *ended the process* when more bytes arrived than it had room for. No `except`
-# sees SIGABRT. Rank 1 only notices that its peer has gone. So the rank with the Python traceback
-# is not where it began. The cause is in the log of the other one: `Received data size doesn't match expected size`. Look for
+# Rank 0 got no exception: its own C++ code has *ended the process* when more bytes arrived than it had room for. No
+# `except` sees SIGABRT. Rank 1 only notices that its peer has gone: its error says `Connection closed by peer`, or
+# `reset by peer`. So the rank with the Python traceback is not where it began. The cause is in the log of the other
+# one: `Received data size doesn't match expected size`. (8 and 4 are bytes of one message here, not elements.) Look for
 # the rank that died *first*.
 #
 # `DETAIL` turns this, too, into an error that can be read:
@@ -260,9 +282,17 @@ one if rank < 2 else "rank 2 takes no part"
 total.compare(pull("one.item()")[1])
 
 # %% [markdown]
-# A billion, and no error. The messages are bytes. Rank 0 has read the bytes of the integer 1 as a float, which is almost zero,
-# so its sum is 1.0. Rank 1 has read the bytes of this 1.0 as an integer. `DETAIL` refuses this, too. The workbook's own
-# collectives send a header first, so they refuse it in a sentence
+# A billion, and no error. The messages are bytes. The sum of this one number is made on rank 0, and then sent. Rank 0
+# has read the bytes of the integer 1 as a float, which is almost zero, so the sum is 1.0. Rank 1 has read the bytes of
+# this 1.0 as an integer. `DETAIL` refuses this, too:
+
+# %%
+# %%ranks
+one = torch.ones(1, dtype=torch.int32 if rank == 1 else torch.float32)
+try_it(lambda: dist.all_reduce(one, group=careful))
+
+# %% [markdown]
+# The workbook's own collectives send a header first, so they refuse it in a sentence
 # ([comm/transport/handshake.py](../comm/transport/handshake.py)):
 
 # %%
@@ -341,14 +371,16 @@ print(killed)
 seconds.compare(survivor[0])
 
 # %% [markdown]
-# Almost at once: when a process dies, the kernel closes its connections. A timeout is for ranks that live and do not come: a
-# deadlock, an endless loop, a machine without power. A dead process is the easy case.
+# Almost at once: when a process dies, the kernel closes its connections. That is true of gloo and its TCP connections.
+# With nccl the survivors may hang until PyTorch's watchdog ends them. A timeout is for ranks that do not come and say
+# nothing: a deadlock, an endless loop, a machine that has lost its power. A dead process is the easy case.
 #
 # ## A straggler
 #
-# Nothing fails, but training is slow. Each step computes for 20 ms and all-reduces, and on rank 2 the computing takes 60 ms:
-# a hot GPU, a slow disk, a neighbour on the same machine. The profiler of *rank 0* says: most of the time goes to the
-# all-reduce. Many conclude that the network is slow. **Predict**: how many ms does the all-reduce take on rank 2?
+# Nothing fails, but training is slow. Each step computes for 20 ms and all-reduces, and on rank 2 the computing takes
+# 60 ms: a hot GPU, a slow disk, a neighbour on the same machine. The profiler of *rank 0* says: most of the time goes
+# to the all-reduce. **A common belief**: "most of the time goes to the all-reduce, so the network is slow".
+# **Predict**: how many ms does the all-reduce take on rank 2?
 
 # %%
 slow = predict("How many ms does the all-reduce take on rank 2?", example=40, unit="ms")
@@ -478,21 +510,23 @@ for number, attempt_of_ranks in enumerate(attempts):
 successes.compare(attempts.count(["connected", "connected"]))
 
 # %% [markdown]
-# The second time rank 0 does not wait: the key is there. It holds the port of a process that is dead. PyTorch's own groups
-# meet in the same way, and then `init_process_group` hangs or fails, but only if one rank is faster than another. This is an
-# error of the worst kind, one restart in two. The remedy is a prefix for each attempt, so that no rank can read an old key
+# The second time rank 0 does not wait: the key is there. It holds the port of a process that is dead. PyTorch's own
+# groups meet in the same way, and then `init_process_group` hangs or fails, but only if one rank is faster than
+# another. An error of the worst kind: it comes in some restarts, and not in others. The remedy is a prefix for each
+# attempt, so that no rank can read an old key. `torchrun` tells each attempt its number, `TORCHELASTIC_RESTART_COUNT`
 # ([comm/rendezvous.py](../comm/rendezvous.py)):
 
 # %%
-for number in (1, 2):
+for number in (2, 3):
     print(f"attempt {number}:", run_ranks(join, 2, store.port, f"attempt_{number}", 0.5, backend=None))
 
 # %% [markdown]
 # ## A silent bug
 #
-# The last kind has no symptom. Each rank seeds its random numbers with its rank, because the data should differ. The model is
-# made afterwards. The gradients are averaged, as they should be, and the loss falls on every rank. The weights of rank 0 and
-# rank 1 differ at the start by 1.000. **Predict** the difference after 200 steps with averaged gradients.
+# The last kind has no error, and hardly a symptom. Each rank seeds its random numbers with its rank, because the data
+# should differ. The model is made afterwards. The gradients are averaged, as they should be, and the loss falls on
+# every rank. The weights of rank 0 and rank 1 differ at the start by 1.000. **Predict** the difference after 200 steps
+# with averaged gradients.
 
 # %%
 difference = predict("By how much do the weights differ after 200 steps?", example=0)
@@ -526,17 +560,20 @@ from lab.picture import COLORS, show
 figure, axes = plt.subplots(figsize=(6, 3))
 for (rank, losses), color in zip(pull("losses").items(), ("forward", "backward", "communication"), strict=True):
     axes.plot(losses, color=COLORS[color], label=f"rank {rank}", linestyle=["-", "--", ":"][rank])
-axes.set(xlabel="step", ylabel="loss", ylim=(0, None))
+axes.set(xlabel="step", ylabel="loss (logarithmic)", yscale="log", ylim=(1e-4, 20))
 axes.legend(frameon=False)
 show(
     figure,
-    alt="The losses of three ranks fall within fifty steps. They stay near zero on rank 1, and at a third on the others.",
+    alt="The losses of three ranks on a logarithmic axis. That of rank 0 falls to about 0.3 and stays there. That of rank 2 "
+    "falls to nearly nothing at step 42 and rises again to 0.3. That of rank 1 falls below a thousandth.",
 )
 
 # %% [markdown]
-# Still 1.000. All ranks make the same steps from different places, so averaged gradients never bring them together. Rank 1
-# looks perfect, by luck, and a checkpoint of rank 0 is a model that was never trained as such. What finds it is not the loss.
-# Compare the replicas themselves, bit by bit, once at the start and now and then:
+# Still 1.000. All ranks make the same steps from different places, so averaged gradients never bring them together.
+# Rank 2 even passes the right weight, and the mean gradient pushes it on. Rank 1 looks perfect, by luck. A log shows
+# the loss of rank 0 as a rule, and alone that looks healthy: it falls from 7.5 to 0.3, and you do not know that 0 is
+# possible. So do not judge by the loss. Compare the replicas themselves, bit by bit, once at the start and now and
+# then:
 
 # %%
 # %%ranks
@@ -546,14 +583,14 @@ print("replicas equal:", len(set(replica_digests(cluster, model))) == 1)
 
 # %% [markdown]
 # The remedy is a broadcast of the weights before the first step, as in
-# [data_parallel/train_naive.py](../data_parallel/train_naive.py). The lessons' train scripts compare the replicas at the end
-# of every run. `python -m exercises bugs` lists more than a hundred wrong implementations by their symptoms. Most of them
-# train, and the loss falls. Take one, find the line, and mend it.
+# [data_parallel/train_naive.py](../data_parallel/train_naive.py). The lessons' train scripts compare the replicas at
+# the end of every run. `make exercises ARGS=bugs` lists more than a hundred wrong implementations by their symptoms.
+# Most of them train, and the loss falls. Take one, find the line, and correct it.
 #
 # ## And the C++ underneath?
 #
-# Most of `torch.distributed` is C++. Where an error of PyTorch says too little, `TORCH_SHOW_CPP_STACKTRACES=1` adds where in
-# the C++ code it was raised. PyTorch reads the variable when it is imported, so this takes a new process.
+# Most of `torch.distributed` is C++. Where an error of PyTorch says too little, `TORCH_SHOW_CPP_STACKTRACES=1` adds
+# where in the C++ code it was raised. PyTorch reads the variable when it is imported, so this takes a new process.
 
 # %%
 program = """
@@ -581,12 +618,12 @@ print(subprocess.run([sys.executable, "-c", program], env=environment, capture_o
 # | it hangs only after a restart | does each attempt have its own keys? | the keys of the store |
 # | the loss falls, and the model is bad | are the replicas equal, and the gradients those of one process? | digests, a test with one process |
 #
-# ## Your turn
+# ## Exercises
 #
-# The exercise `send_and_receive` is the first section of this notebook, done right: every rank sends to the right and receives
-# from the left, and none can deadlock. `wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a message and return
-# something that has `wait()`; `wire.rank` and `wire.size` say where you are. Write it, and uncomment the last line: `check`
-# puts your function in the place of the lesson's, on every rank, and runs the lesson's tests.
+# The exercise `send_and_receive` is the first section of this notebook, done right: every rank sends to the right and
+# receives from the left, and none can deadlock. `wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a
+# message and return something that has `wait()`; `wire.rank` and `wire.size` say where you are. Write it, and uncomment
+# the last line: `check` puts your function in the place of the lesson's, on every rank, and runs the lesson's tests.
 
 # %%
 from exercises.notebook import check
@@ -601,11 +638,12 @@ def shift(wire, outgoing, incoming):
 # %% [markdown]
 # ## Further reading
 #
-# - [Flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) and
-#   [debugging with torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html#debugging-torch-distributed-applications)
-# - Jiang et al., "MegaScale", 2024, [arXiv:2402.15627](https://arxiv.org/abs/2402.15627): stragglers and hangs on 12288 GPUs,
-#   and the tools that find them; Meta, "The Llama 3 Herd of Models", 2024, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783),
-#   section 3.3.4: 419 interruptions in 54 days, and their causes
+# - [Flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) and [debugging with
+#   torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html#debugging-torch-distributed-applications)
+# - Jiang et al., "MegaScale", 2024, [arXiv:2402.15627](https://arxiv.org/abs/2402.15627): stragglers and hangs on 12288
+#   GPUs, and the tools that find them; Meta, "The Llama 3 Herd of Models", 2024,
+#   [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4: 419 unexpected interruptions in 54 days, and
+#   their causes
 # - [comm/README.md](../comm/README.md): what the workbook's own communication does when a rank fails
 
 # %%
