@@ -1,42 +1,77 @@
 """Put a page to play with together: one HTML file that needs no server and no network.
 
-    assemble("all_reduce.html", Path("all_reduce/page.html"), scripts=[Path("all_reduce/page.js")])
+    page = Page(Path("all_reduce/page.html"), scripts=[PLAYER, Path("all_reduce/page.js")])
+    page.write("all_reduce.html")
 
-The template is an HTML file with the names of its parts in double braces. Before a page's own styles and
-scripts come those that all pages share, page.css and page.js beside this file. `PLAYER` is a script for pages
-that have a time to play.
+A page's own HTML file begins with its `<h1>`; what stands around that is the same for all pages, in page.html
+beside this file. Before a page's own styles and scripts come those that all pages share, page.css and
+page.js. In double braces a page's HTML names texts to insert; `{{player}}` is the Play button and the
+scrubber, for pages whose scripts begin with `PLAYER`. `{{lesson comm/cost.py}}`, also in scripts, is the name
+of a lesson's file, which is a link if the page lies in the site.
 """
 
+import html
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SHARED = Path(__file__).parent
 PLAYER = SHARED / "page_player.js"
+LESSON = re.compile(r"{{lesson (\S+)}}")
 
 
-def assemble(
-    path: str | Path,
-    template: Path,
-    styles: Sequence[Path] = (),
-    scripts: Sequence[Path] = (),
-    rules: str = "",
-    data: Any = None,
-    **texts: str,
-) -> Path:
-    """Write the page to `path`. `rules` follow the styles, scripts read `data`; `texts` fill other names."""
-    # A browser ends a script at "</script>", also within a string.
-    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    parts = texts | {
-        "style": "".join(_read(file) for file in (SHARED / "page.css", *styles)) + rules,
-        "script": "".join(_read(file) for file in (SHARED / "page.js", *scripts)),
-        "data": packed,
-    }
-    page = re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], _read(template))
-    Path(path).write_text(page, encoding="utf-8")
-    return Path(path)
+@dataclass(frozen=True)
+class Page:
+    """A page's own files: the HTML of its content, styles, and scripts that run in this order."""
+
+    content: Path
+    styles: Sequence[Path] = ()
+    scripts: Sequence[Path] = ()
+
+    def lessons(self) -> set[str]:
+        """Return the lessons' files that the page names."""
+        return {name for file in (self.content, *self.scripts) for name in LESSON.findall(_read(file))}
+
+    def write(
+        self, path: str | Path, rules: str = "", data: Any = None, root: str | None = None, **texts: str
+    ) -> Path:
+        """Write the page to `path`.
+
+        `rules` follow the styles, scripts read `data`, and `texts` replace the names in the page's HTML.
+        `root` is the address of the site's first folder, as seen from the page; without it, the page links to
+        nothing.
+        """
+        own = _read(self.content)
+        title = re.search("<h1>(.*?)</h1>", own)
+        if title is None:
+            raise ValueError(f"{self.content}: a page needs an <h1>, which is its title, too.")
+        parts = {
+            "title": title[1],
+            "style": "".join(_read(file) for file in (SHARED / "page.css", *self.styles)) + rules,
+            "content": _linked(_filled(own, texts | {"player": _read(SHARED / "page_player.html")}), root),
+            "script": _linked("".join(_read(file) for file in (SHARED / "page.js", *self.scripts)), root),
+            # A browser ends a script at "</script>", also within a string.
+            "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        }
+        Path(path).write_text(_filled(_read(SHARED / "page.html"), parts), encoding="utf-8")
+        return Path(path)
+
+
+def _filled(template: str, texts: dict[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda found: texts[found[1]], template)
+
+
+def _linked(text: str, root: str | None) -> str:
+    """Put links to lessons, or only their names, where the text names them."""
+
+    def named(found: re.Match[str]) -> str:
+        name = html.escape(found[1])
+        return name if root is None else f"<a href='{root}/{name}.html'>{name}</a>"
+
+    return LESSON.sub(named, text)
 
 
 def _read(file: Path) -> str:

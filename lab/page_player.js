@@ -1,7 +1,7 @@
 // A time that Play, the scrubber and the keys move.
 //
-// A page that uses this has `state.time`, and the functions showMoment() for what it shows at that time, clock(time)
-// for its words, pace() for how much of it passes in a second, and silence() for the Escape key.
+// A page that uses this has `state.time`, and the functions draw() for all that it shows, showMoment() for what changes
+// with time, clock(time) for its words, pace() for how much of it passes in a second, and silence() for the Escape key.
 
 let horizon = 1; // when all that is shown has ended
 let moments = []; // when anything starts or ends, for stepping
@@ -75,3 +75,15 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   does();
 });
+
+/** Go to the time at which the pointer is, where it is on a time axis. */
+function scrub({ target, clientX }) {
+  const inside = clientX - $("charts").getBoundingClientRect().left - place.left;
+  if (inside < 0 || !target.closest("svg")) return;
+  play(false);
+  seek(inside / (x(horizon) - x(0)) * horizon);
+}
+$("charts").addEventListener("pointerdown", scrub);
+$("charts").addEventListener("pointermove", (event) => { if (event.buttons) scrub(event); });
+
+addEventListener("resize", () => { if ($("charts").clientWidth !== place.width) draw(); });

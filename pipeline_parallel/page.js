@@ -4,14 +4,13 @@
 const data = JSON.parse($("data").textContent);
 const runs = data.runs.map(decode);
 
-// What one can choose. It stands in the address, too, so that a link opens what its author saw.
-const chosen = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+// What one can choose.
 const state = {
-  ranks: Number(chosen.ranks || data.open.ranks),
-  microbatches: Number(chosen.microbatches || data.open.microbatches),
-  message: chosen.message ?? data.open.message,
-  shown: chosen.show?.split(",") ?? data.open.show,
-  time: chosen.time === undefined ? null : Number(chosen.time),
+  ranks: Number(linked.ranks || data.open.ranks),
+  microbatches: Number(linked.microbatches || data.open.microbatches),
+  message: linked.message ?? data.open.message,
+  shown: linked.show?.split(",") ?? data.open.show,
+  time: linked.time === undefined ? null : Number(linked.time),
 };
 if (!runs.some(inSetting)) Object.assign(state, data.open, { shown: data.open.show });
 
@@ -100,17 +99,17 @@ function draw() {
   horizon = Math.max(...shown.map((run) => run.makespan), 0) || 1;
   const cells = shown.flatMap((run) => run.rows.flat());
   moments = [...new Set(cells.flatMap(({ start, end }) => [start, end]))].sort((a, b) => a - b);
-  const width = widthBefore = $("charts").clientWidth;
+  const width = $("charts").clientWidth;
   place = width < 600 ? { width, left: 18, right: 60 } : { width, left: 52, right: 120 };
   const most = Math.max(...shown.flatMap((run) => run.peak), 1);
   $("charts").innerHTML = shown.length ? shown.map((run) => figure(run, most)).join("")
     : "<p>Choose a schedule to see it.</p>";
   charts = shown.map((run, i) => chartOf(run, $("charts").children[i], most));
-  document.querySelector("#legend .later").hidden = !cells.some((cell) => cell.chunk > 0);
+  document.querySelector(".legend .later").hidden = !cells.some((cell) => cell.chunk > 0);
   drawAxis("held");
   seek(state.time ?? 0.4 * horizon);
   const { ranks, microbatches, message } = state;
-  history.replaceState(null, "", `#${new URLSearchParams({ ranks, microbatches, message, show: state.shown })}`);
+  link({ ranks, microbatches, message, show: state.shown });
 }
 
 function sizes(run) {
@@ -200,10 +199,6 @@ function showTime(chart) {
     chart.held[rank].textContent = number(held);
   });
 }
-
-let widthBefore;
-addEventListener("resize", () => { if ($("charts").clientWidth !== widthBefore) draw(); });
-addEventListener("hashchange", () => location.reload());
 
 function start() {
   offerAll();

@@ -21,7 +21,7 @@ import tyro
 
 from comm.cost import Link
 from lab.gantt import COLORS, Event, readable_on, shade
-from lab.page import PLAYER, assemble
+from lab.page import PLAYER, Page
 from pipeline_parallel import from_events
 from pipeline_parallel.actions import (
     FORWARD,
@@ -44,6 +44,8 @@ TITLES = {
     "zb_h1": ("ZB-H1", "each backward in two halves: the weight gradients fill idle time"),
     "zb_v": ("ZB-V", "two stages on each rank, down and back up: almost no bubble where F = I = W"),
 }
+HERE = Path(__file__).parent
+PAGE = Page(HERE / "page.html", [HERE / "page.css"], [PLAYER, HERE / "page.js", HERE / "page_words.js"])
 DIGITS = 9  # after the decimal point of seconds: exact sums, and a small file
 
 
@@ -70,12 +72,16 @@ class PageArgs:
 
 
 def write_page(
-    path: str | Path, args: PageArgs | None = None, measured: Mapping[str, Iterable[Event]] | None = None
+    path: str | Path,
+    args: PageArgs | None = None,
+    measured: Mapping[str, Iterable[Event]] | None = None,
+    root: str | None = None,
 ) -> Path:
     """Write the page for `args` to `path`; the `out` of `args` is not used.
 
     `measured` holds real runs by the name of their schedule, or any other name: for each the events of one
-    step of all ranks. The page opens with them, each beside a simulation from its own costs.
+    step of all ranks. The page opens with them, each beside a simulation from its own costs. `root` is where
+    the page finds the site, see lab/page.py.
     """
     args = args or PageArgs()
     sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
@@ -88,17 +94,14 @@ def write_page(
     real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
     data = {"runs": runs + real, "open": _opening(args, real)}
     costs = (
-        f"For one microbatch, the layers of a rank take this time: forward {args.forward:g}, "
+        f"For one microbatch, the layers of a rank take, in units of time: forward {args.forward:g}, "
         f"input gradient {args.input_gradient:g}, weight gradient {args.weight_gradient:g}."
     )
-    here = Path(__file__).parent
-    return assemble(
+    return PAGE.write(
         path,
-        here / "page.html",
-        styles=[here / "page.css"],
-        scripts=[PLAYER, here / "page.js", here / "page_words.js"],
         rules=_colors(max(len(each) for run in runs + real for each in run["stages"])),
         data=data,
+        root=root,
         costs=costs,
     )
 

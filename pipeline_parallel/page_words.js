@@ -77,27 +77,17 @@ function silence() {
 
 const chartAt = (element) => charts.find(({ figure }) => figure.contains(element));
 
-$("charts").addEventListener("pointermove", (event) => {
-  const { target, buttons } = event;
-  const svg = target.closest("svg");
-  if (buttons && svg) scrub(event);
+$("charts").addEventListener("pointermove", ({ target }) => {
   const cell = target.closest(".cell");
   if (cell) tell(chartAt(cell), cell);
   else silence();
 });
-$("charts").addEventListener("pointerdown", (event) => { if (event.target.closest("svg")) scrub(event); });
 $("charts").addEventListener("pointerleave", silence);
 $("charts").addEventListener("focusin", ({ target }) => {
   if (target.matches(".cell:focus-visible")) tell(chartAt(target), target);
 });
 $("charts").addEventListener("focusout", silence);
 addEventListener("scroll", silence, { passive: true });
-
-function scrub(event) {
-  play(false);
-  const inside = event.clientX - $("charts").getBoundingClientRect().left - place.left;
-  seek(inside / (x(horizon) - x(0)) * horizon);
-}
 
 /** Arrows go from cell to cell: along the rank, and to the neighbouring rank at about the same time. */
 $("charts").addEventListener("keydown", (event) => {

@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from lab.gantt import COLORS
-from lab.page import PLAYER, assemble
-from pipeline_parallel.page import write_page
+from lab.page import PLAYER, Page
+from pipeline_parallel import page as schedules
 
 SITE = Path(__file__).resolve().parent
 
@@ -20,18 +20,30 @@ PAGES = {
 }
 
 
-def write_pages(folder: Path) -> None:
-    """Write all pages into the folder."""
+def _page(folder: str, *scripts: str, shared: tuple[Path, ...] = ()) -> Page:
+    here = SITE / folder
+    return Page(here / "page.html", [here / "page.css"], [*shared, *(here / name for name in scripts)])
+
+
+ALL_REDUCE = _page("all_reduce", "algorithms.js", "messages.js", "page.js", "sizes.js", shared=(PLAYER,))
+CALCULATOR = _page("calculator", "formulas.js", "page.js", "tables.js", "splits.js")
+
+
+def lessons() -> set[str]:
+    """Return the lessons' files to which the pages link."""
+    return set().union(*(page.lessons() for page in (schedules.PAGE, ALL_REDUCE, CALCULATOR)))
+
+
+def write_pages(folder: Path, root: str | None = None) -> None:
+    """Write all pages into the folder; `root` is where they find the site's pages of lessons."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_page(folder / "schedules.html")
-    write_all_reduce(folder / "all_reduce.html")
-    write_calculator(folder / "calculator.html")
+    schedules.write_page(folder / "schedules.html", root=root)
+    write_all_reduce(folder / "all_reduce.html", root)
+    write_calculator(folder / "calculator.html", root)
 
 
-def write_all_reduce(path: Path) -> None:
+def write_all_reduce(path: Path, root: str | None) -> None:
     """Write the page of an all-reduce's messages."""
-    here = SITE / "all_reduce"
-    colors = {"partial": "communication", "complete": "backward"}
     lines = {
         "flat": ("wait", "6 3"),
         "tree": ("optimizer", "2 3"),
@@ -39,22 +51,16 @@ def write_all_reduce(path: Path) -> None:
         "recursive_doubling": ("data", "8 3 2 3"),
         "halving_doubling": ("compute", "none"),
     }
-    assemble(
-        path,
-        here / "page.html",
-        styles=[here / "page.css"],
-        scripts=[PLAYER, here / "algorithms.js", here / "page.js", here / "sizes.js"],
-        rules=_variables(colors)
-        + "".join(
-            f"#sizes .line-{name} {{ stroke: {COLORS[color]}; stroke-dasharray: {dashes}; }}\n"
-            for name, (color, dashes) in lines.items()
-        ),
+    strokes = "".join(
+        f"#sizes .line-{name} {{ stroke: {COLORS[color]}; stroke-dasharray: {dashes}; }}\n"
+        for name, (color, dashes) in lines.items()
     )
+    colors = _variables({"partial": "communication", "complete": "backward"})
+    ALL_REDUCE.write(path, rules=colors + strokes, root=root)
 
 
-def write_calculator(path: Path) -> None:
+def write_calculator(path: Path, root: str | None) -> None:
     """Write the calculator of memory and step time."""
-    here = SITE / "calculator"
     colors = {
         "parameters": "compute",
         "gradients": "forward",
@@ -63,8 +69,7 @@ def write_calculator(path: Path) -> None:
         "computing": "compute",
         "communication": "communication",
     }
-    scripts = [here / name for name in ("formulas.js", "page.js", "tables.js")]
-    assemble(path, here / "page.html", styles=[here / "page.css"], scripts=scripts, rules=_variables(colors))
+    CALCULATOR.write(path, rules=_variables(colors), root=root)
 
 
 def _variables(colors: dict[str, str]) -> str:

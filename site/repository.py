@@ -22,7 +22,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.project import Project
 from sphinx.transforms import SphinxTransform
 
-from pages import PAGES, write_pages
+from pages import PAGES, lessons, write_pages
 
 # The parts of the menu: a title, and patterns of pages. A page stands where it matches first.
 MENU = (
@@ -125,6 +125,8 @@ def _shown(env: BuildEnvironment) -> set[str]:
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the pages of all files and folders to which links lead."""
     root, shown = Path(app.srcdir), _shown(app.env)
+    if "site/index" in app.project.docnames:
+        shown |= lessons()
     for folder in [path for path in shown if (root / path).is_dir()]:
         files = [path for path in (root / folder).iterdir() if path.is_file() and path.suffix in LEXERS]
         links = [f'<a href="{file.name}.html">{file.name}</a> {summary(file)}' for file in sorted(files)]
@@ -164,7 +166,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
 def add_pages(app: Sphinx, failure: Exception | None) -> None:
     """Write the pages to play with beside the page that lists them."""
     if "site/index" in app.project.docnames and failure is None:
-        write_pages(Path(app.outdir) / "site")
+        write_pages(Path(app.outdir) / "site", root="..")
 
 
 def use_readmes(app: Sphinx) -> None:

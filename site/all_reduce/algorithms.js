@@ -47,9 +47,9 @@ function ringRounds(n, numel) {
   const steps = ranksOf(n - 1);
   return [
     ...steps.map((step) => ({ messages: turn(-1 - step, true),
-      words: `Reduce-scatter, step ${step + 1} of ${n - 1}: each rank sends a chunk to the right, where it is added.` })),
+      words: `Reduce-scatter, step ${step + 1} of ${n - 1}: each rank sends a chunk to the next rank, which adds it.` })),
     ...steps.map((step) => ({ messages: turn(-step, false),
-      words: `All-gather, step ${step + 1} of ${n - 1}: each rank passes a complete chunk to the right.` })),
+      words: `All-gather, step ${step + 1} of ${n - 1}: each rank passes a complete chunk to the next rank.` })),
   ];
 }
 

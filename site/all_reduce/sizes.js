@@ -8,7 +8,7 @@ function drawSizes() {
   const at = (name, size) => ALGORITHMS[name].seconds(state.ranks, state.alpha, size * beta());
   const names = Object.keys(ALGORITHMS);
   const all = names.flatMap((name) => sizes.map((size) => at(name, size)));
-  const [low, high] = [Math.log10(Math.min(...all)), Math.log10(Math.max(...all))];
+  const [low, high] = [Math.log10(Math.min(...all)) - 0.1, Math.log10(Math.max(...all))];
   const across = (size) => left + (Math.log10(size) - 2) / 7 * (width - left - right);
   const up = (time) => 8 + (high - Math.log10(time)) / (high - low) * (height - bottom - 8);
   const powers = Array.from({ length: 20 }, (_, i) => i - 10).filter((power) => power >= low && power <= high);
@@ -29,66 +29,48 @@ function drawSizes() {
   $("sizes").setAttribute("height", height);
   $("sizes").innerHTML = `${grid.join("")}${labels.join("")}${lines.join("")}`
     + `<line class="here" x1="${here}" x2="${here}" y1="4" y2="${height - bottom}"/>`;
-  const best = names.reduce((a, b) => (at(b, state.size) < at(a, state.size) ? b : a));
-  $("fastest").textContent = `For ${bytes(state.size)} on ${state.ranks} ranks, ${ALGORITHMS[best].title} is the`
-    + ` fastest by formula: ${seconds(at(best, state.size))}.`;
+  const best = (size) => names.reduce((a, b) => (at(b, size) < at(a, size) * (1 - 1e-9) ? b : a));
+  const title = (name) => ALGORITHMS[name].title;
+  const now = best(state.size);
+  $("fastest").textContent = `For ${bytes(state.size)} on ${state.ranks} ranks, ${title(now)} is the fastest by formula:`
+    + ` ${seconds(at(now, state.size))}. With this latency and rate, the fastest is ${winners(best).map(([name, from, to]) =>
+      `${title(name)}${from ? ` from ${bytes(from)}` : ""}${to ? ` up to ${bytes(to)}` : ""}`).join(", ")}.`;
+}
+
+/** Which algorithm is the fastest from which size up to which: [name, from, to], null where there is no border. */
+function winners(best) {
+  const sizes = Array.from({ length: 701 }, (_, i) => 10 ** (2 + i / 100));
+  const found = [[best(sizes[0]), null, null]];
+  for (const size of sizes) {
+    if (best(size) === found.at(-1)[0]) continue;
+    const border = Number(size.toPrecision(2));
+    found.at(-1)[2] = border;
+    found.push([best(size), border, null]);
+  }
+  return found;
 }
 
 function offerAll() {
   offer("ranks", "radio", RANKS.map((n) => [n, n]), (n) => n === state.ranks);
   offer("algorithms", "checkbox", Object.entries(ALGORITHMS).map(([name, { title }]) => [name, title]),
     (name) => state.shown.includes(name));
-  const unit = state.size >= 1e9 ? 1e9 : state.size >= 1e6 ? 1e6 : 1e3;
-  $("unit").value = unit === 1e9 ? "1e9" : unit === 1e6 ? "1e6" : "1e3";
-  $("size").value = Number((state.size / unit).toPrecision(12));
-  $("alpha").value = Number((state.alpha * 1e6).toPrecision(12));
-  $("rate").value = state.rate;
 }
-
-/** Take over what is typed. What is no number within the limits is named, and nothing changes. */
-function readTyped() {
-  const given = {
-    size: Number($("unit").value) * parse("size"), alpha: parse("alpha") / 1e6, rate: parse("rate"),
-  };
-  const wrong = Object.keys(given).filter((what) => Number.isNaN(typed(given[what], LIMITS[what], NaN)));
-  for (const what of Object.keys(given)) $(what).setAttribute("aria-invalid", wrong.includes(what));
-  const words = { size: `a tensor of 4 bytes to 1 TB`, alpha: "a latency of 0 to 10 s", rate: "a rate above 0.001 Gbit/s" };
-  $("complaint").textContent = wrong.length ? `Give ${wrong.map((what) => words[what]).join(", and ")}.` : "";
-  if (!wrong.length) Object.assign(state, given);
-}
-const parse = (what) => ($(what).value.trim() === "" ? NaN : Number($(what).value));
 
 $("settings").addEventListener("input", ({ target }) => {
   const { name, value, checked } = target;
   if (name === "ranks") state.ranks = Number(value);
   else if (name === "algorithms") {
     state.shown = inOrder(checked ? [...state.shown, value] : state.shown.filter((each) => each !== value));
-  } else readTyped();
+  } else fields.read();
   const share = state.time / horizon; // the new times may be much longer or shorter
   play(false);
   state.time = null;
   draw();
   seek(share * horizon);
 });
-$("settings").addEventListener("submit", (event) => event.preventDefault());
-
-$("charts").addEventListener("pointerdown", scrub);
-$("charts").addEventListener("pointermove", (event) => { if (event.buttons) scrub(event); });
-
-/** Go to the time at which the pointer is, where it is on a time axis. */
-function scrub(event) {
-  if (!event.target.closest("svg")) return;
-  const inside = event.clientX - $("charts").getBoundingClientRect().left - place.left;
-  if (inside < 0) return;
-  play(false);
-  seek(inside / (x(horizon) - x(0)) * horizon);
-}
-
-let widthBefore;
-addEventListener("resize", () => { if ($("charts").clientWidth !== widthBefore) draw(); });
-addEventListener("hashchange", () => location.reload());
 
 function start() {
   offerAll();
+  fields.put();
   draw();
 }

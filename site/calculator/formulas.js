@@ -56,11 +56,11 @@ const secondsSent = (collectives, n, link) => collectives.reduce((sum, [op, size
 
 /** Of each schedule: its title, its stages on each rank, and the formula of a rank's idle time. */
 const SCHEDULES = {
-  naive: { title: "naive", chunks: 1, idle: "m (p-1) (f+b)" },
-  gpipe: { title: "GPipe", chunks: 1, idle: "(p-1) (f+b)" },
-  "1f1b": { title: "1F1B", chunks: 1, idle: "(p-1) (f+b)" },
-  interleaved: { title: "interleaved 1F1B", chunks: 2, idle: "(p-1) (f+b) / 2 for m ≥ p" },
-  zb_h1: { title: "ZB-H1", chunks: 1, idle: "(p-1) (f+i) - (min(m, p) - 1) min(f, i, w)" },
+  naive: { title: "naive", chunks: 1, idle: "m (p-1) (f + i + w)" },
+  gpipe: { title: "GPipe", chunks: 1, idle: "(p-1) (f + i + w)" },
+  "1f1b": { title: "1F1B", chunks: 1, idle: "(p-1) (f + i + w)" },
+  interleaved: { title: "interleaved 1F1B", chunks: 2, idle: "(p-1) (f + i + w) / 2 for m ≥ p" },
+  zb_h1: { title: "ZB-H1", chunks: 1, idle: "(p-1) (f + i) - (min(m, p) - 1) min(f, i, w)" },
   zb_v: { title: "ZB-V", chunks: 2, idle: "(p-1) i/2 for m ≥ 2p-1" },
 };
 
@@ -103,6 +103,19 @@ function layerActivations({ batch, sequence, width, heads, precision, keepsAtten
   return tokens * (width * (16 * each + 2) + attention);
 }
 
+/** What a backward computes again instead of keeping it. */
+const RECOMPUTED = { nothing: "keep all", layers: "recompute layers", stages: "recompute stages" };
+
+/**
+ * What a rank keeps for the backwards of `most` microbatches of one stage each. Of what is recomputed it keeps the
+ * inputs, and all activations of the one layer or stage in which the backward is.
+ */
+function activationsHeld(recompute, most, layersOfStage, layer, boundary) {
+  if (recompute === "layers") return most * layersOfStage * boundary + layer;
+  if (recompute === "stages") return most * boundary + layersOfStage * layer;
+  return most * layersOfStage * layer;
+}
+
 /** All results for what is set; `idle` and what follows from it are null where there is no formula. */
 function results(set) {
   const { dataRanks: n, pipelineRanks: p, microbatches: m } = set;
@@ -115,20 +128,21 @@ function results(set) {
 
   const most = Math.max(...Array.from({ length: p }, (_, rank) => heldMicrobatches(schedule, p, m, rank)));
   const boundary = isDetailed ? set.batch * set.sequence * set.width * PRECISIONS[set.precision].bytes : null;
-  const ofStage = isDetailed ? layerActivations(set) * set.layers / (p * chunks) : null;
+  const layersOfStage = isDetailed ? set.layers / (p * chunks) : null;
   // A deferred weight gradient keeps what recomputation would save.
-  const saves = set.recompute && !schedule.startsWith("zb");
-  const activations = isDetailed ? (saves ? most * boundary + ofStage : most * ofStage) : null;
+  const recomputed = schedule.startsWith("zb") ? "nothing" : set.recompute;
+  const layer = isDetailed ? layerActivations(set) : null;
+  const activations = isDetailed ? activationsHeld(recomputed, most, layersOfStage, layer, boundary) : null;
 
   const f = 2 * parameters / p * set.batch * set.sequence / set.flops;
-  const i = set.recompute ? 2 * f : f;
+  const i = set.recompute === "nothing" ? f : 2 * f; // the forward again
   const idle = idleSeconds(schedule, p, m, f, i, f);
   const computing = m * (f + i + f);
   const makespan = idle === null ? null : computing + idle;
   const collectives = n === 1 ? [] : collectivesOf(set.stage, full, m);
   const communication = secondsSent(collectives, n, { alpha: set.alpha, beta: 8e-9 / set.rate });
   return {
-    schedule, chunks, parameters, full, stages, most, boundary, ofStage, saves, activations, f, i, w: f, idle,
+    schedule, chunks, parameters, full, stages, most, boundary, layersOfStage, layer, recomputed, activations, f, i, w: f, idle,
     computing, makespan, communication,
     sent: bytesSent(collectives, n),
     apart: makespan === null ? null : makespan + communication, // nothing is hidden

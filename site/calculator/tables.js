@@ -6,14 +6,15 @@ function draw() {
   const isDetailed = set.model === "layers";
   $("of-layers").hidden = !isDetailed;
   $("of-parameters").hidden = isDetailed;
-  $("options").hidden = !isDetailed;
+  $("options").hidden = $("recompute").hidden = !isDetailed;
   $("heads").closest("label").hidden = !set.keepsAttention;
   $("schedule").hidden = set.pipelineRanks === 1;
   const result = results(set);
   drawSummary(result);
   drawMemory(result);
   drawTime(result);
-  history.replaceState(null, "", `#${new URLSearchParams(set)}`);
+  drawSplits();
+  link(set);
 }
 
 const total = (held, { activations }) => held.parameters + held.gradients + held.optimizer + (activations ?? 0);
@@ -37,37 +38,53 @@ function bar(parts, most) {
   return `<span class="bar" aria-hidden="true">${pieces.join("")}</span>`;
 }
 
+const verdict = (needed) => (needed <= set.capacity ? "" : `<small>too much</small>`);
+
 function drawMemory(result) {
   const { stages, activations, full } = result;
   const most = Math.max(set.capacity, total(stages[0], result));
   $("bars").innerHTML = stages.map((held, stage) => {
     const parts = KINDS.map((kind) => [kind, kind === "activations" ? activations ?? 0 : held[kind]]);
     return `<div class="line${stage === set.stage ? " chosen" : ""}"><span>${stage ? `ZeRO ${stage}` : "no ZeRO"}</span>`
-      + `${bar(parts, most)}<b>${bytes(total(held, result))}</b></div>`;
+      + `${bar(parts, most)}<b>${bytes(total(held, result))}${verdict(total(held, result))}</b></div>`;
   }).join("") + `<div class="line limit"><span>a rank has</span>${bar([["limit", set.capacity]], most)}<b>${bytes(set.capacity)}</b></div>`;
 
   const chosen = stages[set.stage];
   const shard = (least) => (set.stage >= least ? " / n" : "");
   const { bytes: each, copy } = PRECISIONS[set.precision];
   const numbers = OPTIMIZERS[set.optimizer][1];
+  const zero = "{{lesson data_parallel/zero_memory.py}}";
   const rows = [
-    ["parameters", `P${shard(3)}, with P = ${each} bytes × parameters / p`, bytes(full.parameters), bytes(chosen.parameters)],
-    ["gradients", `G${shard(2)}, with G = ${each} bytes × parameters / p`, bytes(full.gradients), bytes(chosen.gradients)],
+    ["parameters", `P${shard(3)}, with P = ${each} bytes × parameters / p`, zero, bytes(full.parameters), bytes(chosen.parameters)],
+    ["gradients", `G${shard(2)}, with G = ${each} bytes × parameters / p`, zero, bytes(full.gradients), bytes(chosen.gradients)],
     ["optimizer state", `O${shard(1)}, with O = ${copy + 4 * numbers} bytes × parameters / p`,
-      bytes(full.optimizer), bytes(chosen.optimizer)],
-    ["activations", activationWords(result), activations === null ? "" : bytes(activations),
+      zero, bytes(full.optimizer), bytes(chosen.optimizer)],
+    ["activations", activationWords(result), "{{lesson tensor_parallel/run.py}}, {{lesson pipeline_parallel/theory.py}}",
+      activations === null ? "" : bytes(activations),
       activations === null ? "" : bytes(activations)],
   ];
-  $("memory-table").innerHTML = table(["", "formula", "one rank alone (n = 1)", "this rank"], rows);
+  $("memory-table").innerHTML = table(["", "formula", "lesson", "one rank alone (n = 1)", "this rank"], rows);
 }
 
-function activationWords({ most, chunks, saves, ofStage, boundary, schedule }) {
-  if (ofStage === null) return "describe the model by its layers to see them";
-  const what = `${bytes(ofStage)} for a microbatch of ${chunks > 1 ? "one of a rank's 2 stages" : "a stage"}`;
-  if (saves) return `${most} × the input of a stage, ${bytes(boundary)}, and ${what}, recomputed`;
-  const vain = set.recompute ? `; ${SCHEDULES[schedule].title} has to keep them` : "";
-  return `${most} × ${what}${vain}`;
+function activationWords({ most, chunks, layersOfStage, layer, recomputed, boundary, schedule }) {
+  if (layer === null) return "describe the model by its layers to see them";
+  const { bytes: each } = PRECISIONS[set.precision];
+  const microbatches = `${most} microbatch${most > 1 ? "es" : ""}`;
+  const layers = `${number(layersOfStage)} layers`;
+  const a = `A = b s (${16 * each + 2} h${set.keepsAttention ? ` + ${2 * each + 1} a s` : ""}) = ${bytes(layer)} for a layer`;
+  const inputs = `inputs of b s h numbers, ${bytes(boundary)},`;
+  const words = {
+    nothing: `${microbatches} × ${layers} × A`,
+    layers: `${microbatches} × ${layers} × ${inputs} + A`,
+    stages: `${microbatches} × ${inputs} + ${layers} × A`,
+  }[recomputed];
+  const why = recomputed === set.recompute ? "" : `; ${SCHEDULES[schedule].title} has to keep them all`;
+  return `${words}, with ${a}${chunks > 1 ? `, and ${chunks} stages on a rank` : ""}${why}`;
 }
+
+/** Where the traffic of each stage of ZeRO is explained. */
+const LESSONS = ["{{lesson data_parallel/train_naive.py}}", "{{lesson data_parallel/train_zero1.py}}",
+  "{{lesson data_parallel/train_zero2.py}}", "{{lesson data_parallel/train_zero3.py}}"];
 
 function drawTime(result) {
   const { computing, idle, communication, makespan, apart, together, boundary, schedule, sent } = result;
@@ -79,28 +96,33 @@ function drawTime(result) {
     $("times").innerHTML = lines.map(([name, parts, all]) =>
       `<div class="line"><span>${name}</span>${bar(parts, apart)}<b>${seconds(all)}</b></div>`).join("");
   } else $("times").innerHTML = "<p>ZB-V has a formula only for enough microbatches: m ≥ 2p-1, without recomputation.</p>";
+  const cost = "{{lesson comm/cost.py}}";
+  const theory = "{{lesson pipeline_parallel/theory.py}}";
   const rows = [
-    ["computing", "m (f + i + w), with f = 2 × parameters / p × b s / (operations a second)", seconds(computing)],
-    ["bubble", set.pipelineRanks === 1 ? "no pipeline" : SCHEDULES[schedule].idle,
-      makespan === null ? "" : `${seconds(idle)}, ${percent(idle / makespan)} of ${seconds(makespan)}`],
-    ["data parallel communication", "rings: (n-1) (α + B/n β), twice that for an all-reduce; L α for headers",
-      seconds(communication)],
-    ["bytes that a rank sends for it", set.dataRanks === 1 ? "one rank alone" : TRAFFIC[set.stage], bytes(sent)],
-    ["bytes over a boundary of stages", boundaryWords(boundary),
+    ["computing", `m (f + i + w), with f = w = 2 × parameters / p × b s / (operations a second), i = ${set.recompute === "nothing" ? "f" : "2 f: the forward again"}`,
+      theory, seconds(computing)],
+    ["bubble", set.pipelineRanks === 1 ? "no pipeline" : SCHEDULES[schedule].idle, theory,
+      makespan === null || set.pipelineRanks === 1 ? "" : `${seconds(idle)}, ${percent(idle / makespan)} of ${seconds(makespan)}`],
+    ["data parallel communication", set.dataRanks === 1 ? "one rank alone" : collectiveWords(), cost, seconds(communication)],
+    ["bytes that a rank sends for it", set.dataRanks === 1 ? "one rank alone" : TRAFFIC[set.stage],
+      LESSONS[set.stage], bytes(sent)],
+    ["bytes over a boundary of stages", boundaryWords(boundary), "{{lesson pipeline_parallel/messages.py}}",
       boundary === null || set.pipelineRanks === 1 ? "" : bytes(2 * set.microbatches * boundary)],
   ];
-  $("time-table").innerHTML = table(["", "formula", "in a step"], rows);
+  $("time-table").innerHTML = table(["", "formula", "lesson", "in a step"], rows);
+}
+
+/** "reduce-scatter of G, all-gather of P": the collectives of a step, and the seconds of each. */
+function collectiveWords() {
+  const m = set.microbatches;
+  const of = [["all-reduce of G"], ["reduce-scatter of G", "all-gather of P"], [`${m} × reduce-scatter of G`, "all-gather of P"],
+    [`${2 * m} × all-gather of P`, `${m} × reduce-scatter of G`]][set.stage];
+  const turns = set.stage ? "(n-1) (α + B/n β) + L α each, for its B bytes" : "2 (n-1) (α + G/n β) + L α";
+  return `${of.join(", ")} on a ring: ${turns}`;
 }
 
 function boundaryWords(boundary) {
   if (set.pipelineRanks === 1) return "no pipeline";
   if (boundary === null) return "describe the model by its layers to see them";
   return `m × b s h numbers (${bytes(boundary)}) forward, and as many backward`;
-}
-
-function table(heads, rows) {
-  const head = heads.map((name) => (name ? `<th scope="col">${name}</th>` : "<td></td>")).join("");
-  const body = rows.map(([name, ...cells]) =>
-    `<tr><th scope="row">${name}</th>${cells.map((cell) => `<td>${cell}</td>`).join("")}</tr>`);
-  return `<thead><tr>${head}</tr></thead><tbody>${body.join("")}</tbody>`;
 }

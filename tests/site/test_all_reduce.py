@@ -109,6 +109,61 @@ def test_at_the_end_every_rank_has_the_sum_of_all_and_before_it_some_rank_has_no
         assert any(bits != 2**ranks - 1 for bits in almost)
 
 
+def test_the_messages_of_the_round_are_listed_with_what_is_in_them(browser: Browser, page: Path):
+    browser.open(page, "show=ring&ranks=4&size=160&alpha=1e-3&rate=1&time=0")
+    browser.click("summary")
+    cells = "[...row.cells].map(cell => cell.innerText)"
+    rows = f"[...document.querySelectorAll('details tbody tr')].map(row => {cells})"
+    browser.until(f"{rows}.length === 4")
+    assert json.loads(browser.js(f"JSON.stringify({rows}[0])")) == [
+        *("0 \u2192 1", "30 to 39", "40 bytes", "its own values", "adds", "0 s", "1 ms"),
+    ]
+    browser.js("document.activeElement.blur()")
+    contents = []
+    for _ in range(5):
+        browser.key("ArrowRight")
+        contents.append(browser.js(f"{rows}[0][3] + ', ' + {rows}[0][4]"))
+    assert contents == [
+        "the sum of 2 ranks, adds",
+        "the sum of 3 ranks, adds",
+        *3 * ["the sum of all ranks, copies"],
+    ]
+    browser.key("End")
+    assert browser.js("document.querySelector('details table').innerText") == "There are none now."
+
+
+def test_a_message_in_flight_is_drawn_as_the_part_of_the_tensor_that_it_carries(browser: Browser, page: Path):
+    browser.open(page, "show=halving_doubling&ranks=4")
+    shown = (
+        "[...document.querySelectorAll('.parcel')].map(each => [...each.children].map(part => "
+        "Number(part.getAttribute('width'))))"
+    )
+    ends = browser.js("charts[0].timeline.rounds.map(({begin, end}) => (begin + end) / 2)")
+    for middle, share in zip(ends, (1 / 2, 1 / 4, 1 / 4, 1 / 2), strict=True):
+        parcels = browser.js(f"seek({middle}), {shown}")
+        assert [part / full for full, part in parcels] == pytest.approx([share] * 4, rel=1e-2)
+
+
+def test_a_round_says_what_its_messages_cost_and_which_wait_for_a_link(browser: Browser, page: Path):
+    words = "document.querySelector('.words').innerText"
+    browser.open(page, "show=ring&ranks=4&size=4e6&alpha=1e-3&rate=8&time=0")
+    assert browser.js(words).endswith("4 messages of 1 MB: \u03b1 + b \u03b2 = 1 ms + 1 ms.")
+    browser.open(page, "show=flat&ranks=4&size=4e6&alpha=1e-3&rate=8&time=0")
+    assert browser.js(words).endswith("= 1 ms + 4 ms each, one after the other over one link: 13 ms in all.")
+
+
+def test_the_fastest_of_each_size_is_that_of_the_cost_formulas(browser: Browser, page: Path):
+    browser.open(page, "ranks=8")
+    said = browser.js("document.getElementById('fastest').textContent")
+    borders = {"flat": (100, 5000), "recursive doubling": (7000, 140_000), "halving-doubling": (170_000, 1e9)}
+    for title, sizes in borders.items():
+        assert title in said
+        for size in sizes:
+            times = {name: cost.seconds("all_reduce", name, int(size), 8, LINK) for name in ALGORITHMS}
+            name = title.replace(" ", "_").replace("-", "_")
+            assert times[name] == pytest.approx(min(times.values()))
+
+
 def test_the_page_is_one_file_that_names_no_other(browser: Browser, page: Path):
     text = page.read_text("utf-8")
     assert not re.search(r"https?:|\bfetch\b|XMLHttpRequest|WebSocket|\bimport\b|url\(|@import|{{", text)
@@ -149,7 +204,7 @@ def test_sizes_and_speeds_are_typed_and_what_is_no_number_is_refused_in_a_senten
             "size.value = '', size.dispatchEvent(new Event('input', {bubbles: true}))"
         )
         complaint = browser.js("document.getElementById('complaint').textContent")
-        assert complaint == "Give a tensor of 4 bytes to 1 TB."
+        assert complaint == "tensor B: give a number from 4 bytes to 1 TB."
         assert browser.js("size.getAttribute('aria-invalid')") == "true"
         assert fact(browser, "ring", "time") == "128 ms"
     type_into(browser, "size", "32")

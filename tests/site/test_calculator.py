@@ -179,14 +179,58 @@ def test_tables_show_the_results_in_words(browser: Browser, page: Path):
 def test_recomputing_saves_activations_except_where_weight_gradients_wait(browser: Browser, page: Path):
     for schedule in SCHEDULES:
         held = {}
-        for recompute in ("false", "true"):
+        for recompute in ("nothing", "stages"):
             browser.open(page, f"schedule={schedule}&recompute={recompute}&microbatches=16")
             held[recompute] = js(browser, "results(set).activations")
             assert cell(browser, "memory", "activations") == js(browser, "bytes(results(set).activations)")
         if schedule.startswith("zb"):
-            assert held["true"] == held["false"]
+            assert held["stages"] == held["nothing"]
         else:
-            assert held["true"] < held["false"] or schedule == "naive"
+            assert held["stages"] < held["nothing"] or schedule == "naive"
+
+
+def test_of_what_is_recomputed_the_inputs_and_one_layer_or_stage_are_kept(opened):
+    held = {"nothing": 8 * 10 * 3, "layers": 8 * 10 * 2 + 3, "stages": 8 * 2 + 10 * 3}
+    for recompute, expected in held.items():  # 8 microbatches, 10 layers of 3 bytes, inputs of 2 bytes
+        assert js(opened, f"activationsHeld('{recompute}', 8, 10, 3, 2)") == expected
+
+
+SEVEN_BILLION = "layers=32&width=4096&vocabulary=50257&context=2048&sequence=2048&dataRanks=8&pipelineRanks=1"
+
+
+def test_all_ways_to_use_the_ranks_are_compared_and_one_is_chosen(browser: Browser, page: Path):
+    browser.open(page, SEVEN_BILLION + "&capacity=80e9")
+    buttons = "[...document.querySelectorAll('#splits button')]"
+    ways = js(browser, f"{buttons}.map(each => [JSON.parse(each.dataset.way), each.innerText.split('\\n')])")
+    assert sorted({(way["pipelineRanks"], way["dataRanks"]) for way, _ in ways}) == [
+        (1, 8), (2, 4), (4, 2), (8, 1),
+    ]  # fmt: skip
+    assert {way["dataRanks"] * way["microbatches"] for way, _ in ways} == {64}, "the same texts in a step"
+    assert f"{sum(time != 'too much' for _, (_, time) in ways)} of 32 ways fit" in browser.js(
+        "document.getElementById('splits-words').textContent"
+    )
+    for i in (0, 9, 18, 27):
+        way, (needed, time) = ways[i]
+        browser.js(f"{buttons}[{i}].click()")
+        assert browser.js("Number(dataRanks.value)") == way["dataRanks"]
+        assert browser.js("document.querySelector('[name=stage]:checked').value") == str(way["stage"])
+        said = browser.js("summary.textContent")
+        assert f"needs {needed}" in said and f"{'' if time == 'too much' else f'takes {time} if all'}" in said
+        assert browser.js("JSON.parse(document.activeElement.dataset.way)") == way, "the focus stays"
+        assert browser.js("document.querySelectorAll('[aria-pressed=true]').length") == 1
+
+
+def test_a_stage_that_needs_more_than_a_rank_has_is_marked(browser: Browser, page: Path):
+    browser.open(page, SEVEN_BILLION + "&capacity=80e9&stage=0")
+    assert "and has only 80 GB" in browser.js("summary.textContent")
+    marked = "[...document.querySelectorAll('#bars .line')].map(each => each.innerText.includes('too much'))"
+    assert js(browser, marked) == [True, False, False, False, False]
+
+
+def test_a_machine_fills_the_form(browser: Browser, page: Path):
+    browser.open(page)
+    browser.click('[name="machine"]')
+    assert js(browser, "[dataRanks.value, pipelineRanks.value, capacity.value]") == ["8", "1", "80"]
 
 
 def test_an_example_fills_the_form_and_what_is_wrong_is_named(browser: Browser, page: Path):
@@ -204,7 +248,7 @@ def test_an_example_fills_the_form_and_what_is_wrong_is_named(browser: Browser, 
 
 
 def test_where_there_is_no_formula_the_page_says_so(browser: Browser, page: Path):
-    browser.open(page, "schedule=zb_v&pipelineRanks=8&microbatches=8&recompute=true")
+    browser.open(page, "schedule=zb_v&pipelineRanks=8&microbatches=8&recompute=stages")
     assert "no formula" in browser.js("summary.textContent")
     assert "m ≥ 2p-1" in browser.js("times.textContent")
 
@@ -225,5 +269,5 @@ def test_the_page_is_one_file_and_a_link_opens_the_same_numbers(browser: Browser
 @pytest.mark.parametrize("width", [320, 400, 768])
 def test_no_width_is_too_narrow(browser: Browser, page: Path, width: int):
     browser.resize(width, 700, mobile=width < 700)
-    browser.open(page, "keepsAttention=true&recompute=true&layers=10000&width=100000")
+    browser.open(page, "keepsAttention=true&recompute=stages&layers=10000&width=100000")
     assert browser.js("document.documentElement.scrollWidth") <= width
