@@ -132,7 +132,8 @@ print(rank_0.stderr.readline(), end="")
 #
 # Rank 0 waits, but it has already done something: it has opened a *store* at the master's address. A store is a small
 # server that keeps values under keys, like a dictionary that several processes can reach. It answers anyone who knows
-# its address. So the notebook can connect, too, and look inside:
+# its address. So the notebook can connect, too, and look inside. (You need not read `meaning`: it only puts the values
+# into words.)
 
 # %%
 import json

@@ -621,9 +621,10 @@ print(subprocess.run([sys.executable, "-c", program], env=environment, capture_o
 # ## Exercises
 #
 # The exercise `send_and_receive` is the first section of this notebook, done right: every rank sends to the right and
-# receives from the left, and none can deadlock. `wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a
-# message and return something that has `wait()`; `wire.rank` and `wire.size` say where you are. Write it, and uncomment
-# the last line: `check` puts your function in the place of the lesson's, on every rank, and runs the lesson's tests.
+# receives from the left, and none can deadlock. A *wire* sends and receives for this rank: `wire.isend(tensor, rank)`
+# and `wire.irecv(tensor, rank)` start a message and return something that has `wait()`; `wire.rank` and `wire.size` say
+# where you are. Write it, and uncomment the last line: `check` puts your function in the place of the lesson's, on
+# every rank, and runs the lesson's tests.
 
 # %%
 from exercises.notebook import check
