@@ -72,3 +72,24 @@ def test_pages_to_play_with_link_to_the_lessons_that_they_show(browser: Browser,
     links = browser.js("[...document.querySelectorAll('a')].map(each => decodeURIComponent(each.pathname))")
     assert len(links) > 2
     assert not [link for link in links if not Path(link).is_file()]
+
+
+@pytest.mark.parametrize("width", [WIDTH, 1280, 1600])
+def test_commands_and_the_comments_beside_them_are_seen_without_scrolling(
+    browser: Browser, site: Path, width: int
+):
+    browser.resize(width, 800, mobile=width == WIDTH)
+    for page in ("index.html", "comm/index.html", "exercises/index.html"):
+        browser.open(site / page)
+        blocks = "[...document.querySelectorAll('.highlight-bash pre')]"
+        assert browser.js(f"{blocks}.length") > 0
+        assert not browser.js(f"{blocks}.some(pre => pre.scrollWidth > pre.clientWidth)"), page
+
+
+def test_a_heading_is_smaller_than_the_one_above_it(browser: Browser, site: Path):
+    browser.open(site / "index.html")
+    sizes = browser.js(
+        "['h1', 'h2', 'h3', 'p'].map(name => parseFloat("
+        "getComputedStyle(document.querySelector(`article ${name}`)).fontSize))"
+    )
+    assert sizes == sorted(set(sizes), reverse=True)
