@@ -480,7 +480,7 @@ seen.compare(len(set().union(*pull("share").values())))
 #    def __iter__(self):
 #        ...
 #
-#    check(__iter__, "sampler")
+#    check(__iter__, "sampler");
 #    ```
 # 2. Type the two commands of "Two ranks by hand" in two terminals, but give the second one `WORLD_SIZE=3`. What do the
 #    ranks say? Which rank finds the mistake?

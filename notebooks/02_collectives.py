@@ -527,7 +527,7 @@ too_large.compare(pull("by_all_reduce", ranks=[0])[0] / pull("by_identity", rank
 #    def gather_chunks(wire, chunks):
 #        ...
 #
-#    check(gather_chunks, "ring_all_gather")
+#    check(gather_chunks, "ring_all_gather");
 #    ```
 # 3. With a pencil. Four ranks have 10, 20, 30 and 40. Use only two collectives so that every rank has the *largest* of
 #    them, and rank 0 also has the list. Which two?

@@ -527,7 +527,7 @@ real_link.compare(loopback["ring", 1_000_000] / predicted("ring", 1_000_000, 8, 
 #    def seconds(op, pattern, num_bytes, ranks, link):
 #        ...
 #
-#    check(seconds, "predicted_seconds")
+#    check(seconds, "predicted_seconds");
 #    ```
 # 2. Write the ring itself: `ring_reduce_scatter`, `ring_all_gather` and `ring_all_reduce`. Then the winner for large
 #    tensors: `halving_doubling`.

@@ -589,7 +589,7 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #        """Add up the gradients of the microbatches (x, y) in `parts`, and return the mean loss, without a graph."""
 #        ...
 #
-#    check(accumulate)
+#    check(accumulate);
 #    ```
 #
 # 2. **`naive_gradient_sync`** (25 minutes): average the gradients, also where some ranks did not use a parameter. The

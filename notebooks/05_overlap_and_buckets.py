@@ -606,7 +606,7 @@ optimizer.step()
 #        """
 #        ...
 #
-#    check(ready, "ordered_launcher")
+#    check(ready, "ordered_launcher");
 #    ```
 #
 # 2. **`overlap_hooks`** (40 minutes): the launch in the hook, and the wait at the end, with unused parameters and

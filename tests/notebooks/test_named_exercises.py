@@ -1,5 +1,7 @@
 """A notebook names exercises and bugs that exist."""
 
+import inspect
+import pydoc
 import re
 
 import nbformat
@@ -40,3 +42,13 @@ def test_a_notebook_says_the_minutes_that_the_exercise_says(book):
 def test_a_notebook_says_the_symptom_that_the_bug_has(book):
     for name, symptom in re.findall(r"(bug_\w+_[0-9a-f]{3})'?`[^\"]*\"([^\"]+)\"", prose_of(book)):
         assert f"{symptom}." == all_exercises()[name].symptom.lower()
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
+def test_a_function_to_write_in_a_cell_has_the_parameters_of_the_lesson(book):
+    text = re.sub(r"^# ?", "", book.with_suffix(".py").read_text("utf-8"), flags=re.M)
+    for call in re.finditer(r'check\((\w+), "(\w+)"\)', text):
+        function, name = call.groups()
+        *_, parameters = re.findall(rf"def {function}\((.*)\)", text[: call.start()])
+        written = [one.partition(":")[0] for one in parameters.split(", ")]
+        assert written == list(inspect.signature(pydoc.locate(all_exercises()[name].target)).parameters)
