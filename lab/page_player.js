@@ -65,7 +65,7 @@ document.addEventListener("keydown", (event) => {
   const { key, target } = event;
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   // What has a meaning of its own for space or arrows keeps it while it is in use by keyboard.
-  const own = key === " " ? "select, button, #settings input" : "select, #settings input";
+  const own = key === " " ? "select, button, summary, a, #settings input" : "select, .scroll, #settings input";
   if (target.matches?.(own) && target.matches(":focus-visible")) return;
   const does = {
     " ": () => play(!nextFrame), ArrowRight: () => step(true), ArrowLeft: () => step(false),

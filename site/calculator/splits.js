@@ -5,7 +5,7 @@ function splitsOf(given) {
   const ranks = given.dataRanks * given.pipelineRanks;
   const microbatches = given.microbatches * given.dataRanks; // in a step of all ranks
   const pipelines = Array.from({ length: Math.min(ranks, 64) }, (_, i) => i + 1).filter((p) => ranks % p === 0)
-    .filter((p) => given.model !== "layers" || given.layers % p === 0)
+    .filter((p) => given.model !== "layers" || given.layers % (p === 1 ? 1 : p * SCHEDULES[given.schedule].chunks) === 0)
     .filter((p) => microbatches % (ranks / p) === 0);
   return pipelines.map((p) => ({ pipelineRanks: p, dataRanks: ranks / p, microbatches: microbatches * p / ranks }));
 }
@@ -23,6 +23,12 @@ function drawSplits() {
   const fitting = all.filter(({ fits }) => fits);
   const fastest = fitting.filter(({ step }) => step !== null).sort((a, b) => a.step - b.step)[0];
   const ranks = set.dataRanks * set.pipelineRanks;
+  if (!all.length) {
+    $("splits").innerHTML = "";
+    $("splits-words").textContent = `No number of stages on ${ranks} ranks divides both the layers and the`
+      + " microbatches of a step evenly.";
+    return;
+  }
   $("splits-words").innerHTML = `${ranks} ranks can be p pipeline stages of n data parallel ranks each. With the same texts`
     + ` in a step, <b>${fitting.length} of ${all.length} ways fit</b> into ${bytes(set.capacity)} on each rank. `
     + (fastest ? `The fastest of them is ${nameOf(fastest)}, ${zeroOf(fastest)}: ${seconds(fastest.step)} a step, if all`

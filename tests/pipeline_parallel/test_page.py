@@ -224,18 +224,6 @@ def test_a_cell_says_what_it_is_and_what_it_waits_for(browser, page):
     assert "needs 0F1" in browser.js("document.activeElement.getAttribute('aria-label')")
 
 
-@pytest.mark.parametrize("width", [320, 768, 1280])
-def test_no_width_is_too_narrow(browser, page, width):
-    browser.resize(width, 700, mobile=width < 700)
-    browser.open(page, ALL + "&ranks=4&microbatches=16")
-    assert browser.js("document.documentElement.scrollWidth") <= width
-    right = browser.js(
-        "Math.max(...[...document.querySelectorAll('svg, .cell')]"
-        ".map(each => each.getBoundingClientRect().right))"
-    )
-    assert right <= width
-
-
 def test_a_measured_run_stands_beside_what_its_own_costs_predict(browser, tmp_path):
     truth = simulation(ARGS, "zb_h1", 3, 6, 0.0)
     halves = {"backward": "I", "weight": "W", "forward": "F"}

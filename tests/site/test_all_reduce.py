@@ -1,7 +1,6 @@
 """The page of an all-reduce shows the messages of comm/algorithms and the numbers of comm/cost.py."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +163,6 @@ def test_the_fastest_of_each_size_is_that_of_the_cost_formulas(browser: Browser,
             assert times[name] == pytest.approx(min(times.values()))
 
 
-def test_the_page_is_one_file_that_names_no_other(browser: Browser, page: Path):
-    text = page.read_text("utf-8")
-    assert not re.search(r"https?:|\bfetch\b|XMLHttpRequest|WebSocket|\bimport\b|url\(|@import|{{", text)
-    browser.open(page)
-    browser.js("new Promise(done => setTimeout(done, 100))")
-    assert browser.requests == [page.as_uri()]
-
-
 def test_it_plays_by_click_and_by_keyboard_and_steps_from_round_to_round(browser: Browser, page: Path):
     browser.open(page, "show=ring&ranks=4&time=0")
     browser.click("#play")
@@ -223,12 +214,3 @@ def test_settings_are_reached_by_tab_and_a_link_opens_them_again(browser: Browse
     link = browser.js("location.hash")
     browser.open(page, link[1:])
     assert browser.js("[state.ranks, state.shown]") == [12, ["tree", "ring"]]
-
-
-@pytest.mark.parametrize("width", [320, 400, 768])
-def test_no_width_is_too_narrow(browser: Browser, page: Path, width: int):
-    browser.resize(width, 700, mobile=width < 700)
-    browser.open(page, f"ranks=16&show={','.join(ALGORITHMS)}")
-    assert browser.js("document.documentElement.scrollWidth") <= width
-    right = "Math.max(...[...document.querySelectorAll('svg *')].map(e => e.getBoundingClientRect().right))"
-    assert browser.js(right) <= width
