@@ -20,6 +20,7 @@ from typing import Any
 
 SHARED = Path(__file__).parent
 PLAYER = SHARED / "page_player.js"
+HOME = "The Distributed Training Workbook"
 LESSON = re.compile(r"{{lesson (\S+)}}")
 
 
@@ -50,6 +51,7 @@ class Page:
             raise ValueError(f"{self.content}: a page needs an <h1>, which is its title, too.")
         parts = {
             "title": title[1],
+            "home": "" if root is None else f"<nav><a href='{root}/index.html'>{HOME}</a></nav>\n",
             "style": "".join(_read(file) for file in (SHARED / "page.css", *self.styles)) + rules,
             "content": _linked(_filled(own, texts | {"player": _read(SHARED / "page_player.html")}), root),
             "script": _linked("".join(_read(file) for file in (SHARED / "page.js", *self.scripts)), root),

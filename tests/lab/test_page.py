@@ -26,6 +26,7 @@ def test_lessons_are_links_in_the_site_and_names_elsewhere(page: Page, tmp_path:
     alone = page.write(tmp_path / "page.html", words="").read_text("utf-8")
     assert 'source = "comm/tour.py"' in alone and "<a" not in alone
     in_site = page.write(tmp_path / "page.html", words="", root="..").read_text("utf-8")
+    assert "<nav><a href='../index.html'>The Distributed Training Workbook</a></nav>" in in_site
     for name in page.lessons():
         assert f"<a href='../{name}.html'>{name}</a>" in in_site
 

@@ -93,3 +93,12 @@ def test_a_heading_is_smaller_than_the_one_above_it(browser: Browser, site: Path
         "getComputedStyle(document.querySelector(`article ${name}`)).fontSize))"
     )
     assert sizes == sorted(set(sizes), reverse=True)
+
+
+def test_a_source_file_fits_beside_the_menu(browser: Browser, site: Path):
+    browser.open(site / "comm" / "cost.py.html")
+    widths = (
+        "(({scrollWidth, clientWidth}) => [scrollWidth, clientWidth])(document.querySelector('article pre'))"
+    )
+    needed, given = browser.js(widths)
+    assert needed <= given
