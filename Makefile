@@ -22,7 +22,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test exercises notebooks check-notebooks site check-site containers rehearse lint clean
+.PHONY: help setup run test exercises notebooks check-exercises check-notebooks site check-site containers rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
@@ -40,6 +40,9 @@ test: $(READY) ## run the tests: make test ARGS='-k ring'
 
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
 	@$(PY) -m exercises $(ARGS)
+
+check-exercises: $(READY) ## grade every exercise untouched and solved, as a learner does (5 minutes)
+	@$(PY) -m pytest tests/exercises/end_to_end $(ARGS)
 
 notebooks: $(READY) ## open the notebooks in JupyterLab
 	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)

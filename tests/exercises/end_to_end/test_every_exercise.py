@@ -1,0 +1,75 @@
+"""Each exercise is checked as a learner does it, in a copy of the workbook, and by pytest."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exercises.catalog import EXERCISES, ROOT, Exercise
+from exercises.catalog.exercise import LESSON_PACKAGES
+from exercises.generate import generated, missing
+from tests.exercises.in_process import solved
+
+EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
+
+
+@pytest.fixture(scope="module")
+def workbook(tmp_path_factory) -> Path:
+    """A learner's copy of the workbook, in which no exercise is solved."""
+    copy = tmp_path_factory.mktemp("learner")
+    for folder in (*LESSON_PACKAGES, "exercises", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", ".progress*", ".saved", "bugs")
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for exercise in EXERCISES:
+        (copy / "exercises" / exercise.file).write_text(generated(exercise))
+    return copy
+
+
+def run(workbook: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=workbook,
+        env=os.environ | {"PYTHONPATH": str(workbook)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def state_of(workbook: Path, exercise: Exercise) -> str:
+    listed = json.loads(run(workbook, "exercises", "list", "--json").stdout)["exercises"]
+    return next(row["state"] for row in listed if row["name"] == exercise.name)
+
+
+@EACH
+def test_it_fails_untouched_and_passes_with_the_lessons_code(workbook, exercise):
+    file = workbook / "exercises" / exercise.file
+    before = run(workbook, "exercises", "check", exercise.name)
+    assert before.returncode == 1
+    assert before.stdout.strip() == f"{exercise.name}: unsolved  {missing(exercise)}"
+    assert state_of(workbook, exercise) == "unsolved"
+    file.write_text(solved(exercise))
+    after = run(workbook, "exercises", "check", exercise.name)
+    assert after.returncode == 0, after.stdout
+    assert after.stdout.startswith(f"{exercise.name}: passed  {exercise.title} is right: ")
+    assert state_of(workbook, exercise) == "passed"
+    file.write_text(generated(exercise))
+
+
+@EACH
+def test_pytest_grades_it_alone_by_name_and_by_marker(workbook, exercise):
+    report = workbook / "report.json"
+    for option in ("-k", "-m"):
+        report.unlink(missing_ok=True)
+        chosen = ["exercises", option, exercise.name, "--exercise-report", str(report)]
+        assert run(workbook, "pytest", *chosen).returncode == 1
+        [row] = json.loads(report.read_text())["exercises"]
+        assert (row["name"], row["state"], row["credit"]) == (exercise.name, "unsolved", 0.0)
+        assert (row["passed"], row["failed"]) == ([], list(exercise.tests))
