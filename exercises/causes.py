@@ -5,12 +5,15 @@ the name of an exercise or a mutant: what it may use is in `Evidence`.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from exercises.causes_in_lessons import IN_LESSONS, mixed_up_microbatches
+from exercises.causes_of_lists import OF_LISTS
+from exercises.causes_of_numbers import norm, overflow, part, powers, rounded, scale, shown_names, zeros
 from exercises.evidence import Evidence
 from exercises.hangs import hang
 from exercises.relations import belongs_to
-from exercises.topics import PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
+from exercises.topics import MESSAGES, PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
 
 _A_GRADIENT = re.compile(r"(?:model\.)?(?:module\.)?(.+)\.grad is not None")
 _NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
@@ -19,6 +22,11 @@ _NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
 def likely_cause(evidence: Evidence) -> str | None:
     """Return a sentence that names the likely cause, or None where the evidence says too little."""
     return next((cause for rule in RULES if (cause := rule(evidence))), None)
+
+
+def message(e: Evidence) -> str | None:
+    """Point to what the message of a failed assertion says."""
+    return next((cause for words, cause in MESSAGES if re.search(words, e.message)), None)
 
 
 def mismatch(e: Evidence) -> str | None:
@@ -74,31 +82,8 @@ def none_expected(e: Evidence) -> str | None:
             "zeros and get the mean."
         )
     if "missing" in e.kinds:
-        names = _shown(n for n, one in e.wrong.items() if one.kind == "missing")
+        names = shown_names(n for n, one in e.wrong.items() if one.kind == "missing")
         return f"No gradient arrives at {names}: is it not computed, or lost before it is written?"
-    return None
-
-
-def norm(e: Evidence) -> str | None:
-    one = e.wrong.get("norm")
-    if one is None or not one.factor:
-        return None
-    if one.factor < 1:
-        return (
-            "The norm is too small: it is that of one rank's part. Add up the squares over all ranks before "
-            "the root."
-        )
-    return "The norm is too large: what several ranks have a copy of is counted on each. Count it once."
-
-
-def overflow(e: Evidence) -> str | None:
-    if "overflow" in e.kinds:
-        return (
-            "The sum does not fit into this dtype, so it overflows to inf: divide before adding up, or add "
-            "up in a wider dtype."
-        )
-    if "real" in e.kinds:
-        return "The imaginary parts are lost: is a complex tensor converted to real numbers?"
     return None
 
 
@@ -122,7 +107,8 @@ def topic(e: Evidence) -> str | None:
 def plain_topic(e: Evidence) -> str | None:
     """Point to what the failed test is about, where it asserts something else than tensors."""
     is_plain = e.first.is_plain if e.first else "assert" in e.text.lower()
-    topics = PLAIN_TOPICS if e.kinds else PLAIN_TOPICS + SENTENCE_TOPICS
+    topics = () if e.lesson == "lab" else PLAIN_TOPICS  # the tests of lab are not about techniques
+    topics += () if e.kinds else SENTENCE_TOPICS
     return next((cause for words, cause in topics if is_plain and e.mentions(*words)), None)
 
 
@@ -175,73 +161,6 @@ def not_reduced(e: Evidence) -> str | None:
     return None
 
 
-def scale(e: Evidence) -> str | None:
-    factors = {round(one.factor, 4) for one in e.wrong.values()}
-    if not e.kinds <= {"factor", "part factor"} or len(factors) != 1 or _counts_things(e):
-        return None
-    factor, n = factors.pop(), e.ranks or 0
-    if n > 1 and _close(factor, n):
-        return f"There are {n} ranks: {_as_often_as_ranks(e)}."
-    if n > 1 and _close(factor, 1 / n):
-        return (
-            f"There are {n} ranks: it is divided by their number once too often, or one rank's part is taken "
-            "for all."
-        )
-    if n > 1 and _close(factor, n * n):
-        return f"That is {n} times {n}, with {n} ranks: it is added up over the ranks twice."
-    if 1.5 < factor < 10 and _close(factor, round(factor)):
-        return (
-            f"It is added up {round(factor)} times where a mean is due, or once too often for each "
-            "microbatch or part."
-        )
-    if 0 < factor < 0.7 and _close(1 / factor, round(1 / factor)):
-        parts = round(1 / factor)
-        return f"It is divided by {parts} once too often, or only one of {parts} parts is used."
-    return "The sign is wrong." if _close(factor, -1) else None
-
-
-def _as_often_as_ranks(e: Evidence) -> str:
-    """Say what makes a value n times too large on n ranks: a gradient may also be that of the only user."""
-    summed = "it is a sum over ranks that should be a mean"
-    if e.first is None or not any("grad" in text for text in (e.first.what, *e.wrong)):
-        return f"something that only one rank should add is added by each, {summed}, or it is added up twice"
-    if e.across() == "agree":
-        return f"{summed}, or it is added up twice"
-    return (
-        f"{summed}, or it is added up twice, or it is not averaged at all: then this is one rank's own "
-        "value, and the other ranks have zeros or nothing"
-    )
-
-
-def zeros(e: Evidence) -> str | None:
-    is_formula = e.first is not None and e.first.is_plain and e.first.world_size is None
-    if "zero" in e.kinds and not is_formula:
-        names = _shown(name for name, one in e.wrong.items() if one.kind == "zero")
-        where = "" if names == "``" else f" at {names}"
-        return f"Only zeros arrive{where}: are they cleared too early, or never written?"
-    return None
-
-
-def powers(e: Evidence) -> str | None:
-    if "factors" in e.kinds:
-        return "Parts have different factors: is each round or hop adding or dividing once more?"
-    return None
-
-
-def part(e: Evidence) -> str | None:
-    if "part" not in e.kinds:
-        return None
-    name, one = next((name, one) for name, one in e.wrong.items() if one.kind == "part")
-    where = f"`{name}` is " if name else "The result is "
-    return f"{where}{one.text}: is one part left out, sent to the wrong rank or written to the wrong place?"
-
-
-def rounded(e: Evidence) -> str | None:
-    if "rounded" in e.kinds:
-        return "It is right but for rounding: is something computed or sent in a smaller dtype?"
-    return None
-
-
 def count(e: Evidence) -> str | None:
     """Compare two numbers of a plain assertion, such as the microbatches that a rank holds."""
     if not e.first or not e.first.is_plain or e.first.operator not in ("==", "<=", "<"):
@@ -258,13 +177,16 @@ def count(e: Evidence) -> str | None:
 
 RULES: tuple[Callable[[Evidence], str | None], ...] = (
     hang,
-    mismatch,
     not_refused,
+    message,
+    mismatch,
     initial,
     none_expected,
     norm,
     overflow,
+    *OF_LISTS,
     count,
+    mixed_up_microbatches,
     order,
     not_reduced,
     scale,
@@ -274,23 +196,7 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     step,
     powers,
     rounded,
+    *IN_LESSONS,
     ranks_differ,
     part,
 )
-
-
-def _counts_things(e: Evidence) -> bool:
-    """Return whether a plain assertion compares integers, which are not sums over ranks."""
-    if not e.first or not e.first.is_plain:
-        return False
-    values = [v for side in e.first.pairs[""] for v in (side if isinstance(side, list) else [side])]
-    return all(isinstance(value, int) for value in values)
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-3 * abs(b)
-
-
-def _shown(names: Iterable[str]) -> str:
-    first, *others = (f"`{name}`" for name in names)
-    return f"{first} and {len(others)} more" if others else first

@@ -1,5 +1,6 @@
 """Describe the error of a failed test: where it happened, what differs, and what has probably caused it."""
 
+import re
 import traceback
 from typing import Any
 
@@ -11,6 +12,8 @@ from lab.compared import compared_in
 from lab.ranks import RankError
 from lab.waiting import drawn
 
+_LESSON = re.compile(r"\btests[./](\w+)")
+
 
 def failure_of(error: BaseException, test: str = "", table: str | None = None) -> dict[str, Any]:
     """Return what grade.py needs to know about an error: where it happened, what differs, what may cause it.
@@ -21,7 +24,8 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
     compared = error.compared if isinstance(error, RankError) else {None: own} if own else {}
     waits = error.waits if isinstance(error, RankError) else {}
     rank = error.rank if isinstance(error, RankError) else None
-    evidence = Evidence(name_of(test), str(error), compared, waits)
+    lesson = _LESSON.search(test)
+    evidence = Evidence(name_of(test), str(error), compared, waits, lesson[1] if lesson else "")
     difference, drawing = shown_difference(compared, rank), ""
     if found := evidence.who_waits():
         drawing = drawn(found)

@@ -37,7 +37,7 @@ TOPICS = (
 PLAIN_TOPICS = (
     DROPPED,
     (
-        ("hides", "hidden", "while one computes", "is sent while"),
+        ("hides", "while one computes", "is sent while"),
         "Communication and computing should overlap here: does something wait before the computing goes on, "
         "or does it start too late?",
     ),
@@ -47,10 +47,28 @@ PLAIN_TOPICS = (
         "examples count twice?",
     ),
     (
+        ("not trained on", "held out"),
+        "A validation needs data that training never sees: are its examples also trained on?",
+    ),
+    (
+        ("resumed",),
+        "A resumed run must go on as if it had not stopped: is all saved and loaded that decides what is "
+        "computed and in which order, also what was observed while training, such as the order of "
+        "gradients?",
+    ),
+    (
+        ("after an evaluation",),
+        "An evaluation must leave the model as it was: is it in training mode again?",
+    ),
+    (
         ("on all ranks or on none",),
         "All ranks must decide the same: does a rank decide by what only that rank has seen?",
     ),
     MASKS,
+    (
+        ("does not change",),
+        "What must stay as it is has changed: is a tensor of the caller written to, where a copy is needed?",
+    ),
 )
 
 # For assertions about sentences.
@@ -59,5 +77,39 @@ SENTENCE_TOPICS = (
         ("all ranks", "every rank", "all survivors", "reaches the ranks"),
         "Every rank must say the same: does only the rank that notices something raise the error, while the "
         "others go on or name something else?",
+    ),
+)
+
+# By what the message of an assertion or of an error says, as a regular expression.
+MESSAGES = (
+    (
+        r"not the same on all ranks: \['', ",
+        "No rank raises an error: is something left out of what the ranks compare?",
+    ),
+    ("not the same on all ranks: ", SENTENCE_TOPICS[0][1]),
+    (
+        "Another backward began before",
+        "Gradients count as complete while others are still added to them: what comes later, such as that of "
+        "another microbatch, is not averaged over the ranks.",
+    ),
+    (
+        "not here in the forward",
+        "A parameter is not there when the forward needs it: is its block gathered before its forward, and "
+        "what several blocks share in each of them, also after one of them was freed?",
+    ),
+    (
+        "not here in the backward",
+        "A parameter is not there when the backward needs it: its block was freed after the forward, and "
+        "must be gathered again before the backward.",
+    ),
+    (
+        "overlap, or leave something out",
+        "Each number must be in one shard: does each shard begin where the one before it ends, and is its "
+        "last number part of it?",
+    ),
+    (
+        "still held",
+        "Something is needed no longer and still referred to: does a computed gradient keep its graph, or a "
+        "list or dict its entry?",
     ),
 )

@@ -7,6 +7,7 @@ from comm.collectives import Group, broadcast
 
 TARGET = "comm.functions.broadcast_from_root"
 KILLER = "tests.comm.test_functions.test_the_conjugate_of_a_broadcast_is_a_sum_and_that_of_a_sum_a_broadcast"
+CAUSE = "The backward of a broadcast is such a sum"
 
 
 def mutant(x: Tensor, root: int = 0, group: Group = None) -> Tensor:

@@ -7,6 +7,7 @@ KILLER = (
     "tests.data_parallel.test_dtypes"
     ".test_complex_gradients_keep_their_imaginary_parts_and_are_clipped_as_in_one_process"
 )
+CAUSE = "imaginary parts are lost"
 SYMPTOM = "With compressed buckets complex weights become real."
 
 

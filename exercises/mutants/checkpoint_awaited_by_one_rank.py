@@ -6,6 +6,7 @@ from lab import checkpoint
 
 TARGET = "training.checkpoint.FullState.save"
 KILLER = "tests.training.test_checkpoint.test_no_rank_goes_on_before_the_checkpoint_is_on_disk"
+CAUSE = "does rank 0 alone do or await"
 
 
 def mutant(self, cluster, folder: str, header: dict) -> None:

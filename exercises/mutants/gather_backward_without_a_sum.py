@@ -7,6 +7,7 @@ from comm.functions import gather_from_ranks
 
 TARGET = "comm.functions.gather_tokens"
 KILLER = "tests.comm.test_functions.test_cheaper_functions_equal_those_they_are_composed_of"
+CAUSE = "adds up the gradients of all ranks"
 
 
 def mutant(x: Tensor, dim: int, group: Group = None) -> Tensor:

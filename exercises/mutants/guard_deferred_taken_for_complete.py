@@ -9,6 +9,7 @@ KILLER = (
 )
 # The reduction starts while gradients are still added up: it takes a part of them, or is a step too early.
 FAILS_WITH = ("AssertionError", "Another backward began before finish_gradient_sync()")
+CAUSE = "not averaged over the ranks"
 SYMPTOM = "With zero bubble schedules the gradients are not the mean over all microbatches."
 
 

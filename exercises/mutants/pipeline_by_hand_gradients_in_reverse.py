@@ -6,6 +6,7 @@ from pipeline_parallel.train_afab import AllForwardAllBackward
 
 TARGET = "pipeline_parallel.train_afab.AllForwardAllBackward"
 KILLER = "tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process"
+CAUSE = "in the same order of microbatches"
 SYMPTOM = "With GPipe by hand the loss is right, and the gradients are wrong."
 
 

@@ -8,6 +8,7 @@ from pipeline_parallel.train_model_parallel import ModelParallel
 
 TARGET = "pipeline_parallel.train_model_parallel.ModelParallel"
 KILLER = "tests.pipeline_parallel.test_narrated.test_model_parallel_equals_one_process"
+CAUSE = "and not the activation"
 
 
 class mutant(ModelParallel):

@@ -8,6 +8,7 @@ from torch import nn
 
 TARGET = "lab.evaluation.evaluating"
 KILLER = "tests.pipeline_parallel.test_forward_only.test_training_goes_on_with_dropout_after_an_evaluation"
+CAUSE = "training mode again"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ KILLER = (
     "tests.pipeline_parallel.test_mutant_killers"
     ".test_a_stage_between_others_hands_back_the_gradient_of_its_own_input"
 )
+CAUSE = "to which the next one is added"
 
 
 def mutant(self, microbatch: int, dy):

@@ -5,7 +5,7 @@ from pipeline_parallel.messages import sent_by
 
 TARGET = "pipeline_parallel.executor.Executor._hand_over"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_full_backwards_may_stand_beside_split_ones"
-CAUSE = "wrong order"
+CAUSE = "rows of its microbatch"
 SYMPTOM = "The gradients of a stage's input are right, but they belong to other rows of the batch."
 
 

@@ -5,6 +5,7 @@ from pipeline_parallel.messages import Receive, Send, Step, WaitForSend, receive
 
 TARGET = "pipeline_parallel.messages.with_messages"
 KILLER = "tests.pipeline_parallel.test_mutant_killers.test_messages_meet_the_receives_that_are_meant_for_them"
+CAUSE = "receives must be posted in that order"
 
 
 def mutant(table: Table, ahead: int = 1) -> list[list[Step]]:

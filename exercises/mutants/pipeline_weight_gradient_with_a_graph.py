@@ -5,6 +5,7 @@ KILLER = (
     "tests.pipeline_parallel.test_mutant_killers"
     ".test_when_weight_gradients_are_computed_nothing_they_needed_is_left"
 )
+CAUSE = "keep its graph"
 
 
 def mutant(self) -> None:

@@ -2,6 +2,7 @@
 
 TARGET = "comm.membership.liveness.finish"
 KILLER = "tests.comm.test_liveness.test_all_ranks_learn_that_a_rank_has_finished"
+CAUSE = "Every rank must say the same"
 
 
 def mutant() -> None:

@@ -6,6 +6,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.ring.shift"
 KILLER = "tests.comm.test_collectives_by_hand.test_a_ring_starts_no_message_for_an_empty_tensor"
+CAUSE = "is there nothing to send"
 SYMPTOM = "On a ring a tensor with fewer elements than ranks takes more messages than it needs."
 
 

@@ -7,6 +7,7 @@ KILLER = (
     "tests.data_parallel.test_sampler"
     ".test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sampler"
 )
+CAUSE = "has a rank more or fewer than the others"
 
 
 class mutant(DistributedSampler):

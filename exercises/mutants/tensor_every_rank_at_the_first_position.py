@@ -9,7 +9,7 @@ KILLER = (
     "tests.tensor_parallel.test_parallelize"
     ".test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process"
 )
-CAUSE = "what each rank puts in"
+CAUSE = "count positions from its own first token"
 
 
 def mutant(self, positions_t: Tensor) -> Tensor:

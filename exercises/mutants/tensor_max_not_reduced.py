@@ -8,6 +8,7 @@ from tensor_parallel.layers import own_rows
 
 TARGET = "tensor_parallel.cross_entropy._CrossEntropy.forward"
 KILLER = "tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all_ranks_is_subtracted"
+CAUSE = "subtract the largest value of all ranks"
 
 
 def mutant(

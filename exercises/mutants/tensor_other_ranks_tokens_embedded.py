@@ -8,7 +8,7 @@ from tensor_parallel.layers import own_rows
 
 TARGET = "tensor_parallel.layers.VocabParallelEmbedding.forward"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
-CAUSE = "what each rank puts in"
+CAUSE = "zeros for what it does not own"
 
 
 def mutant(self, tokens: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from comm.functions import gather_from_ranks, scatter_sums, split_to_ranks
 
 TARGET = "tensor_parallel.layers.RowParallelLinear.forward"
 KILLER = "tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process"
+CAUSE = "add up the outputs of all ranks"
 
 
 def mutant(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from comm.functions import summed
 
 TARGET = "comm.functions.sum_over_ranks"
 KILLER = "tests.comm.test_functions.test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum"
+CAUSE = "The backward of a sum over ranks is the identity"
 
 
 def mutant(x: Tensor, group: Group = None) -> Tensor:

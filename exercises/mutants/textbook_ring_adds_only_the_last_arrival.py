@@ -8,6 +8,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.ring.reduce_chunks"
 KILLER = "tests.comm.test_narrated.test_ring_all_reduce_equals_one_process"
+CAUSE = "is that sum what the next step sends"
 
 
 def mutant(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:

@@ -1,4 +1,4 @@
-"""Each rank ends with one complete chunk: all other chunks are partial sums that differ by rank."""
+"""Ranks end with different results: partial sums are passed on, and overwrite the complete chunks."""
 
 import torch
 
@@ -7,6 +7,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.ring.gather_chunks"
 KILLER = "tests.comm.test_narrated.test_ring_all_reduce_equals_one_process"
+CAUSE = "begin with the one that it has completed"
 SYMPTOM = "After an all-reduce the ranks have different results."
 
 

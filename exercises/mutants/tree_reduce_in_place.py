@@ -8,6 +8,7 @@ from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.tree.reduce"
 KILLER = "tests.comm.test_collectives_by_hand.test_a_reduce_does_not_change_the_other_ranks_tensors"
+CAUSE = "a tensor of the caller written to"
 
 
 def mutant(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:

@@ -10,6 +10,7 @@ KILLER = (
     "tests.comm.test_collectives_by_hand."
     "test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time"
 )
+CAUSE = "Does something start too early"
 SYMPTOM = "A broadcast of a large tensor by tree takes longer than its formula says, on links of one speed."
 
 

@@ -8,6 +8,7 @@ from training.data import VALIDATION_BATCHES, TrainingData
 
 TARGET = "training.data.TrainingData.held_out"
 KILLER = "tests.training.test_evaluation.test_what_is_validated_is_not_trained_on"
+CAUSE = "are its examples also trained on"
 
 
 def mutant(self: TrainingData) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

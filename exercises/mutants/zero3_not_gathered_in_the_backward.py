@@ -5,6 +5,7 @@ KILLER = (
     "tests.data_parallel.test_zero_mutant_killers"
     ".test_a_block_is_gathered_during_its_forward_and_its_backward"
 )
+CAUSE = "gathered again before the backward"
 
 
 def mutant(self, turn) -> None:

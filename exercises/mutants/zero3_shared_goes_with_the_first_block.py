@@ -11,6 +11,7 @@ TARGET = "data_parallel.train_zero3.FullyShardedDataParallel"
 KILLER = (
     "tests.data_parallel.test_zero_mutant_killers.test_a_layer_shared_by_blocks_is_gathered_in_each_of_them"
 )
+CAUSE = "what several blocks share"
 
 
 class Rest:

@@ -6,6 +6,7 @@ TARGET = "data_parallel.flat.Flat.pieces"
 KILLER = (
     "tests.data_parallel.test_zero_mutant_killers.test_every_number_of_every_parameter_is_in_one_ranks_shard"
 )
+CAUSE = "begin where the one before it ends"
 SYMPTOM = "The last number of each shard never changes, and the losses look normal."
 
 

@@ -11,6 +11,7 @@ TARGET = "training.range_checkpoint.read"
 KILLER = (
     "tests.data_parallel.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards"
 )
+CAUSE = "belongs to the first one"
 
 
 def mutant(found: Found, items: Items) -> None:

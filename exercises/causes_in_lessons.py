@@ -1,0 +1,115 @@
+"""Say what has probably caused a failure in a way that only makes sense in one lesson, such as pipelines."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from exercises.evidence import Evidence
+from exercises.relations import relation
+
+
+def mixed_up_microbatches(e: Evidence) -> str | None:
+    """Find out from the rows of a batch which microbatches are wrong."""
+    if e.lesson != "pipeline_parallel" or e.microbatches < 2:
+        return None
+    if "order" in e.kinds:
+        return (
+            "The numbers are right and in the wrong order, as if microbatches were mixed up: does each "
+            "backward use what its own microbatch's forward has kept, and is each result written to the rows "
+            "of its microbatch?"
+        )
+    for one in e.compared.values():
+        for name in e.wrong_on(one):
+            got, expected = one.pairs[name]
+            if not isinstance(got, Tensor) or not isinstance(expected, Tensor) or name != "input":
+                continue
+            parts = zip(got.chunk(e.microbatches), expected.chunk(e.microbatches), strict=True)
+            first, *later = [relation(*part) is None for part in parts]
+            if first and not any(later) and one is not None:
+                return (
+                    "The first microbatch is right and all later ones are wrong: is something of earlier "
+                    "microbatches still there, such as a gradient to which the next one is added?"
+                )
+    return None
+
+
+def wrong_activations(e: Evidence) -> str | None:
+    """Find out whether a pipeline's forward is wrong already."""
+    if e.lesson != "pipeline_parallel" or "loss" not in e.wrong or len(e.wrong) == 1:
+        return None
+    return (
+        "The loss is wrong too, so a stage has computed with a wrong activation: does each receive get the "
+        "message that is meant for it? Between two ranks messages arrive in the order in which they were "
+        "sent, and receives must be posted in that order."
+    )
+
+
+def sent_back(e: Evidence) -> str | None:
+    """Find out whether the last rank of a pipeline has right gradients, and those before it wrong ones."""
+    if e.lesson != "pipeline_parallel" or not e.ranks or not e.compared or None in e.compared:
+        return None
+    last = e.ranks - 1
+    if last in e.compared or f"rank {last} failed" in e.text or not _are_gradients(e):
+        return None
+    return (
+        f"Rank {last} is right, and gradients before it are wrong: look at what a stage sends back. It must "
+        "be the gradient of its input, and not the activation, and the gradients must be sent and received "
+        "in the same order of microbatches."
+    )
+
+
+def forward_of_tensor_parallel(e: Evidence) -> str | None:
+    """Point to what ranks do in a forward, where the loss is wrong and the same on all ranks."""
+    if e.lesson != "tensor_parallel" or e.wrong.keys() != {"loss"} or e.across() != "agree" or not e.first:
+        return None
+    positions = " Does each rank count positions from its own first token?"
+    return (
+        "The loss is wrong, and the same on all ranks, so look at the forward. Does a row layer add up the "
+        "outputs of all ranks, each from its own inputs? Does a rank add zeros for what it does not own: "
+        "tokens of other ranks in an embedding, the vocabulary's padding in the loss?"
+        f"{positions if 'sequence_parallel True' in e.first.what else ''}"
+    )
+
+
+def conjugate(e: Evidence) -> str | None:
+    """Find out whether only the backward of a function of comm is wrong."""
+    if e.lesson != "comm" or not e.first or "gradient" not in e.first.what:
+        return None
+    if not all(one.pairs.keys() - e.wrong_on(one).keys() for one in e.compared.values()):
+        return None
+    return (
+        "The forward is right and the gradient is wrong: the backward must communicate too. If all ranks use "
+        "what was gathered, its backward adds up the gradients of all ranks and returns this rank's part; "
+        "that of a copy adds them up, and that of a sum over ranks passes them on."
+    )
+
+
+def shard(e: Evidence) -> str | None:
+    """Find out whether values are wrong only before or after one element, as where a shard ends."""
+    if e.lesson != "data_parallel" or e.kinds != {"part"}:
+        return None
+    for one in e.compared.values():
+        for name in e.wrong_on(one):
+            got, expected = (side.flatten() for side in one.pairs[name])
+            wrong = [relation(g, x) is not None for g, x in zip(got, expected, strict=True)]
+            first = wrong.index(True)
+            if first and all(wrong[first:]):
+                return (
+                    f"`{name}` is right up to element {first - 1} and wrong from element {first} on, as "
+                    "where one shard ends and the next begins: does each shard have what belongs to its own "
+                    "place, and not what belongs to the first one?"
+                )
+    return None
+
+
+def _are_gradients(e: Evidence) -> bool:
+    return any("grad" in text for one in e.compared.values() for text in (one.what, *one.pairs))
+
+
+IN_LESSONS: tuple[Callable[[Evidence], str | None], ...] = (
+    wrong_activations,
+    sent_back,
+    forward_of_tensor_parallel,
+    conjugate,
+    shard,
+)
