@@ -16,7 +16,7 @@ from exercises.relations import belongs_to
 from exercises.topics import MESSAGES, PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
 
 _A_GRADIENT = re.compile(r"(?:model\.)?(?:module\.)?(.+)\.grad is not None")
-_NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?(\w+)")
+_NO_ERROR = re.compile(r"DID NOT RAISE (?:any of \()?([A-Z]\w*)")
 
 
 def likely_cause(evidence: Evidence) -> str | None:

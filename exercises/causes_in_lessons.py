@@ -25,7 +25,7 @@ def mixed_up_microbatches(e: Evidence) -> str | None:
                 continue
             parts = zip(got.chunk(e.microbatches), expected.chunk(e.microbatches), strict=True)
             first, *later = [relation(*part) is None for part in parts]
-            if first and not any(later) and one is not None:
+            if first and not any(later):
                 return (
                     "The first microbatch is right and all later ones are wrong: is something of earlier "
                     "microbatches still there, such as a gradient to which the next one is added?"

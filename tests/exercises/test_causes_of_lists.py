@@ -161,3 +161,10 @@ def test_the_message_of_an_assertion_points_to_what_it_is_about(message, words):
     assert words in cause(plain(False, True, "is_right", message=message))
     assert words in cause(text=f"rank 0 failed:\nAssertionError: {message}")
     assert cause(text=f"rank 0 failed:\n    assert is_right, {message!r}\nZeroDivisionError") == ""
+
+
+def test_an_error_that_is_missing_is_named_and_not_the_line_of_pytest_that_misses_it():
+    line = '    fail(f"DID NOT RAISE any of ({names})")\n'
+    assert "refuse it with WorkbookError" in cause(
+        text=f"{line}Failed: DID NOT RAISE any of (WorkbookError, X)"
+    )
