@@ -9,6 +9,7 @@ from exercises.generate import missing
 from exercises.inspect_file import shown
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
+_OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
 _FACTOR = re.compile(r"(\S+) times what it should be")
 
 
@@ -40,6 +41,8 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
     at = _own_line(file, text if rank is not None else trace)
     where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
     error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
+    if not (at or cause or failure["difference"]) and _is_of_code(failure["type"], text):
+        cause = " The error is outside of your function: look at what it returns or leaves out."
     error = error if not cause or error.endswith((".", "?", "!")) else f"{error}."
     return Explanation("failed", f"{in_test}: {where and where + ': '}{error}{cause}", failure["drawing"])
 
@@ -82,6 +85,11 @@ def _named(kind: str, text: str) -> str:
     return f"{kind}: {'; '.join([*lines[:1], *wanted])}"
 
 
+def _is_of_code(kind: str, text: str) -> bool:
+    """Return whether the error is one that Python raises where a value is not as the code expects it."""
+    return any(f"{name}: " in f"{kind}: {text}" for name in _OF_CODE)
+
+
 def _own_line(file: Path, trace: str) -> str:
     """Return the innermost line of the learner's file in a traceback."""
     lines = re.findall(rf'File "{re.escape(str(file.resolve()))}", line (\d+)', trace)
@@ -91,7 +99,7 @@ def _own_line(file: Path, trace: str) -> str:
 def _stuck(file: Path, text: str) -> str:
     """Return where each rank is stuck, the learner's line if there is one: "rank 0 at line 12 of ring.py"."""
     places = []
-    for block in re.split(r"\n  (?=rank )", text)[1:]:
+    for block in re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]:
         rank = re.match(r"rank \d+", block)
         own = re.search(rf"{re.escape(str(file.resolve()))}:(\d+) in", block)
         inner = re.search(r"([^/\n]+\.py):(\d+) in", block)

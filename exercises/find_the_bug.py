@@ -9,13 +9,13 @@ exchanged for another.
 """
 
 import ast
-import difflib
 import functools
 import hashlib
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from exercises.bug_hints import Definition, hints_of
 from exercises.catalog import EXERCISES, ROOT, Exercise
 
 MUTANTS = ROOT / "exercises" / "mutants"
@@ -26,7 +26,9 @@ TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks.py shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
 )
-Definition = ast.FunctionDef | ast.ClassDef
+
+
+PATTERN = '`pattern` names the algorithm of a collective, such as "ring"; None lets the collective choose.'
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Bug(Exercise):
         place = f"`{self.qualified_name}` of {self.lesson.relative_to(ROOT)}"
         text = f"Find the bug. {self.symptom} The mistake is in {place}."
         check = f"Mend it below, and check it with `python -m exercises check {self.name}`."
-        lines = [textwrap.fill(text, 108), "", check, TOOLS]
-        return '"""' + "\n".join(lines) + '\n"""\n\n' + _wrong_code(self) + "\n"
+        code = _wrong_code(self)
+        lines = [textwrap.fill(text, 108), "", check, TOOLS, *([PATTERN] if "pattern=" in code else [])]
+        return '"""' + "\n".join(lines) + '\n"""\n\n' + code + "\n"
 
 
 @functools.cache
@@ -102,12 +105,9 @@ def _bug(mutant: _Mutant, others: list[_Mutant]) -> Bug:
         mutant=mutant.name,
         symptom=symptom,
     )
-    test = mutant.killer.rpartition("::test_")[2].replace("_", " ")
-    hints = (
-        f"The test that fails says: {test}. It is in {mutant.killer.partition('::')[0]}.",
-        f"What happens: {mutant.doc}",
-        _where(draft),
-    )
+    wrong = _definition_of(draft, _wrong_tree(draft))
+    test = mutant.killer.rpartition("::")[2]
+    hints = hints_of(test, mutant.doc, symptom, lessons_definition(draft)[1], wrong)
     lesson = draft.lesson.stem.removeprefix("train_")
     name = f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}"
     return Bug(**{**vars(draft), "name": name, "hints": hints})
@@ -161,31 +161,9 @@ def _wrong_code(bug: Bug) -> str:
     return "\n\n\n".join(block for block in blocks if block)
 
 
-def _where(bug: Bug) -> str:
-    """Return the third hint: the first line that differs, or after which something is missing."""
-    [wrong] = [n for n in _wrong_tree(bug).body if isinstance(n, Definition) and n.name == bug.function]
-    if isinstance(wrong, ast.ClassDef):
-        methods = ", ".join(f"`{node.name}`" for node in wrong.body if isinstance(node, ast.FunctionDef))
-        return (
-            f"The class that it inherits from is right. The mistake is in what the file changes: {methods}."
-        )
-    _, right = lessons_definition(bug)
-    before, after = _lines(right), _lines(wrong)
-    if all(isinstance(node, ast.Pass | ast.Return | ast.Expr) for node in wrong.body) and len(after) == 1:
-        return f"The body is only `{after[0]}`. What does the docstring promise that it leaves out?"
-    for kind, _, _, start, _ in difflib.SequenceMatcher(None, before, after).get_opcodes():
-        if kind in ("replace", "insert"):
-            return f"Look at this line, and at what follows from it: `{after[start].strip()}`"
-        if kind == "delete" and start == 0:
-            return f"Something is missing before this line: `{after[0].strip()}`"
-        if kind == "delete":
-            return f"Something is missing after this line: `{after[start - 1].strip()}`"
-    return "The lines are the lesson's. What stands around the function, such as a decorator, is missing."
-
-
-def _lines(function: Definition) -> list[str]:
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return [line for node in body for line in ast.unparse(node).splitlines()]
+def _definition_of(bug: Bug, tree: ast.Module) -> Definition:
+    [wrong] = [n for n in tree.body if isinstance(n, Definition) and n.name == bug.function]
+    return wrong
 
 
 def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | None:

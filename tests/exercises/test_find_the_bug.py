@@ -52,8 +52,27 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     _, _, explanation = fields["doc"].partition(": ")
     assert not explanation or explanation not in text.replace("\n", " ") or explanation in bug.symptom
     assert bug.symptom.endswith(".") and len(bug.symptom) > 12
-    assert len(set(bug.hints)) == 3 and fields["doc"].replace("\n", " ") in bug.hints[1]
+    doc = " ".join(fields["doc"].split())
+    assert len(set(bug.hints)) == 3 and (doc in bug.hints[1] or doc.startswith(bug.symptom[:-1]))
+    assert bug.hints[0].startswith("It should be so: ") and "tests/" not in bug.hints[0]
     assert ast.parse(solution(bug))
+
+
+def test_hints_lead_from_what_should_be_so_to_the_line():
+    assert SUMMED.hints == (
+        "It should be so: a gradient is the mean over ranks and not their sum. Which line is responsible for "
+        "that, or is it missing?",
+        "What happens: Gradients are summed, not averaged: with SGD training diverges on many ranks, and "
+        "Adam hides the error.",
+        "Look at this line, and at what follows from it: `for parameter in self.module.parameters():`",
+    )
+    blamed = BY_MUTANT["neighbour_blamed"]  # whose docstring is the symptom
+    assert blamed.symptom not in blamed.hints[1] and "calls `_of_this_process.cause`" in blamed.hints[1]
+
+
+def test_a_file_that_uses_a_pattern_says_what_that_is():
+    assert "`pattern` names the algorithm of a collective" in generated(SUMMED)
+    assert "`pattern`" not in generated(BY_MUTANT["mean_divided_twice"])
 
 
 def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(tmp_path):

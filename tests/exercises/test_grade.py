@@ -135,6 +135,19 @@ def test_a_loop_without_an_end_is_ended(tmp_path, monkeypatch):
     assert result.sentence == "The tests did not end within 1 s: look for a loop without an end."
 
 
+def test_an_error_outside_of_the_learners_function_points_to_what_it_returns(tmp_path):
+    exercise = BY_NAME["derive_the_sends"]
+    file = tmp_path / f"{exercise.name}.py"
+    file.write_text(solved(exercise).replace("stage - 1)", "stage)"))
+    with apply(load(exercise, file)):
+        test, error = run_tests(exercise)
+    _, sentence, _ = explain(exercise, file, {"id": test, "failure": failure_of(error, test)})
+    assert "KeyError: Message(" in sentence
+    assert sentence.endswith(
+        ". The error is outside of your function: look at what it returns or leaves out."
+    )
+
+
 def test_a_rank_that_dies_is_named(tmp_path):
     state, sentence, _ = explained(
         tmp_path, "arrived = torch", "r == 1 and __import__('os')._exit(7); arrived = torch"
