@@ -59,7 +59,7 @@ check-site: $(READY) ## build the site in a temporary folder, and test it
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)
 
-rehearse: $(READY) ## test the code for GPUs on fake GPUs (needs a C++ compiler, and two minutes once)
+rehearse: $(READY) ## test the code for GPUs on your GPUs, else on fake ones (a C++ compiler, two minutes once)
 	@$(PY) -m tests.fake_gpu $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check and mypy

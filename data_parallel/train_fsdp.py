@@ -58,6 +58,7 @@ from lab.ledger import Traffic
 from lab.model import GPT, loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from training.validate import validate_nccl
 
 
 @dataclasses.dataclass
@@ -211,6 +212,7 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    validate_nccl(cluster, "FSDP2")
     run = ZeroRun(cluster, args, "fsdp", args.model)
     if cluster.device.type == "cuda":
         run.not_measured = "FSDP2 waits on CUDA streams of its own, which no span records"

@@ -74,6 +74,7 @@ from pipeline_parallel.run import ChunkedArgs, Run
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.stage_runner import LossOf
 from training.arguments import NotOffered
+from training.validate import validate_nccl
 
 SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI: dict[str, Any] = {
@@ -217,6 +218,7 @@ class Args(ChunkedArgs):
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    validate_nccl(cluster, "torch.distributed.pipelining")
     run = Run(cluster, args, "pipeline_native")
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
     pipeline = run.pipeline(table, args.schedule)

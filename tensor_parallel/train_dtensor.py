@@ -64,6 +64,7 @@ from tensor_parallel.arguments import validate_size
 from tensor_parallel.layers import TIME
 from training.arguments import NotOffered, Size, TrainArgs
 from training.run import Run
+from training.validate import validate_nccl
 
 
 class PositionsOfOwnTokens(ParallelStyle):
@@ -246,6 +247,7 @@ class Args(TrainArgs):
 
 
 def main(cluster: Cluster, args: Args) -> None:
+    validate_nccl(cluster, "A DTensor")
     validate_size(args.size, cluster.world_size)
     run = DTensorRun(cluster, args, "tensor_parallel_native", whole_batch=True)
     model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)

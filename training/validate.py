@@ -5,6 +5,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch.distributed as dist
+
 from comm.exchange import on_all, on_main
 from lab import units
 from lab.checkpoint import nothing_in
@@ -47,6 +49,18 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         raise WorkbookError(f"--clip {clip:g}: the largest norm is a number above 0.")
     if args.metronome is not None and model != "gpt":
         raise WorkbookError("--metronome works with the GPT only; leave --model out.")
+
+
+def validate_nccl(cluster: Cluster, what: str) -> None:
+    """Refuse a technique of PyTorch's own on GPUs with gloo; `what` is its name.
+
+    It hands tensors of GPUs to the backend itself. gloo reads them as host memory, and the process dies.
+    """
+    if cluster.device.type == "cuda" and dist.get_backend() != "nccl":
+        raise WorkbookError(
+            f"{what} sends tensors of GPUs by itself, which only nccl can; leave BACKEND out and give each "
+            "rank a GPU of its own, or train on the CPU with CUDA_VISIBLE_DEVICES= in front of the command."
+        )
 
 
 def validate_numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:

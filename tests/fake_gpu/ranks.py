@@ -1,4 +1,4 @@
-"""Run a function, or a script as torchrun would start it, on ranks with a fake GPU each."""
+"""Run a function, or a script as torchrun would start it, on ranks with a fake GPU each, or on real GPUs."""
 
 import contextlib
 import io
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.cluster import Cluster
+from lab.devices import num_gpus
 from lab.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,7 +28,12 @@ def on_gpus(fn: Callable[..., Any], *args: Any, ranks: int = 2, **environment: s
         os.environ.update(environment)
         return fn(cluster, *args)
 
-    return run_ranks(run, ranks, device="cuda", backend="nccl")
+    return run_ranks(run, ranks, device="cuda", backend=backend_for(ranks))
+
+
+def backend_for(ranks: int) -> str:
+    """Return "nccl" if each rank has a GPU of its own, else "gloo", with which ranks share a GPU."""
+    return "nccl" if num_gpus() >= ranks else "gloo"
 
 
 def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
@@ -39,7 +45,8 @@ def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str)
     def run(cluster: Cluster) -> str:
         place = {"RANK": cluster.rank, "WORLD_SIZE": ranks, "LOCAL_RANK": cluster.rank}
         place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()}, **environment)
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update({"BACKEND": backend_for(ranks)} | environment)
         sys.argv = [script, *arguments, "--json"]
         with contextlib.redirect_stdout(io.StringIO()) as output:
             runpy.run_path(str(ROOT / script), run_name="__main__")

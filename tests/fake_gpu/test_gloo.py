@@ -1,12 +1,15 @@
 """Test that BACKEND=gloo accepts GPU tensors, which go through host memory."""
 
+import pytest
 import torch
 
 from comm import collectives
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.ranks import run_ranks
-from tests.fake_gpu.ranks import SHORT, run_script
+from lab.ranks import RankError, run_ranks
+from tests.fake_gpu.ranks import SHORT, backend_for, run_script
+from tests.fake_gpu.test_run_modes import SENDS_ITSELF
+from tests.run_modes import SCRIPTS
 
 
 def test_with_gloo_a_pipelines_messages_go_through_host_memory():
@@ -46,6 +49,16 @@ def test_with_gloo_torchs_own_collectives_take_gpu_tensors_of_any_layout():
     run_ranks(compare, 2, device="cuda", backend="gloo")
 
 
+@pytest.mark.parametrize("mode", SENDS_ITSELF)
+def test_with_gloo_a_technique_of_pytorchs_own_is_refused_on_gpus(
+    mode: str, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(RankError):
+        run_script(SCRIPTS[mode], *SHORT, BACKEND="gloo")
+    assert "sends tensors of GPUs by itself, which only nccl can" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(backend_for(2) != "nccl", reason="there are fewer GPUs than ranks")
 def test_with_gloo_ddp_trains_as_with_nccl():
     with_gloo = run_script("data_parallel/train_ddp.py", *SHORT, BACKEND="gloo")
     with_nccl = run_script("data_parallel/train_ddp.py", *SHORT)
