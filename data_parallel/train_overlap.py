@@ -107,14 +107,14 @@ class OverlapDataParallel(nn.Module):
         gradient.
         """
         unused = self._launcher.missing()
-        used = torch.ones(len(self._trained), dtype=torch.uint8)
+        device = self._trained[0].device if self._trained else None
+        used = torch.ones(len(self._trained), dtype=torch.uint8, device=device)
         for i in unused:
             parameter = self._trained[i]
-            used[i] = parameter.grad is not None  # from an earlier microbatch
-            if parameter.grad is None:
+            if parameter.grad is None:  # it may have one from an earlier microbatch
+                used[i].zero_()
                 parameter.grad = torch.zeros_like(parameter)
             self._launcher.ready(i)
-        used = used.to(self._trained[0].device) if self._trained else used
         all_reduce(used, op="max", group=self.group, pattern=self.pattern)  # after all gradients
         self._wait_for_all()
         for i in unused:

@@ -8,13 +8,16 @@ gradient of zeros, weight decay would shrink it. One rank cannot know what the o
 reduced with the last bucket, which saves a message.
 """
 
-import torch
 from torch import Tensor, nn
 
 
 def note_used(parameters: list[nn.Parameter], flags: Tensor) -> None:
     """Write to `flags`, before they are reduced, which parameters have a gradient on this rank."""
-    flags.copy_(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
+    # Fills, and no copy from the host: on a GPU such a copy would wait for all of the backward.
+    flags.fill_(1.0)
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            flags[i].zero_()
 
 
 def used_on_any_rank(parameters: list[nn.Parameter], flags: Tensor) -> set[Tensor]:
