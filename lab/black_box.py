@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]  # missing in torch's stubs
 
 PREFIX = "rank_"
 ADDED = "workbook"  # the key of what this file adds to PyTorch's dump
@@ -65,7 +65,7 @@ def dump(
 
     `places` is where the rank is, innermost call first; by default the caller of this function.
     """
-    recording: dict[str, Any] = pickle.loads(_dump_fr_trace())
+    recording = _recorded()
     recording[ADDED] = {
         "rank": rank,
         "state": state,
@@ -81,6 +81,23 @@ def dump(
     new.write_bytes(pickle.dumps(recording))
     new.replace(path)
     return path
+
+
+def _recorded() -> dict[str, Any]:
+    """Return what PyTorch has recorded: gloo's collectives, and nccl's where torch is built with nccl.
+
+    It keeps them apart, because nccl's times come from events of a GPU.
+    """
+    both = [
+        pickle.loads(getattr(c10d, name)())
+        for name in ("_dump_fr_trace", "_dump_nccl_trace")
+        if hasattr(c10d, name)
+    ]
+    recording: dict[str, Any] = {}
+    for one in both:
+        recording.update({key: value for key, value in one.items() if key not in recording or value})
+    recording["entries"] = [entry for one in both for entry in one.get("entries", [])]
+    return recording
 
 
 def _groups() -> dict[str, list[int]]:
