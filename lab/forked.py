@@ -38,6 +38,9 @@ def warm_up() -> None:
         raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
     from multiprocessing.forkserver import ensure_running
 
+    # torch.cuda.is_available() would start CUDA in the forkserver, and what is forked after that has no GPU.
+    # With this variable torch asks the driver's library (NVML), which starts nothing.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with _main_module_hidden():
         _context.set_forkserver_preload(_preload)
         ensure_running()

@@ -34,7 +34,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
 from lab import forked
-from lab.cell_output import CellOutput, Table, Values
+from lab.cell_output import CellOutput, Table, Values, name_of
 from lab.errors import WorkbookError
 from lab.rank_cells import Reply
 from lab.standing_ranks import Interrupted, StandingRanks
@@ -156,7 +156,8 @@ class RanksMagics(Magics):
         if self._ranks is None:
             return "No ranks are running. %ranks 4 starts four."
         cells = " Each cell without a magic runs on all of them." if self._is_everywhere else ""
-        return f"{self._ranks.world_size} ranks are running.{cells}"
+        size = self._ranks.world_size
+        return f"{size} ranks are running.{cells}" if size > 1 else f"1 rank is running.{cells}"
 
     def _show_status(self, ranks: StandingRanks) -> None:
         rows = [
@@ -205,7 +206,7 @@ class RanksMagics(Magics):
         from lab.picture import show_events  # takes half a second
 
         kinds = ", ".join(dict.fromkeys(event.kind for event in events))
-        show_events(events, alt=f"Timeline of this cell on ranks {', '.join(map(str, replies))}: {kinds}.")
+        show_events(events, alt=f"Timeline of this cell on {name_of(list(replies))}: {kinds}.")
 
     def _raise_error(self, replies: dict[int, Reply]) -> None:
         failed = {rank: reply for rank, reply in replies.items() if reply.error}

@@ -1,7 +1,8 @@
-"""Silence torch's own log, which prints up to a hundred lines of C++ frames for a lost connection."""
+"""Silence messages of torch that no reader can act on, such as the C++ frames for a lost connection."""
 
 import ctypes
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +14,12 @@ _ERROR = 2  # INFO 0, WARNING 1
 def hide_torch_warnings() -> None:
     """Let torch's C++ code print errors only, unless TORCH_CPP_LOG_LEVEL sets another level.
 
+    One warning on GPUs is hidden as well: if a thread of the backward is the first to multiply matrices, it
+    finds no CUDA context, makes one, and says so.
+
     torch reads that variable when it is imported. After the import only the flag inside torch has an effect.
     """
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     if "TORCH_CPP_LOG_LEVEL" in os.environ:
         return
     with suppress(OSError, ValueError):  # another build may lack the file or the flag: then torch prints more
