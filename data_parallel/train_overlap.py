@@ -76,9 +76,8 @@ class OverlapDataParallel(nn.Module):
         parameter = self._trained[i]
         if not self._guard.has_gradient(parameter):
             return  # autograd also calls the hook where a backward has returned None
-        if self._launcher.is_ready(
-            i
-        ):  # a second backward: right only if the first one's gradients were dropped
+        if self._launcher.is_ready(i):
+            # This is a second backward. That is right only if the first one's gradients were dropped.
             is_kept = bool(self._launcher.missing()) or parameter.grad is self._in_flight[i][0]
             self._guard.refuse_unless_dropped(parameter, is_kept)
             self._wait_for_all()
