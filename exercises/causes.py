@@ -11,7 +11,7 @@ from exercises.causes_in_lessons import IN_LESSONS, mixed_up_microbatches
 from exercises.causes_of_lists import OF_LISTS
 from exercises.causes_of_numbers import norm, overflow, part, powers, rounded, scale, shown_names, zeros
 from exercises.evidence import Evidence
-from exercises.hangs import hang
+from exercises.hangs import hang, no_such_rank
 from exercises.relations import belongs_to
 from exercises.topics import MESSAGES, PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
 
@@ -92,6 +92,11 @@ def order(e: Evidence) -> str | None:
     if swapped:
         name, other = swapped[0]
         return f"`{name}` has what belongs to `{other}`: the order of the two is confused on the way."
+    if "order" in e.kinds and e.mentions("sampler", "shuffle", "epoch"):
+        return (
+            "These are the right examples in the wrong order: does the shuffle depend on the seed and on the "
+            "epoch, and on nothing else?"
+        )
     if "order" in e.kinds:
         return "The numbers are right and in the wrong order: is each part written to the place of its rank?"
     return None
@@ -156,26 +161,28 @@ def not_reduced(e: Evidence) -> str | None:
     if across == "groups":
         return (
             "Some ranks agree with one another and not with the others: values never pass from one group of "
-            "ranks to the other. Does each round reach another partner?"
+            "ranks to the other. Is a round missing? Does each round reach another partner?"
         )
     return None
 
 
 def count(e: Evidence) -> str | None:
     """Compare two numbers of a plain assertion, such as the microbatches that a rank holds."""
-    if not e.first or not e.first.is_plain or e.first.operator not in ("==", "<=", "<"):
-        return None
+    if not e.first or not e.first.is_plain or e.first.operator not in ("==", "<="):
+        return None  # what must be less than a limit may be a size or a time
     got, expected = e.first.pairs[""]
     if isinstance(got, list) and isinstance(expected, list) and len(got) < len(expected):
         return f"There are {len(got)} of {len(expected)}: is something left out?"
     if isinstance(got, int) and isinstance(expected, int) and not isinstance(got, bool):
         if got > expected:
-            return f"There are {got} and not {expected}: is something kept, sent or counted too often?"
+            allowed = f"and not {expected}" if e.first.operator == "==" else f"and at most {expected} may be"
+            return f"There are {got} {allowed}: is something kept, sent or counted too often?"
         return f"There are {got} and not {expected}: is something left out, or the same again?"
     return None
 
 
 RULES: tuple[Callable[[Evidence], str | None], ...] = (
+    no_such_rank,
     hang,
     not_refused,
     message,

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,6 +43,19 @@ def sizes(e: Evidence) -> str | None:
     if sum(got) == sum(expected) and max(expected) - min(expected) <= 1 < max(got) - min(got):
         return "The sizes have the right total and are uneven: sizes of parts may differ by one at most."
     return None
+
+
+def divided(e: Evidence) -> str | None:
+    """Find out whether lists of lists, such as buckets, have the right members and begin at other places."""
+    got, expected = _lists(e)
+    if not got or not all(isinstance(part, list) for part in [*got, *expected]):
+        return None
+    if got == expected or list(chain.from_iterable(got)) != list(chain.from_iterable(expected)):
+        return None
+    return (
+        "All are there, in the right order, and divided at other places: which condition ends one part and "
+        "begins the next?"
+    )
 
 
 def all_equal(e: Evidence) -> str | None:
@@ -143,6 +157,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 OF_LISTS: tuple[Callable[[Evidence], str | None], ...] = (
     events,
     sizes,
+    divided,
     all_equal,
     some_ranks,
     results_of_ranks,

@@ -36,7 +36,9 @@ def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) 
 
 def _plain(one: Compared) -> str | None:
     got, expected = one.pairs[""]
-    if one.message.startswith(("{", "[", "(")):
+    if one.message.startswith("("):  # a case, such as (5, 1, 'pad')
+        return f"in the case {one.message} {_expectation(one)}"
+    if one.message.startswith(("{", "[")):
         return f"{_expectation(one)}: {one.message}"
     if len(one.message.split()) in (1, 2):  # it only names a case, such as a wrapper
         return f"{one.message}: {_expectation(one)}"

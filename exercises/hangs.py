@@ -1,7 +1,29 @@
 """Say in words why ranks hang, from what each of them waits for."""
 
+import re
+
 from exercises.evidence import Evidence
 from lab.waiting import chain
+
+_STARTS_TO_RECEIVE = re.compile(r"rank (\d+) is stuck at \S*wire\.py:\d+ in irecv\b")
+
+
+def no_such_rank(e: Evidence) -> str | None:
+    """Find a message from or to a rank that does not exist.
+
+    Only from such a rank a receive blocks as it starts, and a send to such a rank kills the process.
+    """
+    if found := _STARTS_TO_RECEIVE.search(e.text):
+        return (
+            f"Rank {found[1]} receives from a rank that does not exist. Ranks have the numbers 0 to n-1, so "
+            "there is no rank -1: is a modulo missing, as in `(rank - 1) % n`?"
+        )
+    if "was killed by SIGSEGV" in e.text:
+        return (
+            "A send to a rank that does not exist can end a process like this. Ranks have the numbers 0 to "
+            "n-1: is a modulo missing, as in `(rank + 1) % n`?"
+        )
+    return None
 
 
 def hang(e: Evidence) -> str | None:

@@ -10,7 +10,7 @@ from exercises.relations import across_ranks, relation
 from exercises.schedule_table import LEGEND, marked, wrong_table
 from lab.compared import Compared
 from lab.waiting import Wait
-from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from pipeline_parallel.schedules import _Row, gpipe, interleaved_1f1b, one_f_one_b
 
 RIGHT = torch.tensor([1.0, -2.0, 3.0, 5.0], dtype=torch.float64)
 
@@ -107,6 +107,16 @@ def test_errors_of_ranks_that_waited_until_the_timeout_make_a_cycle_too():
     assert "A deadlock" in likely_cause(Evidence("a test", text + "waited until the timeout;"))
 
 
+def test_a_message_from_or_to_a_rank_that_does_not_exist_is_no_missing_call():
+    stuck = "no answer within 1 s.\n  rank 0 is stuck at /comm/transport/wire.py:{} in {}: work"
+    waits = {1: Wait("receive 8 bytes from", 0)}
+    said = likely_cause(Evidence("a test", stuck.format(125, "irecv"), waits=waits))
+    assert said.startswith("Rank 0 receives from a rank that does not exist.") and "no rank -1" in said
+    assert "Rank 0 never takes" in likely_cause(Evidence("", stuck.format(61, "wait"), waits=waits))
+    killed = Evidence("a test", "rank 3 was killed by SIGSEGV before it returned.")
+    assert likely_cause(killed).startswith("A send to a rank that does not exist")
+
+
 def test_nothing_is_guessed_where_nothing_is_known():
     assert likely_cause(Evidence("a test", "ZeroDivisionError: division by zero")) is None
 
@@ -129,6 +139,11 @@ def test_a_difference_names_the_value_the_element_and_both_numbers():
         (
             "{'a': 6}",
             "the test expects `held == limit`, but the left side is 6 and the right side 1: {'a': 6}",
+        ),
+        (
+            "(5, 1, 'pad')",
+            "in the case (5, 1, 'pad') the test expects `held == limit`, but the left side is 6 and the "
+            "right side 1",
         ),
         ("naive", "naive: the test expects `held == limit`, but the left side is 6 and the right side 1"),
         (
@@ -181,6 +196,25 @@ def test_a_wrong_schedule_is_shown_with_its_first_wrong_cell_in_brackets():
         LEGEND,
     ]
     assert wrong_table(one_f_one_b, one_f_one_b) is None
+
+
+def test_a_schedule_of_another_type_is_refused_in_a_sentence():
+    row = _Row()
+    row.add("FB", 0)
+    for table, sentence in (
+        (None, "gpipe(1, 1) returns None, and not a list with one row of actions for each rank."),
+        (
+            [row],
+            "gpipe(1, 1) has an object of type _Row for rank 0, and not a list of actions. Its list is its "
+            "attribute `actions`.",
+        ),
+        ([["0F0", "0B0"]], "gpipe(1, 1), rank 0, slot 0: there is '0F0', and not an action."),
+        ([[row.actions]], "gpipe(1, 1), rank 0, slot 0: there is an object of type list, and not an action."),
+        ([("F", 0, 0)], "gpipe(1, 1), rank 0, slot 0: there is 'F', and not an action."),
+        (row.actions, "gpipe(1, 1) has an Action for rank 0, and not a list of actions."),
+    ):
+        said = wrong_table(gpipe, lambda stages, microbatches, table=table: table)
+        assert said.startswith(sentence) and "\n" not in said
 
 
 def test_a_row_that_ends_early_or_goes_on_is_a_wrong_cell_too():

@@ -59,6 +59,38 @@ def test_an_assertion_about_all_ranks_tells_on_which_it_does_not_hold():
     assert cause(text=text.format("True, False, True")).startswith("This does not hold on rank 1:")
 
 
+@pytest.mark.parametrize(
+    "got, expected",
+    [
+        ([[0, 1, 2], [3]], [[0, 1], [2], [3]]),
+        ([[0, 1], [2], [3]], [[0, 1, 2], [3]]),
+        ([[0], [1, 2]], [[0, 1], [2]]),
+    ],
+)
+def test_lists_of_the_same_members_are_divided_at_other_places(got, expected):
+    assert "divided at other places" in cause(plain(got, expected))
+    assert "left out" in cause(plain([[0], [1]], [[0], [1], [2]]))
+
+
+def test_what_must_be_less_than_a_limit_is_not_a_number_of_things():
+    assert cause(plain(8, 1, "sum(held[:-1]) < cap", operator="<")) == ""
+    assert "There are 8 and at most 1 may be" in cause(plain(8, 1, "held <= limit", operator="<="))
+
+
+def test_the_wrong_order_of_a_shuffle_has_nothing_to_do_with_places_of_ranks():
+    shuffled = plain([3, 1, 0, 4, 2], [0, 2, 4, 1, 3])
+    assert "does the shuffle depend on the seed" in cause(shuffled, test="equal those of torchs sampler")
+    assert "place of its rank" in cause(shuffled, test="gathers")
+
+
+def test_ranks_that_agree_in_groups_may_lack_a_round():
+    compared = {
+        rank: Compared("result", {"sum": (RIGHT + (1 if rank < 2 else 2) * NOISE, RIGHT)}, 4)
+        for rank in range(4)
+    }
+    assert "Is a round missing? Does each round reach another partner?" in cause(compared)
+
+
 def test_values_that_must_be_equal_are_not_too_many():
     said = cause(plain(2, 1, "len({len(share) for share in ours}) == 1"))
     assert "2 different values where all must be equal" in said
