@@ -162,7 +162,7 @@ def bug(space: Workspace, options: argparse.Namespace) -> int:
         console.print(f"You have mended this bug in {file}.")
         console.print(f"To begin again: python -m exercises reset {one.name}")
         return 0
-    console.print(f"This trains, and it is wrong. Find the mistake in {file}, and mend it.")
+    console.print(f"{one.in_what_way} Find the mistake in {file}, and mend it.")
     console.print(f"Then: python -m exercises check {one.name}, or hint, or watch")
     return 0
 

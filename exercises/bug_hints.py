@@ -37,9 +37,9 @@ def _in_words(test: str) -> str:
 def _question(wrong: Definition) -> str:
     if isinstance(wrong, ast.ClassDef):
         return "Which of the file's methods is responsible for that?"
-    if _lines(wrong) == ["pass"]:
+    if lines_of(wrong) == ["pass"]:
         return "The body does nothing. What has to happen here?"
-    if len(_lines(wrong)) == 1:
+    if len(lines_of(wrong)) == 1:
         return "Is the one line of the body right, and is it all that this takes?"
     return "Which line is responsible for that, or is it missing?"
 
@@ -58,7 +58,7 @@ def _where(right: Definition, wrong: Definition) -> str:
         return (
             f"The class that it inherits from is right. The mistake is in what the file changes: {methods}."
         )
-    before, after = _lines(right), _lines(wrong)
+    before, after = lines_of(right), lines_of(wrong)
     if len(after) == 1:
         promise = "the docstring, sentence by sentence" if ast.get_docstring(right) else "the function's name"
         return f"The body is only `{after[0]}`. Compare it with {promise}: what does it leave out or change?"
@@ -72,7 +72,7 @@ def _where(right: Definition, wrong: Definition) -> str:
     return "The lines are the lesson's. What stands around the function, such as a decorator, is missing."
 
 
-def _lines(function: Definition) -> list[str]:
+def lines_of(function: Definition) -> list[str]:
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     statements = [node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]
     return [line for node in statements for line in ast.unparse(node).splitlines()]

@@ -5,7 +5,7 @@
 
 The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
 that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
-exchanged for another.
+exchanged for another. Its difficulty is measured by the lines to read and to write (bug_difficulty.py).
 """
 
 import ast
@@ -15,6 +15,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from exercises.bug_difficulty import MINUTES, difficulty_of
 from exercises.bug_hints import Definition, hints_of
 from exercises.catalog import EXERCISES, ROOT, Exercise
 
@@ -26,8 +27,26 @@ TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks.py shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
 )
-
-
+# By what TARGET begins with, what is true of an implementation with a mistake. The first entry counts.
+WRONG_IN_WHAT_WAY = (
+    (("comm.exchange.", "comm.transport.cross_memory."), "It works, and it is not safe."),
+    (
+        (
+            "comm.membership.",
+            "comm.transport.handshake.",
+            "comm.transport.sockets.",
+            "pipeline_parallel.failure.",
+        ),
+        "It works as long as nothing fails, and what follows a failure is wrong.",
+    ),
+    (
+        ("training.checkpoint.", "training.range_checkpoint."),
+        "It saves and loads checkpoints, and it is wrong.",
+    ),
+    (("training.evaluation.",), "It reports numbers, and they are wrong."),
+    (("comm.",), "It runs, and it is wrong."),
+    (("",), "It trains, and it is wrong."),
+)
 PATTERN = '`pattern` names the algorithm of a collective, such as "ring"; None lets the collective choose.'
 
 
@@ -46,6 +65,11 @@ class Bug(Exercise):
     def is_class(self) -> bool:
         """Tell whether the mistake is in a class that extends the lesson's, and not in a function."""
         return isinstance(lessons_definition(self)[1], ast.ClassDef)
+
+    @property
+    def in_what_way(self) -> str:
+        """Return a sentence that says what works and what is wrong, such as a result or what is safe."""
+        return next(text for kinds, text in WRONG_IN_WHAT_WAY if self.target.startswith(kinds))
 
     def own_file(self) -> str:
         """Return the learner's file: the lesson's name and docstring, and the wrong implementation."""
@@ -93,24 +117,25 @@ def _bug(mutant: _Mutant, others: list[_Mutant]) -> Bug:
     tests = [mutant.killer, *(other.killer for other in others if other.fields["TARGET"] == target)]
     tests += [test for exercise in EXERCISES if exercise.target == target for test in exercise.tests]
     symptom = mutant.fields.get("SYMPTOM") or mutant.doc.partition(":")[0].rstrip(".") + "."
-    knows_cause = "CAUSE" in mutant.fields
     draft = Bug(
         name="draft",
         title=f"The mistake in `{target.rpartition('.')[2]}`",
         target=target,
         tests=tuple(dict.fromkeys(tests))[:MAX_TESTS],
-        difficulty=2 if knows_cause else 4,
-        minutes=15 if knows_cause else 25,
+        difficulty=1,
+        minutes=MINUTES[0],
         hints=("", "", ""),
         mutant=mutant.name,
         symptom=symptom,
     )
-    wrong = _definition_of(draft, _wrong_tree(draft))
+    tree, right = _wrong_tree(draft), lessons_definition(draft)[1]
     test = mutant.killer.rpartition("::")[2]
-    hints = hints_of(test, mutant.doc, symptom, lessons_definition(draft)[1], wrong)
+    hints = hints_of(test, mutant.doc, symptom, right, _definition_of(draft, tree))
+    difficulty = difficulty_of(tree, draft.function, right, mutant.killer)
     lesson = draft.lesson.stem.removeprefix("train_")
     name = f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}"
-    return Bug(**{**vars(draft), "name": name, "hints": hints})
+    effort = {"difficulty": difficulty, "minutes": MINUTES[difficulty - 1]}
+    return Bug(**{**vars(draft), **effort, "name": name, "hints": hints})
 
 
 def lessons_definition(bug: Bug) -> tuple[str, Definition]:

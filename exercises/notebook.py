@@ -57,7 +57,7 @@ def bug(name: str) -> None:
     if ipython is not None and (shell := ipython.get_ipython()) is not None:
         shell.set_next_input(code)
         code = "The code is in the next cell."
-    print(f"{exercise.symptom} This trains, and it is wrong.\n{code}")
+    print(f"{exercise.symptom} {exercise.in_what_way}\n{code}")
 
 
 def _exercise_of(name: str) -> Exercise:

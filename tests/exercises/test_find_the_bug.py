@@ -9,8 +9,9 @@ import pytest
 
 import exercises.grade
 from exercises.__main__ import main
+from exercises.bug_difficulty import difficulty_of
 from exercises.catalog import BY_NAME, EXERCISES
-from exercises.find_the_bug import EQUIPMENT, MUTANTS, bugs
+from exercises.find_the_bug import EQUIPMENT, MUTANTS, WRONG_IN_WHAT_WAY, bugs
 from exercises.generate import generated, solution
 from exercises.grade import Grade, excused, grade
 from exercises.names import all_exercises, exercise_named
@@ -56,6 +57,29 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     assert len(set(bug.hints)) == 3 and (doc in bug.hints[1] or doc.startswith(bug.symptom[:-1]))
     assert bug.hints[0].startswith("It should be so: ") and "tests/" not in bug.hints[0]
     assert ast.parse(solution(bug))
+
+
+def test_a_sentence_says_what_works_and_what_is_wrong_by_what_the_mistake_is_in():
+    assert SUMMED.in_what_way == "It trains, and it is wrong."
+    assert BY_MUTANT["exchanged_values_run_code"].in_what_way == "It works, and it is not safe."
+    assert "as long as nothing fails" in BY_MUTANT["neighbour_blamed"].in_what_way
+    assert "saves and loads checkpoints" in BY_MUTANT["checkpoint_only_measured"].in_what_way
+    for kinds, _ in WRONG_IN_WHAT_WAY:
+        for kind in kinds:
+            assert any(bug.target.startswith(kind) for bug in bugs()), kind
+
+
+def test_the_difficulty_grows_with_the_lines_to_read_and_to_write_and_with_a_slow_link():
+    assert {bug.difficulty for bug in bugs()} == {1, 2, 3, 4, 5}
+    assert BY_MUTANT["bucket_divided_twice"].difficulty == 1  # one line, which the lesson has in another way
+    assert BY_MUTANT["zero_clipped_by_torch"].minutes == 10
+    assert BY_MUTANT["pipeline_receives_in_order_of_need"].difficulty == 5
+    right = ast.parse("def work():\n    a()\n    b()").body[0]
+    wrong = ast.parse("def work():\n    a()")
+    at_once = "tests/exercises/test_find_the_bug.py::no_such_test"
+    slow = BY_MUTANT["bucket_not_waited_for"].tests[0]
+    assert difficulty_of(wrong, "work", right, at_once) == 1
+    assert difficulty_of(wrong, "work", right, slow) == 2
 
 
 def test_hints_lead_from_what_should_be_so_to_the_line():
