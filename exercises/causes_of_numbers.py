@@ -94,7 +94,7 @@ def zeros(e: Evidence) -> str | None:
     if "zero" in e.kinds and not is_formula:
         names = shown_names(name for name, one in e.wrong.items() if one.kind == "zero")
         where = "" if names == "``" else f" at {names}"
-        return f"Only zeros arrive{where}: are they cleared too early, or never written?"
+        return f"Only zeros arrive{where}: are they cleared too early, or never written or added?"
     return None
 
 

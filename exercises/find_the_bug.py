@@ -37,7 +37,7 @@ WRONG_IN_WHAT_WAY = (
             "comm.transport.sockets.",
             "pipeline_parallel.failure.",
         ),
-        "It works as long as nothing fails, and what follows a failure is wrong.",
+        "It works as long as there is no error, and is wrong where there is one.",
     ),
     (
         ("training.checkpoint.", "training.range_checkpoint."),
@@ -194,7 +194,10 @@ def _definition_of(bug: Bug, tree: ast.Module) -> Definition:
 def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | None:
     """Return a state and a sentence if the tests of a learner's file need not run, else None."""
     if ast.dump(tree) == ast.dump(ast.parse(bug.own_file())):
-        return "unsolved", f"{bug.symptom} {shown} is as it was: the mistake is still there."
+        return "unsolved", (
+            f"{bug.symptom} {shown} is as it was: the mistake is still there. After a change, also a wrong "
+            "one, the checker says what the lesson's tests find."
+        )
     if not any(isinstance(node, Definition) and node.name == bug.function for node in tree.body):
         return "invalid", f"{shown} has no `{bug.function}`."
     return None

@@ -74,8 +74,13 @@ def excused(bug: Bug, result: Grade) -> Grade:
         before = judge(dataclasses.replace(bug, tests=others), file)
     if broken := tuple(test for test in others if test in before.passed):
         return dataclasses.replace(result, failed=broken)
-    sentence = f"The mistake is mended: {_agreement(result.passed)}. "
-    sentence += "What else the lesson's function does is not in this file, and is not asked for."
+    named = " and ".join(f'"{name_of(test)}"' for test in others)
+    verb = "fails as it" if len(others) == 1 else "fail as they"
+    sentence = (
+        f"The mistake that was looked for is mended: {_agreement(result.passed)}. {named} {verb} did before: "
+        "either the lesson's function does more than this file, which is not asked for, or the mistake is "
+        "also in another line."
+    )
     return Grade(bug.name, PASSED, sentence, result.passed)
 
 

@@ -11,6 +11,7 @@ import exercises.grade
 from exercises.__main__ import main
 from exercises.bug_difficulty import difficulty_of
 from exercises.catalog import BY_NAME, EXERCISES
+from exercises.explain import name_of
 from exercises.find_the_bug import EQUIPMENT, MUTANTS, WRONG_IN_WHAT_WAY, bugs
 from exercises.generate import generated, solution
 from exercises.grade import Grade, excused, grade
@@ -62,7 +63,7 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
 def test_a_sentence_says_what_works_and_what_is_wrong_by_what_the_mistake_is_in():
     assert SUMMED.in_what_way == "It trains, and it is wrong."
     assert BY_MUTANT["exchanged_values_run_code"].in_what_way == "It works, and it is not safe."
-    assert "as long as nothing fails" in BY_MUTANT["neighbour_blamed"].in_what_way
+    assert "as long as there is no error" in BY_MUTANT["neighbour_blamed"].in_what_way
     assert "saves and loads checkpoints" in BY_MUTANT["checkpoint_only_measured"].in_what_way
     for kinds, _ in WRONG_IN_WHAT_WAY:
         for kind in kinds:
@@ -105,6 +106,7 @@ def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(
     result = grade(SUMMED, file)
     assert (result.state, result.credit) == ("unsolved", 0.0)
     assert "the mistake is still there" in result.sentence
+    assert "After a change, also a wrong one" in result.sentence
     file.write_text("x = 1\n")
     assert grade(SUMMED, file).sentence.endswith("has no `finish_gradient_sync`.")
 
@@ -133,6 +135,7 @@ def test_a_test_that_the_short_implementation_never_passed_is_not_asked_for(monk
     monkeypatch.setattr(exercises.grade, "judge", lambda bug, file: before)
     mended = Grade(SUMMED.name, "failed", "It lacks a flag.", (killer, broken), (lacking,))
     assert (excused(SUMMED, mended).state, excused(SUMMED, mended).credit) == ("passed", 1.0)
+    assert f'"{name_of(lacking)}" fails as it did before' in excused(SUMMED, mended).sentence
     exchanged = Grade(SUMMED.name, "failed", "It breaks.", (killer,), (lacking, broken))
     assert excused(SUMMED, exchanged) == dataclasses.replace(exchanged, failed=(broken,))
     still_wrong = Grade(SUMMED.name, "failed", "It sums.", (), SUMMED.tests)
