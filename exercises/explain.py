@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from exercises.catalog import Exercise
 from exercises.generate import missing
 from exercises.inspect_file import shown
+from exercises.own_code import OwnCode, own_code
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
 _OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
@@ -33,12 +34,12 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
         f" {failure['cause']}" if failure["cause"] else "",
     )
     if text.startswith("no answer within"):
-        sentence = f"{in_test} the ranks wait for one another: {_stuck(file, text)}.{cause}"
+        sentence = f"{in_test} {_hang(own_code(file), text, cause)}"
         return Explanation("hangs", sentence, failure["drawing"])
     rank = failure["rank"]
     if rank is not None and " failed:\n" not in text:
         return Explanation("failed", f"{in_test}: {text.splitlines()[0]}{cause}", failure["drawing"])
-    at = _own_line(file, text if rank is not None else trace)
+    at = own_code(file).line_in_traceback(text if rank is not None else trace)
     where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
     error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
     if not (at or cause or failure["difference"]) and _is_of_code(failure["type"], text):
@@ -56,7 +57,7 @@ def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
 
 def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
     """Return the sentence for a learner's file that cannot be imported."""
-    at = _own_line(file, failure["trace"])
+    at = own_code(file).line_in_traceback(failure["trace"])
     error = _named(failure["type"], failure["text"])
     return f"{shown(file)} cannot be imported: {at + ': ' if at else ''}{error}"
 
@@ -90,23 +91,31 @@ def _is_of_code(kind: str, text: str) -> bool:
     return any(f"{name}: " in f"{kind}: {text}" for name in _OF_CODE)
 
 
-def _own_line(file: Path, trace: str) -> str:
-    """Return the innermost line of the learner's file in a traceback."""
-    lines = re.findall(rf'File "{re.escape(str(file.resolve()))}", line (\d+)', trace)
-    return f"line {lines[-1]} of {file.name}" if lines else ""
+def _hang(own: OwnCode, text: str, cause: str) -> str:
+    """Return what the report of a hang says: which ranks compute without an end, or wait for one another."""
+    blocks = re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]
+    computing = [block for block in blocks if re.match(r"rank \d+ is still computing ", block)]
+    if not computing:
+        return f"the ranks wait for one another: {', '.join(_place(own, block) for block in blocks)}.{cause}"
+    places: dict[str, list[str]] = {}
+    for block in computing:
+        rank, _, at = _place(own, block).removeprefix("rank ").partition(" ")
+        places.setdefault(at, []).append(rank)
+    told = [f"{_ranks(ranks)} still computing {at}" for at, ranks in places.items()]
+    return f"{', and '.join(told)}: look for a loop without an end."
 
 
-def _stuck(file: Path, text: str) -> str:
-    """Return where each rank is stuck, the learner's line if there is one: "rank 0 at line 12 of ring.py"."""
-    places = []
-    for block in re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]:
-        rank = re.match(r"rank \d+", block)
-        own = re.search(rf"{re.escape(str(file.resolve()))}:(\d+) in", block)
-        inner = re.search(r"([^/\n]+\.py):(\d+) in", block)
-        if rank and own:
-            places.append(f"{rank[0]} at line {own[1]} of {file.name}")
-        elif rank and inner:
-            places.append(f"{rank[0]} outside of your function, at line {inner[2]} of {inner[1]}")
-        else:
-            places.append(block.splitlines()[0])
-    return ", ".join(places)
+def _ranks(numbers: list[str]) -> str:
+    *others, last = numbers
+    return f"ranks {', '.join(others)} and {last} are" if others else f"rank {last} is"
+
+
+def _place(own: OwnCode, block: str) -> str:
+    """Return where a rank is, in the learner's code if it is called there: "rank 0 at line 12 of ring.py"."""
+    rank = re.match(r"rank \d+", block)
+    inner = re.search(r"([^/\n]+\.py):(\d+) in", block)
+    if rank and (line := own.line_in_stack(block)):
+        return f"{rank[0]} at {line}"
+    if rank and inner:
+        return f"{rank[0]} outside of your function, at line {inner[2]} of {inner[1]}"
+    return block.splitlines()[0]

@@ -197,7 +197,8 @@ class _Supervisor:
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
             if job.rank in stuck:
-                lines.append(f"rank {job.rank} is stuck {places[job.rank]}")
+                how = "still" if places[job.rank].startswith(stacks.COMPUTING) else "stuck"
+                lines.append(f"rank {job.rank} is {how} {places[job.rank]}")
             elif job.rank in self.answers:
                 lines.append(f"rank {job.rank} has finished")
             else:

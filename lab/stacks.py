@@ -1,4 +1,4 @@
-"""Find out where ranks are stuck: which line each of their threads has reached.
+"""Find out where ranks are stuck, or still computing: which line each of their threads has reached.
 
 A parent asks a rank by its pipe. A thread of the rank answers: it writes the stacks of all threads to a file.
 It holds Python's lock (the GIL) meanwhile, so that no stack changes. A signal handler would not hold it, and
@@ -16,9 +16,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from lab.waiting import write_wait
+from lab.waiting import current_wait, write_wait
 
 ASK = b"Where are you, and for whom do you wait?"  # from a parent to its rank
+COMPUTING = "computing "  # begins the place of a rank that waits for no rank and uses the processor
+_OBSERVED = 0.6  # seconds in which a rank looks at its own use of the processor
+_BUSY = 0.04  # seconds of the processor's time that a rank which waits does not use meanwhile
 
 
 def stack_file(folder: str, rank: int) -> str:
@@ -30,13 +33,25 @@ def answer(folder: str, rank: int) -> None:
     """Write where this rank's threads are, and for whom it waits (lab/waiting.py)."""
     with suppress(Exception):
         write_wait(folder, rank)
+    begin = COMPUTING + "\n" if current_wait() is None and _is_busy() else ""
     with suppress(OSError), open(stack_file(folder, rank), "a") as file:
+        file.write(begin)
+        file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _is_busy() -> bool:
+    """Return whether this process computes, and does not sleep or wait for the network."""
+    used, deadline = time.process_time() + _BUSY, time.monotonic() + _OBSERVED
+    while time.process_time() < used and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return time.process_time() >= used
 
 
 def ask(ranks: Mapping[int, tuple[int, Connection]], folder: str, seconds: float) -> dict[int, str]:
     """Ask ranks, given as (process id, pipe), and return where each is: "at file.py:12 in f: its line ...".
 
+    The place of a rank that waits for no rank but computes begins with "computing at".
     Wait at most `seconds`, half of them before the signal is sent.
     """
     paths = {rank: stack_file(folder, rank) for rank in ranks}
@@ -73,13 +88,15 @@ def where(path: str) -> str:
     A thread is described by its lines outside of libraries, innermost first. Threads that have none, such as
     those of torch, are left out.
     """
-    stacks: list[str] = []
+    text = ""
     with suppress(OSError), open(path) as file:
-        # faulthandler lists the main thread last and each thread's innermost frame first.
-        stacks = file.read().split("hread 0x")[:0:-1]
+        text = file.read()
+    # faulthandler lists the main thread last and each thread's innermost frame first.
+    stacks = text.split("hread 0x")[:0:-1]
     main, *others = [_lines(stack) for stack in stacks] or [""]
     also = "".join(f"\n      its other thread is {lines}" for lines in others if lines)
-    return (main or "before its function was called") + also
+    doing = COMPUTING if text.startswith(COMPUTING) else ""
+    return doing + (main or "before its function was called") + also
 
 
 def _lines(stack: str) -> str:

@@ -166,6 +166,14 @@ def test_a_hang_names_the_line_on_which_each_rank_is_stuck(tmp_path, monkeypatch
     assert sentence.endswith("receives first and none has sent. Does a send come too late?")
 
 
+def test_a_loop_without_an_end_on_the_ranks_is_no_deadlock(tmp_path, monkeypatch):
+    monkeypatch.setattr(replacing_plugin, "HANG_SECONDS", 2.0)
+    state, sentence, line = explained(tmp_path, "shift(wire, outgoing, arrived)", "while True: pass")
+    assert state == "hangs" and "wait" not in sentence
+    where = f"at line {line} of ring_reduce_scatter.py: look for a loop without an end."
+    assert sentence.endswith(f"ranks 0, 1, 2 and 3 are still computing {where}")
+
+
 def test_a_test_process_that_dies_is_reported_with_its_exit_code(tmp_path, monkeypatch):
     died = subprocess.CompletedProcess([], returncode=3, stdout="", stderr="")
     monkeypatch.setattr(exercises.grade, "_run_tests", lambda *arguments: died)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 import exercises.notebook
 from exercises.catalog import BY_NAME, Exercise
+from exercises.explain import explain
 from exercises.grade import Grade
 from exercises.notebook import check
 from exercises.replacing_plugin import load
@@ -30,6 +32,34 @@ def test_a_function_from_a_cell_is_graded_under_its_own_name(capsys, monkeypatch
     result = check(defined_in_a_cell("pipeline_gpipe")["gpipe"])
     assert (result.name, result.state, result.credit) == ("pipeline_gpipe", "passed", 1.0)
     assert capsys.readouterr().out.startswith("pipeline_gpipe: passed. ")
+
+
+@pytest.mark.parametrize("name", ["/tmp/ipykernel_7/123456.py", "<ipython-input-3-0123abcd>"])
+def test_an_error_and_a_hang_in_a_cell_name_the_line_of_the_cell(tmp_path, name):
+    code = "def gpipe(stages, microbatches):\n    return helper(stages)"
+    cell = {"__name__": "no_module_of_that_name"}
+    exec(compile(code, name, "exec"), cell)
+    file = tmp_path / "pipeline_gpipe.pickle"
+    file.write_bytes(cloudpickle.dumps({"pipeline_parallel.schedules.gpipe": cell["gpipe"]}))
+    trace = f'File "{name}", line 2, in gpipe\nFile "/library.py", line 9, in f\nKeyError: 1'
+    stuck = "no answer within 1 s.\n  rank 0 is stuck at /comm/wire.py:61 in wait: work.wait()\n"
+    stuck += f"      called from {name}:2 in gpipe: "
+    for text, said in (
+        (trace, ": rank 0 at line 2 of your cell: KeyError: 1"),
+        (stuck, "rank 0 at line 2 of"),
+    ):
+        failure = {
+            "type": "RankError",
+            "rank": 0,
+            "text": f"{text}",
+            "trace": text,
+            "difference": "",
+            "cause": "",
+        }
+        failure["text"] = text if text is stuck else f"rank 0 failed:\n\n{text}"
+        test = {"id": "test_it", "failure": failure | {"drawing": ""}}
+        sentence = explain(BY_NAME["pipeline_gpipe"], file, test).sentence
+        assert said in sentence and "outside" not in sentence
 
 
 def test_another_signature_is_refused_in_a_sentence():
