@@ -39,7 +39,7 @@ test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
-	@$(PY) -m exercises $(ARGS)
+	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)
 
 check-exercises: $(READY) ## grade every exercise untouched and solved, as a learner does (5 minutes)
 	@$(PY) -m pytest tests/exercises/end_to_end $(ARGS)

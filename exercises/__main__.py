@@ -1,252 +1,26 @@
 """Do the exercises: `python -m exercises` shows the next one, and `python -m exercises check` grades it."""
 
-import argparse
-import json
+import shlex
 import sys
-import textwrap
-import time
-from collections.abc import Callable
-from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
-from rich.syntax import Syntax
-from rich.table import Table
-
-from exercises.catalog import EXERCISES, Exercise, name_of
-from exercises.find_the_bug import Bug, bugs
-from exercises.grade import PASSED, Grade, grade, report
-from exercises.inspect_file import problem_of, shown
-from exercises.names import exercise_named
-from exercises.workspace import Progress, Workspace
-
-POLL_SECONDS = 0.3
-MAX_PRINTED = 40  # lines
-console = Console(highlight=False, soft_wrap=True)
 
 
-def show(space: Workspace, options: argparse.Namespace) -> int:
-    exercise = space.next_exercise()
-    if exercise is None:
-        console.print("[green]All exercises have passed.[/]")
-        return 0
-    effort = f"{exercise.minutes} minutes, difficulty {exercise.difficulty} of 5"
-    console.print(f"[bold]{exercise.title}[/], {effort}")
-    names = ", ".join(f"`{name_of(target)}`" for target in exercise.targets)
-    console.print(f"Write {names} in {shown(space.file(exercise))}.")
-    problem = problem_of(exercise, space.file(exercise))
-    state = space.progress[exercise.name].state
-    console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
-    if unmet := [name for name in exercise.needs if not space.progress[name].has_passed]:
-        console.print(f"It builds on {', '.join(unmet)}.")
-    console.print(f"First read notebooks/{exercise.notebook}.ipynb. Then check your code each time you save:")
-    console.print(f"    python -m exercises watch {exercise.name}")
-    console.print(f"`python -m exercises hint {exercise.name}` opens a hint, which costs nothing.")
-    console.print("For an exercise that a notebook names, add its name: python -m exercises watch NAME")
-    return 0
-
-
-def show_list(space: Workspace, options: argparse.Namespace) -> int:
-    if options.json:
-        rows = [
-            {"name": e.name, "minutes": e.minutes, "needs": e.needs, **vars(space.progress[e.name])}
-            for e in EXERCISES
-        ]
-        print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
-        return 0
-    table = table_of("  exercise", "difficulty", "minutes", "state", "hints", "notebook")
-    for number in (1, 2, 4, 5):
-        table.columns[number].justify = "right"
-    following = space.next_exercise()
-    for e in EXERCISES:
-        progress, mark = space.progress[e.name], "> " if e is following else "  "
-        numbers = str(e.difficulty), str(e.minutes), coloured(progress), str(progress.hints)
-        table.add_row(mark + e.name, *numbers, e.notebook.partition("_")[0])
-    console.print(table)
-    done = sum(space.progress[e.name].has_passed for e in EXERCISES)
-    console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
-    console.print(f"{mended(space)} bugs are mended; `python -m exercises bugs` lists them.")
-    return 0
-
-
-def table_of(*headings: str) -> Table:
-    """Return an empty table without lines, which has room in 80 columns."""
-    return Table(*headings, box=None, pad_edge=False, collapse_padding=True)
-
-
-def coloured(progress: Progress) -> str:
-    return f"[green]{progress.shown_state}[/]" if progress.has_passed else progress.shown_state
-
-
-def mended(space: Workspace) -> str:
-    return f"{sum(space.progress[one.name].has_passed for one in bugs())} of {len(bugs())}"
-
-
-def check(space: Workspace, options: argparse.Namespace) -> int:
-    exercises = EXERCISES if options.all else [chosen(space, options.name)]
-    handed_in = Path(options.submission) if options.submission else None
-    grades = []
-    for exercise in exercises:
-        file = handed_in / exercise.file if handed_in else space.file(exercise)
-        grades.append(grade(exercise, file))
-        if not handed_in:
-            space.record(grades[-1])
-        if not options.json:
-            tell(grades[-1])
-    if options.json:
-        print(json.dumps(report(grades)))
-    return max(g.exit_code for g in grades)
-
-
-def tell(grade: Grade) -> None:
-    colour = "green" if grade.state == PASSED else "red"
-    console.print(f"[{colour}]{grade.name}: {grade.state}[/]  {escape(grade.sentence)}")
-    if grade.drawing:
-        console.print(escape(textwrap.indent(grade.drawing, "    ")))
-    if grade.printed:
-        console.print(f"Your code printed:\n{escape(textwrap.indent(cut(grade.printed), '    '))}")
-
-
-def cut(printed: str) -> str:
-    """Return the first lines of what was printed."""
-    lines = printed.splitlines()
-    more = [f"... and {len(lines) - MAX_PRINTED} more lines"] if len(lines) > MAX_PRINTED else []
-    return "\n".join(lines[:MAX_PRINTED] + more)
-
-
-def hint(space: Workspace, options: argparse.Namespace) -> int:
-    exercise = chosen(space, options.name)
-    hints = space.hint(exercise)
-    for number, text in enumerate(hints, start=1):
-        console.print(f"Hint {number} of {len(exercise.hints)}: {escape(text)}")
-    if len(hints) == len(exercise.hints):
-        console.print(
-            f"These are all hints. `python -m exercises solution {exercise.name}` shows the solution."
-        )
-    return 0
-
-
-def reset(space: Workspace, options: argparse.Namespace) -> int:
-    exercise = chosen(space, options.name)
-    saved = space.reset(exercise)
-    kept = f" Your code is kept in {shown(saved)}." if saved else ""
-    console.print(f"{shown(space.file(exercise))} is as it was at the beginning.{kept}")
-    return 0
-
-
-def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
-    table = table_of("bug", "state", "symptom")
-    table.columns[0].no_wrap = True
-    for one in bugs():
-        table.add_row(one.name, coloured(space.progress[one.name]), escape(one.symptom))
-    console.print(table)
-    console.print(f"{mended(space)} are mended. `python -m exercises bug NAME` makes the file of one.")
-    return 0
-
-
-def bug(space: Workspace, options: argparse.Namespace) -> int:
-    """Make the file of a bug if there is none yet, and tell its symptom."""
-    one = space.next_bug() if options.name is None else chosen(space, options.name)
-    if not isinstance(one, Bug):
+def main() -> int:
+    """Run the command line. Without the workbook's libraries, say in a sentence what to type."""
+    try:
+        from exercises.commands import main as run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("exercises", "lab", "comm"):
+            raise
+        arguments = shlex.join(sys.argv[1:])
+        by_make = f'make exercises ARGS="{arguments}"' if arguments else "make exercises"
         print(
-            f"{one.name} asks you to write a function; `python -m exercises bugs` lists bugs.",
+            f"This Python has no {error.name}. Type: {by_make}\n"
+            "Or make the environment with `make setup`, and activate it in each new terminal: "
+            ". .venv/bin/activate",
             file=sys.stderr,
         )
-        return 2
-    if not space.file(one).exists():
-        space.reset(one)
-    console.print(f"[bold]{one.name}[/], {one.minutes} minutes, difficulty {one.difficulty} of 5")
-    console.print(escape(one.symptom))
-    file = shown(space.file(one))
-    if space.progress[one.name].has_passed:
-        console.print(f"You have mended this bug in {file}.")
-        console.print(f"To begin again: python -m exercises reset {one.name}")
-        return 0
-    console.print(f"{one.in_what_way} Find the mistake in {file}, and mend it.")
-    console.print(f"Then: python -m exercises check {one.name}, or hint, or watch")
-    return 0
-
-
-def solution(space: Workspace, options: argparse.Namespace) -> int:
-    exercise = chosen(space, options.name)
-    text = space.solution(exercise)
-    if text is None:
-        console.print(f"{exercise.name} has not passed yet. Ask again to see the lesson's code all the same.")
         return 1
-    console.print(Syntax(text, "python", background_color="default"))
-    return 0
-
-
-def watch(space: Workspace, options: argparse.Namespace) -> int:
-    """Grade the file each time it is saved, and go on to the next exercise after it has passed."""
-    exercise: Exercise | None = chosen(space, options.name)
-    seen = None
-    console.print(f"Watching {shown(space.file(exercise))}.")
-    while exercise is not None:
-        file = space.file(exercise)
-        stamp = (file, file.stat().st_mtime_ns if file.exists() else None)
-        if stamp != seen:
-            seen = stamp
-            result = grade(exercise, file)
-            space.record(result)
-            tell(result)
-            if result.state == PASSED:
-                exercise = None if options.name else space.next_exercise()
-                continue
-            console.print("Waiting for the next save; Ctrl-C ends.")
-        time.sleep(POLL_SECONDS)
-    console.print("[green]There is nothing left to watch.[/]")
-    return 0
-
-
-def chosen(space: Workspace, name: str | None) -> Exercise:
-    """Return the exercise of that name; without a name, the next one or, after the last, the last."""
-    if name is None:
-        return space.next_exercise() or EXERCISES[-1]
-    try:
-        return exercise_named(name)
-    except LookupError as error:
-        print(error.args[0], file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] = {
-    "list": (show_list, "List all exercises, with progress and the minutes left."),
-    "check": (check, "Grade one exercise with the tests of its lesson."),
-    "hint": (hint, "Open one more of the three hints."),
-    "reset": (reset, "Put the file back to how it was at first; your code is kept in exercises/.saved."),
-    "solution": (solution, "Show the lesson's code, after passing or when asked twice."),
-    "bugs": (show_bugs, "List the wrong implementations, by their symptoms."),
-    "bug": (bug, "Make the file of one of them, which you mend; without a name, of the next one."),
-    "watch": (watch, "Grade each time the file is saved, until it passes."),
-}
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (_, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
-        if name == "reset":
-            command.add_argument("name", help="The exercise's name.")
-        elif name not in ("list", "bugs"):
-            command.add_argument("name", nargs="?", help="The exercise's name; without it, the next one.")
-        if name in ("list", "check"):
-            command.add_argument("--json", action="store_true", help="Print one line of JSON.")
-        if name == "check":
-            command.add_argument("--all", action="store_true", help="Grade all exercises.")
-            command.add_argument("--submission", metavar="FOLDER", help="Grade the files in this folder.")
-    return parser
-
-
-def main(arguments: list[str] | None = None, space: Workspace | None = None) -> int:
-    options = parser().parse_args(arguments)
-    command = COMMANDS[options.command][0] if options.command else show
-    try:
-        return command(space or Workspace(), options)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+    return run()
 
 
 if __name__ == "__main__":

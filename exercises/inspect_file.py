@@ -7,6 +7,7 @@ from pathlib import Path
 from exercises.catalog import Exercise, name_of
 from exercises.find_the_bug import Bug, problem_of_bug
 from exercises.generate import definition, generated, missing
+from exercises.typed import typed
 
 
 def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
@@ -14,7 +15,7 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
     try:
         tree = ast.parse(file.read_text())
     except FileNotFoundError:
-        again = f"`python -m exercises reset {exercise.name}`"
+        again = f"`{typed(f'reset {exercise.name}')}`"
         return "invalid", f"There is no file {shown(file)}; {again} makes it again."
     except (OSError, UnicodeDecodeError) as error:
         return "invalid", f"{shown(file)} cannot be read: {error}."

@@ -6,6 +6,7 @@ import re
 
 from exercises.catalog import BY_NAME, Exercise
 from exercises.find_the_bug import bugs
+from exercises.typed import typed
 
 
 @functools.cache
@@ -20,7 +21,7 @@ def exercise_named(name: str) -> Exercise:
         return found
     raise LookupError(
         f"There is no exercise {name!r}{suggestion(name)} "
-        "`python -m exercises list` shows all, and `python -m exercises bugs` those with a bug."
+        f"`{typed('list')}` shows all, and `{typed('bugs')}` those with a bug."
     )
 
 

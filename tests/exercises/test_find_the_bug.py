@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import exercises.grade
-from exercises.__main__ import main
 from exercises.bug_difficulty import difficulty_of
 from exercises.catalog import BY_NAME, EXERCISES
+from exercises.commands import main
 from exercises.explain import name_of
 from exercises.find_the_bug import EQUIPMENT, MUTANTS, WRONG_IN_WHAT_WAY, bugs
 from exercises.generate import generated, solution

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from exercises.__main__ import main
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
+from exercises.commands import main
 from exercises.conftest import is_asked_for, markers_of
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
@@ -58,6 +58,13 @@ def test_the_command_line_grades_what_was_handed_in_and_leaves_the_graders_progr
     assert main(["check", ONE_F_ONE_B.name, "--submission", str(tmp_path / "handed_in")], space) == 1
     assert "There is no file" in capsys.readouterr().out
     assert space.progress[GPIPE.name].state == "not checked" and not space.folder.exists()
+
+
+def test_a_folder_that_does_not_exist_grades_nothing(tmp_path, capsys):
+    gone = tmp_path / "gone"
+    assert main(["check", "--all", "--submission", str(gone)], Workspace(tmp_path)) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"There is no folder {gone}.\n" and printed.out == ""
 
 
 @pytest.mark.parametrize(

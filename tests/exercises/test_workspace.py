@@ -10,9 +10,9 @@ import time
 import pytest
 from rich.console import Console
 
-import exercises.__main__
-from exercises.__main__ import main
+import exercises.commands
 from exercises.catalog import EXERCISES, ROOT
+from exercises.commands import main
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
 from exercises.grade import Grade
@@ -71,7 +71,7 @@ def test_the_list_counts_mended_bugs_by_themselves(space, capsys):
 
 
 def test_the_lists_fit_into_80_columns_and_shorten_nothing(space, capsys, monkeypatch):
-    monkeypatch.setattr(exercises.__main__, "console", Console(width=80, soft_wrap=True))
+    monkeypatch.setattr(exercises.commands, "console", Console(width=80, soft_wrap=True))
     space.record(passed(FIRST.name))
     space.record(Grade(FIRST.name, "failed", "It is wrong."))
     for command, headings in (
@@ -152,6 +152,46 @@ def test_an_unknown_name_is_answered_with_a_sentence(space, capsys):
     assert "There is no exercise 'no_such_exercise'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("zero1", "zero1 is an exercise and no command: did you mean `python -m exercises check zero1`?\n"),
+        ("chekc", "There is no command 'chekc': did you mean `python -m exercises check`?\n"),
+        ("qqqqqq", "There is no command 'qqqqqq'. The commands are list, check,"),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_with_a_sentence(space, capsys, word, said):
+    assert main([word], space) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_started_by_make_it_prints_commands_of_make(space, capsys, monkeypatch):
+    main([], space)
+    assert f"python -m exercises watch {FIRST.name}\n" in capsys.readouterr().out
+    monkeypatch.setenv("EXERCISES_BY_MAKE", "1")
+    for command in ([], ["list"], ["bugs"], ["bug"]):
+        assert main(command, space) == 0
+        out = capsys.readouterr().out
+        assert "make exercises ARGS='" in out and "python -m exercises" not in out
+
+
+def test_without_the_workbooks_libraries_it_says_what_to_type():
+    code = "import sys; sys.modules['rich'] = None; sys.argv = ['exercises', 'watch', 'zero1']\n"
+    code += "import runpy; runpy.run_module('exercises', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert 'make exercises ARGS="watch zero1"' in done.stderr and "activate" in done.stderr
+
+
+def test_bugs_are_listed_by_lesson_and_the_easiest_first(space, capsys):
+    main(["bugs"], space)
+    out = capsys.readouterr().out
+    headings = [line.split("  ")[0] for line in out.splitlines() if ", difficulty " in line]
+    lessons = list(dict.fromkeys(heading.partition(",")[0] for heading in headings))
+    assert lessons[:2] == ["comm", "data_parallel"]
+    assert headings == sorted(set(headings), key=lambda h: (lessons.index(h.partition(",")[0]), h))
+
+
 def test_checking_all_prints_a_report_with_credit(space, capsys):
     assert main(["check", "--all", "--json"], space) == 1
     report = json.loads(capsys.readouterr().out)
@@ -163,7 +203,7 @@ def test_checking_all_prints_a_report_with_credit(space, capsys):
 def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
     # A shell starts background jobs with Ctrl-C ignored, and their processes inherit that.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "import sys; from exercises.__main__ import main; from exercises.workspace import Workspace\n"
+    code += "import sys; from exercises.commands import main; from exercises.workspace import Workspace\n"
     code += f"from pathlib import Path; sys.exit(main(['watch'], Workspace(Path({str(space.folder)!r}))))"
     watching = subprocess.Popen(
         [sys.executable, "-u", "-c", code],
@@ -174,14 +214,16 @@ def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
     )
     try:
         assert f"Watching {space.file(FIRST)}" in watching.stdout.readline()
+        assert watching.stdout.readline() == "Grading ...\n"
         assert "is not written yet" in watching.stdout.readline()
         assert "Ctrl-C ends" in watching.stdout.readline()
         space.file(FIRST).write_text("def (\n")
+        assert watching.stdout.readline() == "Grading ...\n"
         assert "is not Python" in watching.stdout.readline()
         time.sleep(0.1)
         os.kill(watching.pid, signal.SIGINT)
         out, err = watching.communicate(timeout=20)
-        assert watching.returncode == 130
-        assert "Traceback" not in out + err
+        assert watching.returncode == 0
+        assert out.endswith("\nStopped watching.\n") and "Traceback" not in out + err
     finally:
         watching.kill()

@@ -1,0 +1,288 @@
+"""Do the exercises: `python -m exercises` shows the next one, and `python -m exercises check` grades it."""
+
+import argparse
+import difflib
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.find_the_bug import Bug, bugs
+from exercises.grade import PASSED, Grade, grade, report
+from exercises.inspect_file import problem_of, shown
+from exercises.names import all_exercises, exercise_named, suggestion
+from exercises.typed import typed
+from exercises.workspace import Progress, Workspace
+
+POLL_SECONDS = 0.3
+MAX_PRINTED = 40  # lines
+console = Console(highlight=False, soft_wrap=True)
+
+
+def show(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = space.next_exercise()
+    if exercise is None:
+        console.print("[green]All exercises have passed.[/]")
+        return 0
+    present(space, exercise)
+    problem = problem_of(exercise, space.file(exercise))
+    state = space.progress[exercise.name].state
+    console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
+    if unmet := [name for name in exercise.needs if not space.progress[name].has_passed]:
+        console.print(f"It builds on {', '.join(unmet)}.")
+    console.print("Check your code each time you save:")
+    console.print(f"    {typed(f'watch {exercise.name}')}")
+    console.print(f"`{typed(f'hint {exercise.name}')}` opens a hint, which costs nothing.")
+    console.print(f"For an exercise that a notebook names, add its name: {typed('watch NAME')}")
+    return 0
+
+
+def present(space: Workspace, exercise: Exercise) -> None:
+    """Tell what to write, and what to read before."""
+    effort = f"{exercise.minutes} minutes, difficulty {exercise.difficulty} of 5"
+    console.print(f"[bold]{exercise.title}[/], {effort}")
+    names = ", ".join(f"`{name_of(target)}`" for target in exercise.targets)
+    console.print(f"First read notebooks/{exercise.notebook}.ipynb.")
+    console.print(f"Write {names} in {shown(space.file(exercise))}.")
+
+
+def show_list(space: Workspace, options: argparse.Namespace) -> int:
+    if options.json:
+        rows = [
+            {"name": e.name, "minutes": e.minutes, "needs": e.needs, **vars(space.progress[e.name])}
+            for e in EXERCISES
+        ]
+        print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
+        return 0
+    table = table_of("  exercise", "difficulty", "minutes", "state", "hints", "notebook")
+    for number in (1, 2, 4, 5):
+        table.columns[number].justify = "right"
+    following = space.next_exercise()
+    for e in EXERCISES:
+        progress, mark = space.progress[e.name], "> " if e is following else "  "
+        numbers = str(e.difficulty), str(e.minutes), coloured(progress), str(progress.hints)
+        table.add_row(mark + e.name, *numbers, e.notebook.partition("_")[0])
+    console.print(table)
+    done = sum(space.progress[e.name].has_passed for e in EXERCISES)
+    console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
+    console.print(f"{mended(space)} bugs are mended; `{typed('bugs')}` lists them.")
+    return 0
+
+
+def table_of(*headings: str) -> Table:
+    """Return an empty table without lines, which has room in 80 columns."""
+    return Table(*headings, box=None, pad_edge=False, collapse_padding=True)
+
+
+def coloured(progress: Progress) -> str:
+    return f"[green]{progress.shown_state}[/]" if progress.has_passed else progress.shown_state
+
+
+def mended(space: Workspace) -> str:
+    return f"{sum(space.progress[one.name].has_passed for one in bugs())} of {len(bugs())}"
+
+
+def check(space: Workspace, options: argparse.Namespace) -> int:
+    exercises = EXERCISES if options.all else [chosen(space, options.name)]
+    handed_in = Path(options.submission) if options.submission else None
+    if handed_in is not None and not handed_in.is_dir():
+        print(f"There is no folder {handed_in}.", file=sys.stderr)
+        return 2
+    grades = []
+    for exercise in exercises:
+        file = handed_in / exercise.file if handed_in else space.file(exercise)
+        grades.append(grade(exercise, file))
+        if not handed_in:
+            space.record(grades[-1])
+        if not options.json:
+            tell(grades[-1])
+    if options.json:
+        print(json.dumps(report(grades)))
+    return max(g.exit_code for g in grades)
+
+
+def tell(grade: Grade) -> None:
+    colour = "green" if grade.state == PASSED else "red"
+    console.print(f"[{colour}]{grade.name}: {grade.state}[/]  {escape(grade.sentence)}")
+    if grade.drawing:
+        console.print(escape(textwrap.indent(grade.drawing, "    ")))
+    if grade.printed:
+        console.print(f"Your code printed:\n{escape(textwrap.indent(cut(grade.printed), '    '))}")
+
+
+def cut(printed: str) -> str:
+    """Return the first lines of what was printed."""
+    lines = printed.splitlines()
+    more = [f"... and {len(lines) - MAX_PRINTED} more lines"] if len(lines) > MAX_PRINTED else []
+    return "\n".join(lines[:MAX_PRINTED] + more)
+
+
+def hint(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = chosen(space, options.name)
+    hints = space.hint(exercise)
+    for number, text in enumerate(hints, start=1):
+        console.print(f"Hint {number} of {len(exercise.hints)}: {escape(text)}")
+    if len(hints) == len(exercise.hints):
+        console.print(f"These are all hints. `{typed(f'solution {exercise.name}')}` shows the solution.")
+    return 0
+
+
+def reset(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = chosen(space, options.name)
+    saved = space.reset(exercise)
+    kept = f" Your code is kept in {shown(saved)}." if saved else ""
+    console.print(f"{shown(space.file(exercise))} is as it was at the beginning.{kept}")
+    return 0
+
+
+def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
+    table = table_of("bug", "state", "symptom")
+    table.columns[0].no_wrap = True
+    group = None
+    for one in bugs():
+        if group != (group := f"{one.target.partition('.')[0]}, difficulty {one.difficulty} of 5"):
+            table.add_row("")
+            table.add_row(f"[bold]{group}[/]", "", f"{one.minutes} minutes each")
+        table.add_row(one.name, coloured(space.progress[one.name]), escape(one.symptom))
+    console.print(table)
+    console.print(f"{mended(space)} are mended. `{typed('bug NAME')}` makes the file of one.")
+    return 0
+
+
+def bug(space: Workspace, options: argparse.Namespace) -> int:
+    """Make the file of a bug if there is none yet, and tell its symptom."""
+    one = space.next_bug() if options.name is None else chosen(space, options.name)
+    if not isinstance(one, Bug):
+        print(
+            f"{one.name} asks you to write a function; `{typed('bugs')}` lists bugs.",
+            file=sys.stderr,
+        )
+        return 2
+    if not space.file(one).exists():
+        space.reset(one)
+    console.print(f"[bold]{one.name}[/], {one.minutes} minutes, difficulty {one.difficulty} of 5")
+    console.print(escape(one.symptom))
+    file = shown(space.file(one))
+    if space.progress[one.name].has_passed:
+        console.print(f"You have mended this bug in {file}.")
+        console.print(f"To begin again: {typed(f'reset {one.name}')}")
+        return 0
+    console.print(f"{one.in_what_way} Find the mistake in {file}, and mend it.")
+    console.print(f"Then: {typed(f'check {one.name}')}, or hint, or watch")
+    return 0
+
+
+def solution(space: Workspace, options: argparse.Namespace) -> int:
+    exercise = chosen(space, options.name)
+    text = space.solution(exercise)
+    if text is None:
+        console.print(f"{exercise.name} has not passed yet. Ask again to see the lesson's code all the same.")
+        return 1
+    console.print(Syntax(text, "python", background_color="default"))
+    return 0
+
+
+def watch(space: Workspace, options: argparse.Namespace) -> int:
+    """Grade the file each time it is saved, until Ctrl-C or until all that is watched has passed."""
+    try:
+        return grade_each_save(space, options)
+    except KeyboardInterrupt:
+        console.print("\nStopped watching.")
+        return 0
+
+
+def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
+    """Grade the file each time it is saved, and go on to the next exercise after it has passed."""
+    exercise: Exercise | None = chosen(space, options.name)
+    seen = None
+    console.print(f"Watching {shown(space.file(exercise))}.")
+    while exercise is not None:
+        file = space.file(exercise)
+        stamp = (file, file.stat().st_mtime_ns if file.exists() else None)
+        if stamp != seen:
+            seen = stamp
+            console.print("Grading ...")
+            result = grade(exercise, file)
+            space.record(result)
+            tell(result)
+            if result.state == PASSED:
+                exercise = None if options.name else space.next_exercise()
+                if exercise is not None:
+                    console.print("\nThe next exercise:")
+                    present(space, exercise)
+                continue
+            console.print("Waiting for the next save; Ctrl-C ends.")
+        time.sleep(POLL_SECONDS)
+    console.print("[green]There is nothing left to watch.[/]")
+    return 0
+
+
+def chosen(space: Workspace, name: str | None) -> Exercise:
+    """Return the exercise of that name; without a name, the next one or, after the last, the last."""
+    if name is None:
+        return space.next_exercise() or EXERCISES[-1]
+    try:
+        return exercise_named(name)
+    except LookupError as error:
+        print(error.args[0], file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] = {
+    "list": (show_list, "List all exercises, with progress and the minutes left."),
+    "check": (check, "Grade one exercise with the tests of its lesson."),
+    "hint": (hint, "Open one more of the three hints."),
+    "reset": (reset, "Put the file back to how it was at first; your code is kept in exercises/.saved."),
+    "solution": (solution, "Show the lesson's code, after passing or when asked twice."),
+    "bugs": (show_bugs, "List the wrong implementations, by their symptoms."),
+    "bug": (bug, "Make the file of one of them, which you mend; without a name, of the next one."),
+    "watch": (watch, "Grade each time the file is saved, until it passes."),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == "reset":
+            command.add_argument("name", help="The exercise's name.")
+        elif name not in ("list", "bugs"):
+            command.add_argument("name", nargs="?", help="The exercise's name; without it, the next one.")
+        if name in ("list", "check"):
+            command.add_argument("--json", action="store_true", help="Print one line of JSON.")
+        if name == "check":
+            command.add_argument("--all", action="store_true", help="Grade all exercises.")
+            command.add_argument("--submission", metavar="FOLDER", help="Grade the files in this folder.")
+    return parser
+
+
+def unknown_command(word: str) -> str:
+    """Return a sentence about a word that is no command: it may be an exercise, or be misspelt."""
+    if word in all_exercises():
+        return f"{word} is an exercise and no command: did you mean `{typed(f'check {word}')}`?"
+    if near := difflib.get_close_matches(word, COMMANDS, n=1):
+        return f"There is no command {word!r}: did you mean `{typed(near[0])}`?"
+    return f"There is no command {word!r}{suggestion(word)} The commands are {', '.join(COMMANDS)}."
+
+
+def main(arguments: list[str] | None = None, space: Workspace | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        print(unknown_command(given[0]), file=sys.stderr)
+        return 2
+    options = parser().parse_args(given)
+    command = COMMANDS[options.command][0] if options.command else show
+    try:
+        return command(space or Workspace(), options)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
