@@ -6,6 +6,7 @@ exercise is graded in a process of its own, as by `python -m exercises check`, a
 A run of all tests of the workbook leaves the exercises out, because a learner's files are not finished.
 """
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -96,6 +97,19 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[GRADES] = []
+    folder = config.getoption("--submission")
+    if folder is not None and not Path(folder).is_dir():
+        raise pytest.UsageError(f"There is no folder {folder}.")
+
+
+def unknown_marker(expression: str, known: set[str]) -> str | None:
+    """Return a sentence about the first word of a marker expression that is no marker, or None."""
+    for word in re.findall(r"[^\W\d]\w*", re.sub(r"\([^()]*=[^()]*\)", "", expression)):
+        if word not in known | {"and", "or", "not", "True", "False"}:
+            near = difflib.get_close_matches(word, sorted(known), n=1)
+            end = f": did you mean {near[0]}?" if near else "."
+            return f"There is no exercise or lesson {word}{end}"
+    return None
 
 
 def pytest_collect_file(file_path, parent):
@@ -121,12 +135,33 @@ def left_out(item, names: list[str], is_asked: bool, keyword: str) -> bool:
     return not is_asked or (keyword in names and item.parent.exercise.name != keyword)
 
 
+def asks_for_bugs(arguments: list[str], expressions: list[str], names: set[str]) -> bool:
+    """Return whether the command line asks for bugs: by their folder, by `bug`, or by one's name.
+
+    Which bugs have files depends on which ones have been opened. So a lesson's marker leaves them out.
+    """
+    if any("bugs" in Path(argument.partition("::")[0]).parts for argument in arguments):
+        return True
+    words = {word for expression in expressions for word in re.findall(r"\w+", expression)}
+    return "bug" in words or any(word.startswith("bug_") for word in names & words)
+
+
 def pytest_collection_modifyitems(config, items):
     from exercises.names import all_exercises
 
-    names, keyword = list(all_exercises()), config.getoption("keyword").strip()
+    by_name = all_exercises()
+    names, keyword = list(by_name), config.getoption("keyword").strip()
     expressions = [config.getoption("markexpr"), keyword]
     is_asked = is_asked_for(config.args, config.getini("testpaths"), expressions, set(names))
+    if is_asked_for(config.args, config.getini("testpaths"), [], set()):
+        lessons = {marker for exercise in by_name.values() for marker in markers_of(exercise)}
+        others = {re.split(r"\W", line)[0] for line in config.getini("markers")}
+        if problem := unknown_marker(expressions[0], lessons | others):
+            raise pytest.UsageError(problem)
+    if not asks_for_bugs(config.args, expressions, set(names)):
+        bugs = [i for i in items if isinstance(i, LessonTest) and "bug" in markers_of(i.parent.exercise)]
+        config.hook.pytest_deselected(items=bugs)
+        items[:] = [item for item in items if item not in bugs]
     gone = [item for item in items if left_out(item, names, is_asked, keyword)]
     config.hook.pytest_deselected(items=gone)
     items[:] = [item for item in items if not left_out(item, names, is_asked, keyword)]

@@ -3,6 +3,7 @@
 If an exercise has several functions, `check` takes one of them, and finds the others in the same notebook.
 """
 
+import difflib
 import importlib
 import inspect
 import sys
@@ -18,14 +19,36 @@ from exercises.find_the_bug import Bug
 from exercises.grade import INVALID, Grade, judge
 from exercises.names import all_exercises, exercise_named, suggestion
 from exercises.replacing_plugin import PICKLE
+from exercises.typed import typed
+
+
+class NoSuchExercise(LookupError):
+    """A name that is no exercise's. IPython shows the text without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
+
+
+class Interrupted(KeyboardInterrupt):
+    """The stop button or Ctrl-C has ended a check. IPython shows the text without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]
 
 
 def check(function: Callable[..., Any], name: str | None = None) -> Grade:
     """Print and return the grade of a function. Without `name` its own name says which exercise it solves.
 
     The function replaces the lesson's on every rank, and the lesson's tests judge it, as in
-    `python -m exercises check`. Raise LookupError if there is no such exercise.
+    `python -m exercises check`. Raise NoSuchExercise, a LookupError, if there is no such exercise.
     """
+    try:
+        return _check(function, name)
+    except KeyboardInterrupt:
+        raise Interrupted("The check was interrupted, and has graded nothing.") from None
+
+
+def _check(function: Callable[..., Any], name: str | None) -> Grade:
     exercise = _exercise_of(name or function.__name__)
     functions = _functions_of(exercise, function)
     if (problem := _problem_of(exercise, functions)) is None:
@@ -45,11 +68,14 @@ def bug(name: str) -> None:
     Mend it there, run the cell, and grade it: `check(the_function, name)`. Raise LookupError if there is no
     such exercise.
     """
-    exercise = exercise_named(name)
+    try:
+        exercise = exercise_named(name)
+    except LookupError as error:
+        raise NoSuchExercise(error.args[0]) from None
     if not isinstance(exercise, Bug):
-        raise LookupError(f"{name} asks you to write a function; `python -m exercises bugs` lists bugs.")
+        raise NoSuchExercise(f"{name} asks you to write a function; `{typed('bugs')}` lists bugs.")
     if exercise.is_class:
-        raise LookupError(f"{name} is about a class; mend it in its file: `python -m exercises bug {name}`.")
+        raise NoSuchExercise(f"{name} is about a class; mend it in its file: `{typed(f'bug {name}')}`.")
     code = (
         f"from exercises.notebook import check\n\n{exercise.own_file()}\ncheck({exercise.function}, {name!r})"
     )
@@ -65,11 +91,26 @@ def _exercise_of(name: str) -> Exercise:
         return exercise_named(name)
     found = [exercise for exercise in BY_NAME.values() if _has(exercise, name)]
     if len(found) != 1:
-        if not found and (near := suggestion(name)) != ".":
-            raise LookupError(f"There is no exercise, and no function of one, with the name {name!r}{near}")
-        problem = "Several exercises have a function" if found else "There is no exercise with a function"
-        raise LookupError(f"{problem} {name!r}; give the exercise's name: {', '.join(BY_NAME)}.")
+        raise NoSuchExercise(_ambiguous(name, found) if found else _unknown(name))
     return found[0]
+
+
+def _ambiguous(name: str, found: list[Exercise]) -> str:
+    names = ", ".join(exercise.name for exercise in found)
+    return (
+        f"Several exercises have a function {name!r}: {names}. Give the exercise's name, as in "
+        f"check({name}, {found[0].name!r})."
+    )
+
+
+def _unknown(name: str) -> str:
+    functions = {name_of(target) for exercise in BY_NAME.values() for target in exercise.targets}
+    near = suggestion(name)
+    if close := difflib.get_close_matches(name, functions, n=1):
+        near = f": did you mean {close[0]}?"
+    if near != ".":
+        return f"There is no exercise, and no function of one, with the name {name!r}{near}"
+    return f"There is no exercise with a function {name!r}; `{typed('list')}` shows the exercises."
 
 
 def _has(exercise: Exercise, function: str) -> bool:

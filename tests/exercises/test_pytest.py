@@ -9,7 +9,7 @@ import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.commands import main
-from exercises.conftest import is_asked_for, markers_of
+from exercises.conftest import asks_for_bugs, is_asked_for, markers_of, unknown_marker
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
 from exercises.workspace import Workspace
@@ -100,3 +100,39 @@ def test_a_name_selects_that_exercise_alone_though_other_exercises_have_tests_of
 def test_an_exercise_has_its_name_and_its_lesson_as_markers_and_a_bug_says_so():
     assert markers_of(ONE_F_ONE_B) == ["pipeline_1f1b", "pipeline_parallel"]
     assert markers_of(bugs()[0])[-1] == "bug"
+
+
+def test_a_misspelt_marker_is_answered_with_the_nearest_one():
+    command = [sys.executable, "-m", "pytest", "exercises", "-m", "pipeline_1fb", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    said = "There is no exercise or lesson pipeline_1fb: did you mean pipeline_1f1b?"
+    assert said in done.stdout + done.stderr
+    assert unknown_marker("comm and not (zero1 or bug)", NAMES | {"comm", "bug"}) is None
+
+
+def test_bugs_are_graded_only_if_they_are_asked_for():
+    one = bugs()[0].name
+    for arguments, expression in (
+        (["exercises"], "bug"),
+        (["exercises"], f"comm or {one}"),
+        (["exercises/bugs"], ""),
+        ([f"exercises/bugs/{one}.py"], ""),
+    ):
+        assert asks_for_bugs(arguments, [expression, ""], {one})
+    assert not asks_for_bugs(["exercises"], ["comm", ""], {one})
+    assert not asks_for_bugs(["exercises"], ["", ""], {one})
+
+
+def test_a_lessons_marker_leaves_out_the_bugs_that_have_been_opened():
+    bug = next(bug for bug in bugs() if bug.target.startswith("pipeline_parallel."))
+    file = ROOT / "exercises" / bug.file
+    existed = file.exists()
+    file.parent.mkdir(exist_ok=True)
+    if not existed:
+        file.write_text(bug.own_file())
+    try:
+        assert all("/bugs/" not in name for name in collected("exercises", "-m", "pipeline_parallel"))
+    finally:
+        if not existed:
+            file.unlink()
