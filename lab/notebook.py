@@ -90,11 +90,13 @@ class RanksMagics(Magics):
         elif what == "status" and not more and self._ranks is not None:
             self._show_status(self._ranks)
             return
-        elif what == "stop" and not more:
+        elif what == "stop" and not more and self._ranks is not None:
             self.stop()
+            print("The ranks have stopped.")
+            return
         elif what == "restart" and not more:
             self._running().restart()
-        elif what != "status" or more:
+        elif what not in ("status", "stop") or more:
             raise CellError(
                 f"%ranks {line.strip()}: write a number of ranks (and cuda, to use GPUs), or status, times, "
                 "restart, stop, everywhere or here."

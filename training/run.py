@@ -285,10 +285,12 @@ class Run:
 
     def _draw(self, folder: str, events: list[Event]) -> None:
         """Write the files of --trace, from this rank's events of some steps."""
-        timeline.save(self._cluster, folder, f"{self._run_mode}, {self._cluster.world_size} ranks", events)
+        title = f"{self._run_mode}, {self._cluster.world_size} ranks"
+        if (paths := timeline.save(self._cluster, folder, title, events)) and not self._args.json:
+            print(f"The trace is in {' and '.join(map(str, paths))}.")
 
     def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
-        """Return the step's time by the lesson's model, if there is one."""
+        """Return the step's time by the lesson's model, if any."""
         return None
 
     def _made_with(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""List all exercises, in the order in which the lessons teach them."""
+"""List all exercises, in the order of the notebooks that teach them."""
 
 from exercises.catalog import (
     buckets,
@@ -14,15 +14,18 @@ from exercises.catalog.exercise import ROOT, Exercise, name_of
 
 LESSONS = (
     comm_patterns,
-    comm_around,
     data_parallel,
+    comm_around,
     buckets,
     zero,
     tensor_parallel,
     pipeline_parallel,
     pipeline_steps,
 )
-EXERCISES: tuple[Exercise, ...] = tuple(exercise for lesson in LESSONS for exercise in lesson.EXERCISES)
+# Exercises of a notebook keep the order of LESSONS. So `sampler` comes before `rendezvous`, which is harder.
+EXERCISES: tuple[Exercise, ...] = tuple(
+    sorted((one for lesson in LESSONS for one in lesson.EXERCISES), key=lambda one: one.notebook)
+)
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 
 __all__ = ["BY_NAME", "EXERCISES", "ROOT", "Exercise", "name_of"]

@@ -10,7 +10,7 @@ EXERCISES = (
     Exercise(
         name="sampler",
         title="The share of each rank",
-        notebook="04_naive_data_parallel",
+        notebook="01_ranks",
         target="data_parallel.sampler.DistributedSampler.__iter__",
         tests=(
             SAMPLER + "test_with_keep_shares_contain_each_example_once_and_lengths_differ_by_at_most_one",

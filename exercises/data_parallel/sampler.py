@@ -1,7 +1,7 @@
 """The share of each rank. Write `DistributedSampler.__iter__` of data_parallel/sampler.py.
 
-Read notebooks/04_naive_data_parallel.ipynb first. Do not open data_parallel/sampler.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/01_ranks.ipynb first. Do not open data_parallel/sampler.py yet: it contains the solution. All
+that you need is in this file, in the notebook and in the hints.
 
 You may use:
 

@@ -226,11 +226,15 @@ def test_a_trace_shows_what_every_rank_did(tmp_path, name):
         assert kinds == expected | ({"launch", "wait"} if name != "naive" else set())
 
 
-def test_a_trace_shows_up_to_three_steps_after_the_warm_up(tmp_path):
+def test_a_trace_shows_up_to_three_steps_after_the_warm_up(tmp_path, capsys):
     def work(cluster: Cluster) -> None:
         for steps in (1, 3, 6):
             train(cluster, "naive", steps=steps, trace=str(tmp_path / str(steps)))
 
     run_ranks(work, 1)
+    folder = tmp_path / "6"
+    assert (
+        f"The trace is in {folder / 'trace.json'} and {folder / 'timeline.png'}." in capsys.readouterr().out
+    )
     for steps, drawn in [(1, 1), (3, 1), (6, 3)]:
         assert [row["name"] for row in rows_of(tmp_path / str(steps))].count("forward") == drawn

@@ -102,6 +102,11 @@ def test_it_is_described_completely(exercise):
     assert set(exercise.needs) <= set(earlier)
 
 
+def test_exercises_are_in_the_order_of_the_notebooks_that_teach_them():
+    notebooks = [exercise.notebook for exercise in EXERCISES]
+    assert notebooks == sorted(notebooks) and EXERCISES[0].name == "sampler"
+
+
 def test_names_are_unique_and_every_file_belongs_to_an_exercise():
     assert len(BY_NAME) == len(EXERCISES)
     files = {path.relative_to(FOLDER) for path in FOLDER.glob("*/*.py")}

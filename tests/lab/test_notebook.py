@@ -96,6 +96,7 @@ def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
     assert run(shell, "%ranks restart") == "3 ranks are running."
     with pytest.raises(CellError, match="NameError"):
         run(shell, "pull('old')")
+    assert run(shell, "%ranks stop") == "The ranks have stopped."
     assert run(shell, "%ranks stop") == "No ranks are running. %ranks 4 starts four."
     assert run(shell, "%%rank 3\nworld_size").endswith("rank 3: 4")
     run(shell, "%ranks 3")
