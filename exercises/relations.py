@@ -71,7 +71,11 @@ def across_ranks(compared: Mapping[int | None, Compared], name: str) -> str | No
     "mean" says that the ranks have values of their own, the mean of which is right; "sum" that their sum is.
     "groups" says that some ranks agree with one another, and not with others.
     """
-    found = [_tensors(one, name) for _, one in sorted(compared.items(), key=str) if name in one.pairs]
+    found = [
+        _tensors(one, name)
+        for _, one in sorted(compared.items(), key=lambda one: str(one[0]))
+        if name in one.pairs
+    ]
     if len(found) < 2 or None in found:
         return None
     gots, expecteds = zip(*found, strict=True)

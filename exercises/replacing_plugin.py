@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,19 @@ from lab.replace import apply
 
 PICKLE = ".pickle"  # of functions that were defined in a notebook
 HANG_SECONDS = 10.0  # a lesson's tests take less than this, also on a busy machine
+
+
+def _limit_computing() -> None:
+    """Let the system end this process, and each rank, after as many seconds of computing as grade.py says.
+
+    A limit in seconds of the clock would take a busy machine for a loop without an end.
+    """
+    if seconds := os.environ.get("EXERCISE_LIMIT_SECONDS"):
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), most))
+
+
+_limit_computing()
 
 
 def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
