@@ -79,11 +79,21 @@ script_of() {
         fi
     done < <(lessons)
     is_told_by_node0 && return 1
-    if [ -n "$1" ]; then say "There is no RUN_MODE '$1'. There are:"; else say "RUN_MODE is not set. Choose one:"; fi
+    if [ -n "$1" ]; then say "There is no RUN_MODE '$1'$(nearest "$1") There are:"; else say "RUN_MODE is not set. Choose one:"; fi
     while read -r mode script what; do
         say "$(printf '  RUN_MODE=%-37s %s' "$mode" "$what")"
     done < <(lessons)
     return 1
+}
+
+# What ends the sentence about an unknown mode: ": did you mean comm?", or without a near one a full stop.
+nearest() {
+    local python=python
+    [ -x .venv/bin/python ] && python=.venv/bin/python
+    lessons | "$python" -c 'import difflib, sys
+modes = [line.split()[0] for line in sys.stdin]
+near = difflib.get_close_matches(sys.argv[1], modes, n=1)
+print(f": did you mean {near[0]}?" if near else ".")' "$1" 2>/dev/null || echo .
 }
 
 check_link() {

@@ -72,7 +72,8 @@ def command_line(arguments: type[Arguments]) -> Arguments:
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):
-            return tyro.cli(arguments)
+            # tyro's errors end in `prog` and --help, which should run as they are printed.
+            return tyro.cli(arguments, prog=f"python {sys.argv[0]}")
     except SystemExit as end:
         raise Usage(said.getvalue(), int(end.code or 0)) from None
 

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -13,7 +14,8 @@ from tests.run_modes import MODES, ROOT
 def entrypoint(tmp_path):
     """Run entrypoint.sh with a python that prints its arguments, one a line."""
     stub = tmp_path / "python"
-    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    own = f'[ "$1" = -c ] && exec {sys.executable} "$@"'  # what the script itself asks python for
+    stub.write_text(f'#!/usr/bin/env bash\n{own}\nprintf "%s\\n" "$@"\n')
     stub.chmod(0o755)
 
     def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +42,14 @@ def test_a_missing_or_unknown_mode_lists_all_modes_and_exits_2(entrypoint, env, 
     assert env.get("RUN_MODE") in (None, "") or env["RUN_MODE"] in first
     assert [line.split()[0] for line in listed] == [f"RUN_MODE={mode}" for mode, _, _ in MODES]
     assert all(line.endswith(what) for line, (_, _, what) in zip(listed, MODES, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "end"), [("pipeline_1fb", ": did you mean pipeline_1f1b? There are:"), ("qq", ". There are:")]
+)
+def test_a_misspelt_mode_is_answered_with_the_nearest_one(entrypoint, mode, end):
+    first = entrypoint(RUN_MODE=mode).stderr.splitlines()[0]
+    assert first == f"There is no RUN_MODE '{mode}'{end}"
 
 
 def test_a_rank_runs_the_script_with_the_words_of_ARGS(entrypoint):

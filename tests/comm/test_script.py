@@ -70,7 +70,7 @@ def test_a_wrong_command_line_is_reported_once_and_ends_all_ranks(capfd):
     ends, out, err = outcome(capfd, *["--stpes 3"] * 3)
     assert ends == [f"rank {rank} exited with code 2 before it returned." for rank in range(3)]
     assert not out
-    assert "Unrecognized" in err and err.count("run script.py --help") == 1
+    assert "Unrecognized" in err and err.count("run python script.py --help") == 1
     assert all(line.startswith("[rank 0]") for line in err.splitlines()), err
 
 
