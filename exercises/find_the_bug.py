@@ -52,10 +52,14 @@ PATTERN = '`pattern` names the algorithm of a collective, such as "ring"; None l
 
 @dataclass(frozen=True)
 class Bug(Exercise):
-    """An exercise whose file has a mistake: `mutant` is its origin, and `symptom` what a user sees."""
+    """An exercise whose file has a mistake: `mutant` is its origin, and `symptom` what a user sees.
+
+    `mistake` says what is wrong. Only the solution shows it.
+    """
 
     mutant: str = ""
     symptom: str = ""
+    mistake: str = ""
 
     @property
     def file(self) -> Path:
@@ -129,6 +133,7 @@ def _bug(mutant: _Mutant, others: list[_Mutant]) -> Bug:
         hints=("", "", ""),
         mutant=mutant.name,
         symptom=symptom,
+        mistake=mutant.doc,
     )
     tree, right = _wrong_tree(draft), lessons_definition(draft)[1]
     test = mutant.killer.rpartition("::")[2]
@@ -186,6 +191,11 @@ def _wrong_code(bug: Bug) -> str:
     others = [node for node in tree.body if node not in imports]
     blocks = ["\n".join(ast.unparse(node) for node in imports), *(ast.unparse(node) for node in others)]
     return "\n\n\n".join(block for block in blocks if block)
+
+
+def wrong_definition(bug: Bug) -> Definition:
+    """Return the tree of the wrong function or class, under the lesson's name."""
+    return _definition_of(bug, _wrong_tree(bug))
 
 
 def _definition_of(bug: Bug, tree: ast.Module) -> Definition:

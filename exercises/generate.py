@@ -13,9 +13,10 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from exercises.bug_solution import solution_of
 from exercises.catalog import EXERCISES, Exercise, name_of
 from exercises.catalog.exercise import LESSON_PACKAGES
-from exercises.find_the_bug import Bug, lessons_definition
+from exercises.find_the_bug import Bug
 from exercises.helpers import helpers
 
 FOLDER = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ def generated(exercise: Exercise) -> str:
 def solution(exercise: Exercise) -> str:
     """Return the lesson's own source of the functions."""
     if isinstance(exercise, Bug):
-        return lessons_definition(exercise)[0]
+        return solution_of(exercise)
     source = exercise.lesson.read_text()
     tree = ast.parse(source)
     segments = [_segment(source, definition(tree, exercise, target)) for target in exercise.targets]

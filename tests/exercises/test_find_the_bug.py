@@ -57,7 +57,7 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     doc = " ".join(fields["doc"].split())
     assert len(set(bug.hints)) == 3 and (doc in bug.hints[1] or doc.startswith(bug.symptom[:-1]))
     assert bug.hints[0].startswith("It should be so: ") and "tests/" not in bug.hints[0]
-    assert ast.parse(solution(bug))
+    assert ast.parse(solution(bug)).body and solution(bug).startswith("# The mistake: ")
 
 
 def test_a_sentence_says_what_works_and_what_is_wrong_by_what_the_mistake_is_in():
@@ -193,3 +193,11 @@ def test_in_a_notebook_the_code_goes_into_the_next_cell(monkeypatch, capsys):
         show_in_a_notebook(next(iter(BY_NAME)))
     with pytest.raises(LookupError, match="is about a class; mend it in its file"):
         show_in_a_notebook(BY_MUTANT["unused_get_zeros"].name)
+
+
+def test_a_solution_tells_the_mistake_and_marks_the_lines_that_differ():
+    text = solution(BY_MUTANT["gradient_summed"])
+    assert BY_MUTANT["gradient_summed"].mistake.split()[-1] in text.partition("# The lesson's own code:")[0]
+    alike = solution(next(bug for bug in bugs() if "# What to change" in solution(bug)))
+    marks = {line[:5] for line in alike.splitlines() if line.startswith("#   ")}
+    assert "#   -" in marks or "#   +" in marks
