@@ -171,13 +171,15 @@ def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
     )
 
 
-# The functions below call those of comm.collectives, but return a new tensor and work along any dim.
+# The functions below call those of comm.collectives, but return a new tensor and work along any dim. A tensor
+# on device "meta" has a shape and no memory, so nothing is sent: a pipeline finds out shapes with such ones.
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """Return the sum over ranks."""
     total = x.contiguous().clone()
-    collectives.all_reduce(total, group=group, pattern=chosen_pattern("all_reduce", group))
+    if not x.is_meta:
+        collectives.all_reduce(total, group=group, pattern=chosen_pattern("all_reduce", group))
     return total
 
 
@@ -206,13 +208,15 @@ class InFlightAllGather:
             rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
         rows = rows.contiguous()
         self._full = rows.new_empty(self._sizes[0] * ranks, *rows.shape[1:])
-        self._work: Work = collectives.all_gather(
-            self._full, rows, group=group, async_op=True, pattern=chosen_pattern("all_gather", group)
-        )
+        self._work: Work | None = None
+        if not rows.is_meta:
+            pattern = chosen_pattern("all_gather", group)
+            self._work = collectives.all_gather(self._full, rows, group, async_op=True, pattern=pattern)
 
     def wait(self) -> Tensor:
         """Wait until the all-gather has ended, and return the full tensor."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if len(set(self._sizes)) > 1:
             padded = self._full.split(self._sizes[0])
             self._full = torch.cat([shard[:size] for shard, size in zip(padded, self._sizes, strict=True)])
@@ -227,17 +231,17 @@ class InFlightReduceScatter:
         # This tensor is kept, because the reduce-scatter reads it until the end.
         self._rows = full.movedim(dim, 0).contiguous()
         self._dim, self._shard = dim, self._rows.new_empty(size, *self._rows.shape[1:])
-        self._work: Work = collectives.reduce_scatter(
-            self._shard,
-            self._rows,
-            group=group,
-            async_op=True,
-            pattern=chosen_pattern("reduce_scatter", group),
-        )
+        self._work: Work | None = None
+        if not full.is_meta:
+            pattern = chosen_pattern("reduce_scatter", group)
+            self._work = collectives.reduce_scatter(
+                self._shard, self._rows, group=group, async_op=True, pattern=pattern
+            )
 
     def wait(self) -> Tensor:
         """Wait until the reduce-scatter has ended, and return this rank's shard of the sum."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._shard.movedim(0, self._dim)
 
 

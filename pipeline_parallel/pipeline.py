@@ -171,12 +171,16 @@ class Pipeline(nn.Module):
 
         All ranks call it, after `finish_gradient_sync`.
         """
-        copies = {
+        copies = self.later_copies()
+        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
+
+    def later_copies(self) -> set[nn.Parameter]:
+        """Return this rank's copies of shared parameters whose other copy is in an earlier stage."""
+        return {
             self.stages[str(stage)].get_parameter(name)
             for _, (stage, name) in self.ties
             if self.rank_of[stage] == self.rank
         }
-        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise WorkbookError(

@@ -19,6 +19,7 @@ class PartialGradients:
 
     def __init__(self) -> None:
         self._aside: dict[nn.Parameter, Tensor] = {}
+        self._complete: set[nn.Parameter] = set()  # with the sum over ranks as their gradient
         self._tracked: set[nn.Parameter] = set()
 
     def track(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -31,18 +32,19 @@ class PartialGradients:
     def _set_aside(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             self._aside.pop(parameter, None)  # the program has called zero_grad()
-        elif getattr(parameter.grad, "is_complete", False):
+        elif parameter in self._complete:
             self._aside[parameter], parameter.grad = parameter.grad, None
+        self._complete.discard(parameter)
 
     @contextmanager
     def completing(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
         """Yield the gradients that are incomplete; the caller must add each up over the ranks, in place."""
         self.track(parameters)  # some may be new, or were frozen before
         gradients = {p: p.grad for p in parameters if p.grad is not None}
-        partial = {p: g for p, g in gradients.items() if not getattr(g, "is_complete", False)}
+        partial = {p: g for p, g in gradients.items() if p not in self._complete}
         yield list(partial.values())
         for parameter, gradient in partial.items():
             if (before := self._aside.get(parameter)) is not None:
                 gradient = parameter.grad = before.add_(gradient)
-            gradient.is_complete = True  # type: ignore[attr-defined]
+            self._complete.add(parameter)
         self._aside.clear()

@@ -77,7 +77,7 @@ class _ColumnParallel(Function):
 def _as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Cast what F.linear would cast under torch.autocast, which does not reach into an autograd function."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # a shape alone has no autocast
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
 

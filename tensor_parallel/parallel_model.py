@@ -145,13 +145,14 @@ class TensorParallel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the plain model, full on every rank; every rank must call it."""
-        state = {}
-        for name, tensor in self.module.state_dict().items():
-            state[name] = tensor.clone()
-            if name in self.dims:
-                dim, size = self.dims[name]
-                state[name] = InFlightAllGather(tensor, dim, self.group).wait().narrow(dim, 0, size).clone()
-        return state
+        return {name: self.full_tensor(name, shard) for name, shard in self.module.state_dict().items()}
+
+    def full_tensor(self, name: str, shard: Tensor) -> Tensor:
+        """Return a copy of what all ranks together hold of the parameter `name`; every rank must call it."""
+        if name not in self.dims:
+            return shard.clone()
+        dim, size = self.dims[name]
+        return InFlightAllGather(shard, dim, self.group).wait().narrow(dim, 0, size).clone()
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this rank's shards of a plain model's state dict."""

@@ -13,6 +13,7 @@ FLOORS = (
     {"comm"},
     {"training"},
     {"data_parallel", "tensor_parallel", "pipeline_parallel"},
+    {"hybrid_parallel"},
 )
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 FILES = sorted(path for folder in FLOOR for path in (ROOT / folder).rglob("*.py"))

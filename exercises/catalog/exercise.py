@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LESSON_PACKAGES = {"lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel"}
+LESSON_PACKAGES = {
+    *("lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel", "hybrid_parallel")
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Define the options of the hybrid training: how the ranks are divided, and how each axis works."""
+
+import dataclasses
+from typing import Literal
+
+from hybrid_parallel.sizes import ParallelSizes, Precision, Schedule, Zero
+from lab.errors import WorkbookError
+from lab.model import GPTConfig
+from training.arguments import ClipArgs, TrainArgs
+
+Pattern = Literal["ring", "tree", "torch"]
+MOST = 4096  # layers, microbatches or chunks, as in the pipeline lesson
+
+
+@dataclasses.dataclass
+class HybridArgs(ClipArgs, TrainArgs):
+    """Train a small GPT with pipeline, data and tensor parallelism together."""
+
+    config: str | None = None
+    """YAML file with the run's configuration, such as configs/config.yaml. The other options then change its
+    keys, where the batch size is that of a device (config.py)."""
+    layers: int = 8
+    """Number of the GPT's blocks, whatever its --size."""
+    pipeline: int = 1
+    """Number of ranks along the pipeline axis: each has other layers."""
+    data: int | None = None
+    """Number of ranks along the data axis: each has other examples. None: as many as the other axes leave."""
+    tensor: int = 1
+    """Number of ranks along the tensor axis: each has a part of every layer."""
+    zero: Zero = 0
+    """Number of ZeRO's stage along the data axis: 1 divides the optimizer's state, 2 the gradients too, 3 the
+    parameters too. 0: each rank of the axis has a full copy."""
+    sequence_parallel: bool = False
+    """Divide norms, dropout and residuals by tokens among the ranks of the tensor axis."""
+    schedule: Schedule = "1f1b"
+    """Order of the microbatches' forwards and backwards in the pipeline."""
+    chunks: int = 2
+    """Number of stages that each rank has, in the interleaved schedule only."""
+    microbatches: int = 1
+    """Number of equal parts of a replica's batch, which follow each other through the pipeline."""
+    recompute: bool = False
+    """Keep only the input of each block, and compute its forward again in the backward."""
+    precision: Precision = "float32"
+    """Type of numbers in which the model computes. Parameters and optimizer stay in float32."""
+    pattern: Literal[Pattern, None] = None
+    """Algorithm of the collectives: a ring, a tree or PyTorch's own. None: the fastest of the backend."""
+
+
+def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
+    """Return how the ranks are divided.
+
+    Raise WorkbookError if `data` is None and the other axes do not divide the number of ranks.
+    """
+    data = args.data
+    if data is None:
+        others = args.pipeline * args.tensor
+        if others < 1 or world_size % others:
+            raise WorkbookError(
+                f"pipeline is {args.pipeline} and tensor is {args.tensor}; their product must divide the "
+                f"number of ranks, {world_size}."
+            )
+        data = world_size // others
+    own = {field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelSizes)}
+    return ParallelSizes(**own | {"data": data})
+
+
+def model_of(args: HybridArgs) -> GPTConfig:
+    """Return the shape of the GPT. Raise WorkbookError for numbers that no run can be made with."""
+    for option in ("layers", "microbatches", "chunks"):
+        if not 1 <= (number := getattr(args, option)) <= MOST:
+            raise WorkbookError(f"--{option} {number}: it must be from 1 to {MOST}.")
+    return GPTConfig.named(args.size, num_layers=args.layers)

@@ -1,0 +1,170 @@
+"""Put the techniques of lessons 2 to 4 around one model: tensor parallel layers, in stages, in replicas.
+
+      GPT ─► parallelize(tensor group) ─► Pipeline(pipeline group) ─► BucketDataParallel or ZeRO (data group)
+             each layer divided            stages of this rank          gradients of equal stages averaged
+
+A step runs forwards and backwards of all microbatches, and then completes the gradients, each in its group:
+
+      pipeline    the gradients of an embedding that the first and the last stage share are added up
+      tensor      gradients of which each rank has a term, as norms have with sequence parallelism
+      data        the mean over replicas
+
+All three are sums, so their order does not matter. Without a pipeline, the mean over replicas starts in the
+backward of the last microbatch. In a pipeline it follows the last backward: each stage ends at another time.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comm.chosen_pattern import use_pattern
+from comm.collectives import all_reduce
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_zero1 import ZeroOptimizer
+from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
+from data_parallel.zero_run import recompute_blocks
+from hybrid_parallel.clipping import clip_over, counted_elsewhere
+from hybrid_parallel.mesh import Mesh
+from lab.model import GPT, loss_of
+from lab.text import microbatches
+from lab.timeline import span
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import table_of
+from tensor_parallel.parallelize import parallelize
+
+OptimizerClass = type[torch.optim.Optimizer]
+
+
+class HybridParallel:
+    """Trains a GPT on the ranks of `mesh`, in the way that `mesh.sizes` says.
+
+    All ranks give the same `model`; those of a pipeline must also give the same weights. `example` is one
+    microbatch of tokens, (batch, time). `optimizer_class` is made with `options` for what this rank trains.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        mesh: Mesh,
+        example: Tensor,
+        optimizer_class: OptimizerClass = torch.optim.AdamW,
+        **options: Any,
+    ) -> None:
+        self.mesh, self.plain, self.sizes, sizes = mesh, model, mesh.sizes, mesh.sizes
+        for axis in (mesh.pipeline, mesh.data, mesh.tensor):
+            use_pattern(sizes.pattern, axis)
+        self.tensor = parallelize(model, mesh.tensor, sizes.sequence_parallel) if sizes.tensor > 1 else None
+        self.loss_of: Callable[[Tensor, Tensor], Tensor] = self.tensor.loss if self.tensor else loss_of
+        self.pipeline: Pipeline | None = None
+        self.module: nn.Module = self.tensor or model
+        if sizes.recompute and sizes.pipeline == 1:
+            recompute_blocks(model)
+        if sizes.pipeline > 1:
+            table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks)
+            self.pipeline = self.module = Pipeline(
+                model, table, self.loss_of, example, mesh.pipeline, recompute=sizes.recompute
+            )
+        self._replicate(optimizer_class, options)
+
+    def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
+        """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
+        group, pattern, zero = self.mesh.data, self.sizes.pattern, self.sizes.zero
+        self.data: Any
+        if zero in (1, 2):
+            sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
+            parameters = self.module.parameters()
+            self.data = self.optimizer = sharded(parameters, optimizer_class, group, pattern, **options)
+            return
+        if zero == 3:
+            self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
+        elif self.sizes.data > 1:
+            self.data = BucketDataParallel(self.module, group, pattern)
+        else:
+            self.data = None
+        self.optimizer = optimizer_class(self.module.parameters(), **options)
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the gradients of this replica's batch, complete them, and return the replica's mean loss."""
+        with self.in_precision():
+            loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
+        if self.pipeline is not None:
+            self.pipeline.finish_gradient_sync()
+        if self.tensor is not None:
+            self.tensor.finish_gradient_sync()
+        if self.data is not None:
+            self.data.finish_gradient_sync()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Do what torch's clip_grad_norm_ does on the full model: each number counts once (clipping.py)."""
+        if self.sizes.zero == 3:
+            return self.data.clip_grad_norm_(max_norm)
+        axes = [self.mesh.pipeline, self.mesh.tensor]
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        if self.sizes.zero:
+            axes.append(self.mesh.data)
+            gradients = [(piece.parameter, piece.tensor.grad) for piece in self.data.pieces]
+        uncounted = counted_elsewhere(self.pipeline, self.tensor)
+        return clip_over(axes, gradients, uncounted, max_norm, self.sizes.pattern)
+
+    def _in_one_stage(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = microbatches(x, y, self.sizes.microbatches)
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for i, (part, targets) in enumerate(parts):
+            with contextlib.nullcontext() if self._overlaps(i == len(parts) - 1) else self._no_sync():
+                with span("forward", "forward"):
+                    loss = self.loss_of(self.module(part), targets) / len(parts)
+                with span("backward", "backward"):
+                    loss.backward()
+            total += loss.detach()
+        return total
+
+    def _through_stages(self, x: Tensor, y: Tensor) -> Tensor:
+        assert self.pipeline is not None
+        with self._no_sync():
+            outcome = self.pipeline.step(x, y)
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        if outcome.loss is not None:
+            total += outcome.loss
+        all_reduce(total, group=self.mesh.pipeline)  # the other stages' ranks add zero
+        return total
+
+    def in_precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are."""
+        if self.sizes.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.mesh.device_mesh.device_type, torch.bfloat16)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the plain model's state dict, full on every rank. All ranks must call it."""
+        if self.sizes.zero == 3:
+            with self.data.gathered() as full:
+                return {name: tensor.clone() for name, tensor in full.state_dict().items()}
+        model = self.tensor.module if self.tensor is not None else self.plain
+        state = self.pipeline.full_state_dict() if self.pipeline is not None else model.state_dict()
+        if self.tensor is None:
+            return {name: tensor.clone() for name, tensor in state.items()}
+        return {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
+
+    def _overlaps(self, is_last: bool) -> bool:
+        """Return whether the mean over replicas may start in this backward."""
+        return is_last and not self.sizes.sequence_parallel
+
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.data is None else self.data.no_sync()
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's parameters by their names in the full model; a tied one has both names.
+
+        With ZeRO 3 these are copies of the full parameters, and all ranks must call it.
+        """
+        if self.sizes.zero == 3:
+            return self.full_state_dict()
+        if self.pipeline is not None:
+            return self.pipeline.named_own_parameters()
+        model = self.tensor.module if self.tensor is not None else self.plain
+        return dict(model.named_parameters(remove_duplicate=False))

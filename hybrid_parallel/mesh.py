@@ -1,0 +1,73 @@
+"""Form the groups of a job: one for each line of ranks along the pipeline, data and tensor axes.
+
+      8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
+
+                  stage 0                  stage 1
+                  tensor 0   tensor 1      tensor 0   tensor 1
+      replica 0   rank 0     rank 1        rank 4     rank 5
+      replica 1   rank 2     rank 3        rank 6     rank 7
+
+Ranks that differ in one coordinate only form a group: 0 and 1 divide each layer of stage 0 (tensor), 0 and 2
+average their gradients (data), 0 and 4 pass activations on (pipeline).
+
+Launchers number the ranks of a machine one after the other. So the last axis, whose ranks are neighbours,
+stays inside a machine, and the first one crosses machines. The order is that of how much an axis sends:
+
+      tensor      activations in each layer, forward and backward, and the rank waits for them
+      data        gradients, once in a step, beside the backward
+      pipeline    one activation for each boundary and microbatch: the least
+
+After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+2021, https://arxiv.org/abs/2104.04473, section 3.
+"""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
+from lab.gloo_threads import keep_from_preempting
+
+AXES = ("pipeline", "data", "tensor")
+
+
+class Mesh:
+    """Holds the three groups that this rank belongs to, and its coordinate in each.
+
+    All ranks make it together. An axis of one rank has a group of one rank.
+    """
+
+    def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
+        self.sizes, self.rank = sizes, cluster.rank
+        shape = (sizes.pipeline, sizes.data, sizes.tensor)
+        self.device_mesh = init_device_mesh(cluster.device.type, shape, mesh_dim_names=AXES)
+        keep_from_preempting()  # each group has threads of its own
+        self.pipeline, self.data, self.tensor = map(self.device_mesh.get_group, AXES)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the group of the ranks that differ from this one in their coordinate along `axis` only."""
+        return self.device_mesh.get_group(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """Return this rank's place along `axis`, from 0."""
+        return self.device_mesh.get_local_rank(axis)
+
+
+def drawn(sizes: ParallelSizes) -> str:
+    """Return a picture of all ranks as above: a row for each replica, a block of columns for each stage."""
+    width = max(len(f"rank {sizes.world_size - 1}"), len(f"tensor {sizes.tensor - 1}")) + 3
+    block = width * sizes.tensor
+    first = len(f"replica {sizes.data - 1}") + 3
+    stages = "".join(f"stage {p}".ljust(block + 3) for p in range(sizes.pipeline))
+    tensors = "".join(f"tensor {t}".ljust(width) for t in range(sizes.tensor)).ljust(block + 3)
+    lines = [str(sizes), "", " " * first + stages, " " * first + tensors * sizes.pipeline]
+    for replica in range(sizes.data):
+        cells = [
+            "".join(
+                f"rank {(stage * sizes.data + replica) * sizes.tensor + t}".ljust(width)
+                for t in range(sizes.tensor)
+            ).ljust(block + 3)
+            for stage in range(sizes.pipeline)
+        ]
+        lines.append(f"replica {replica}".ljust(first) + "".join(cells))
+    return "\n".join(line.rstrip() for line in lines)

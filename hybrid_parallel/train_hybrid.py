@@ -1,0 +1,46 @@
+"""Train with pipeline, data and tensor parallelism at once, as one set of sizes says.
+
+    torchrun --nproc-per-node=8 hybrid_parallel/train_hybrid.py --pipeline 2 --tensor 2 --microbatches 4
+
+      8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
+
+                  stage 0                  stage 1
+                  tensor 0   tensor 1      tensor 0   tensor 1
+      replica 0   rank 0     rank 1        rank 4     rank 5
+      replica 1   rank 2     rank 3        rank 6     rank 7
+
+What to read, in this order:
+  1. mesh.py: which ranks form which group, and why the axes have this order.
+  2. hybrid.py: `HybridParallel` puts the classes of lessons 2 to 4 around one model, each with its group.
+  3. clipping.py: the norm of all gradients, in which each number counts once.
+  4. `main` below, which is the loop of the other lessons.
+
+sizes.py says which sizes make sense together.
+"""
+
+from comm.script import start
+from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.run import Run
+from lab.cluster import Cluster
+from lab.timeline import span
+
+
+def main(cluster: Cluster, args: HybridArgs) -> None:
+    run = Run(cluster, args)
+    hybrid = run.hybrid()
+    for step in range(args.steps):
+        x, y = run.batch(step)
+        with run.step() as record:
+            hybrid.optimizer.zero_grad()
+            loss = hybrid.backward(x, y)
+            if args.clip is not None:
+                hybrid.clip_grad_norm_(args.clip)
+            with span("step", "optimizer"):
+                hybrid.optimizer.step()
+            record.loss = run.mean_loss(loss)
+        run.evaluate(step, hybrid.module)
+    run.finish(hybrid.module)
+
+
+if __name__ == "__main__":
+    start(main, HybridArgs)

@@ -1,0 +1,97 @@
+"""Compare a GPT on a mesh with one process: each gradient and each parameter, in each step."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from comm.collectives import all_reduce
+from comm.functions import InFlightAllGather
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.sizes import ParallelSizes
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.model import GPT, GPTConfig, loss_of
+
+RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 3
+VOCABULARY, TIME = 13, 12
+
+Tensors = dict[str, Tensor | None]
+
+
+def gpt(seed: int = 0, **changes: Any) -> GPT:
+    sizes = {"vocab_size": VOCABULARY, "block_size": TIME, "num_layers": 4, "num_heads": 4, "width": 8}
+    return GPT(GPTConfig(**{**sizes, **changes}), seed=seed).double()
+
+
+def text(rows: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (rows, TIME + 1), generator=torch.Generator().manual_seed(2))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Step(NamedTuple):
+    """Holds a step of one process: gradients before they are clipped, and parameters after the update."""
+
+    loss: Tensor
+    gradients: Tensors
+    norm: Tensor
+    parameters: Tensors
+
+
+@cache
+def of_one_process(rows: int, changes: tuple[tuple[str, Any], ...]) -> list[Step]:
+    """Return each step of SGD with clipped gradients; a tied parameter has both of its names."""
+    model, (x, y), steps = gpt(**dict(changes)), text(rows), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        gradients: Tensors = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        trained: Tensors = {name: p.detach().clone() for name, p in named.items()}
+        steps.append(Step(loss.detach(), gradients, norm, trained))
+    return steps
+
+
+def full(hybrid: HybridParallel, name: str, tensor: Tensor) -> Tensor:
+    """Return the full tensor from the shards of the tensor axis."""
+    if hybrid.tensor is None or name not in hybrid.tensor.dims:
+        return tensor
+    dim, size = hybrid.tensor.dims[name]
+    plain = tensor.as_subclass(Tensor)
+    return InFlightAllGather(plain.clone(), dim, hybrid.mesh.tensor).wait().narrow(dim, 0, size)
+
+
+def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
+    """Train as `sizes` says, from other weights on each replica, and compare with one process."""
+    mesh = Mesh(cluster, sizes)
+    replica, what = mesh.coordinate("data"), f"{sizes}, zero {sizes.zero}, {sizes.schedule}"
+    rows = 2 * sizes.data * sizes.microbatches
+    x, y = (part.chunk(sizes.data)[replica] for part in text(rows))
+    example = x[: len(x) // sizes.microbatches]
+    model = gpt(seed=replica, **changes)
+    hybrid = HybridParallel(model, mesh, example, torch.optim.SGD, lr=LEARNING_RATE)
+    for number, step in enumerate(of_one_process(rows, tuple(changes.items()))):
+        hybrid.optimizer.zero_grad()
+        loss = hybrid.backward(x, y)
+        all_reduce(loss, op="mean", group=mesh.data)
+        assert_same({"loss": loss}, {"loss": step.loss}, RTOL, f"loss of step {number}, {what},")
+        if not sizes.zero:  # with ZeRO no gradient stays in the model
+            named = hybrid.named_parameters()
+            ours: Tensors = {n: full(hybrid, n, p.grad) for n, p in named.items() if p.grad is not None}
+            expected = {name: step.gradients[name] for name in named}
+            assert_same(ours, expected, RTOL, f"gradient of step {number}, {what},")
+        norm = hybrid.clip_grad_norm_(CLIP)
+        assert_same(
+            {"norm": norm}, {"norm": step.norm}, RTOL, f"norm of all gradients in step {number}, {what},"
+        )
+        hybrid.optimizer.step()
+        named = hybrid.named_parameters()
+        ours = {name: full(hybrid, name, p.detach()) for name, p in named.items()}
+        expected = {name: step.parameters[name] for name in named}
+        assert_same(ours, expected, RTOL, f"parameter after step {number}, {what},")

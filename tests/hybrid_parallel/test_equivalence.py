@@ -1,0 +1,96 @@
+"""A GPT on a mesh trains as on one process: gradients, their norm, parameters, in float64."""
+
+import pytest
+
+from hybrid_parallel.sizes import ParallelSizes as Sizes
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from pipeline_parallel.schedules import SCHEDULES
+from tests.hybrid_parallel.equivalence import compare
+
+
+def check(*every: Sizes, **changes: object) -> None:
+    """Compare each with one process; all have the same number of ranks."""
+    [world_size] = {sizes.world_size for sizes in every}
+
+    def work(cluster: Cluster) -> None:
+        for sizes in every:
+            compare(cluster, sizes, **changes)
+
+    run_ranks(work, world_size)
+
+
+def test_one_axis_alone():
+    check(
+        Sizes(data=2, microbatches=2),
+        Sizes(data=2, zero=1),
+        Sizes(data=2, zero=2, microbatches=3),
+        Sizes(data=2, zero=3, microbatches=2),
+        Sizes(data=2, recompute=True),
+        Sizes(tensor=2, microbatches=2),
+        Sizes(tensor=2, sequence_parallel=True),
+        Sizes(tensor=2, recompute=True),
+        Sizes(pipeline=2, microbatches=2),
+        Sizes(pipeline=2, microbatches=2, recompute=True),
+    )
+
+
+def test_one_rank_alone():
+    check(Sizes(), Sizes(microbatches=3))
+
+
+def test_pipelines_of_replicas():
+    check(
+        Sizes(pipeline=2, data=2, microbatches=3),
+        Sizes(pipeline=2, data=2, zero=1, microbatches=2),
+        Sizes(pipeline=2, data=2, microbatches=2, recompute=True),
+        Sizes(pipeline=2, data=2, microbatches=2, pattern="ring"),
+    )
+
+
+def test_replicas_of_divided_layers():
+    check(
+        Sizes(data=2, tensor=2, microbatches=2),
+        Sizes(data=2, tensor=2, zero=1, microbatches=2),
+        Sizes(data=2, tensor=2, zero=2),
+    )
+
+
+def test_replicas_of_divided_tokens():
+    check(
+        Sizes(data=2, tensor=2, sequence_parallel=True, microbatches=2),
+        Sizes(data=2, tensor=2, sequence_parallel=True, zero=1),
+    )
+
+
+def test_pipelines_of_divided_layers():
+    check(
+        Sizes(pipeline=2, tensor=2, microbatches=2),
+        Sizes(pipeline=2, tensor=2, microbatches=2, sequence_parallel=True),
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_beside_replicas_and_beside_divided_layers(schedule):
+    check(
+        Sizes(pipeline=2, data=2, microbatches=4, schedule=schedule),
+        Sizes(pipeline=2, tensor=2, microbatches=4, schedule=schedule, sequence_parallel=True),
+    )
+
+
+def test_a_tied_embedding_gets_the_sum_of_both_stages():
+    check(Sizes(pipeline=2, data=2, microbatches=2))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_all_three_axes_on_eight_ranks(tied):
+    check(
+        Sizes(pipeline=2, data=2, tensor=2, microbatches=2),
+        Sizes(pipeline=2, data=2, tensor=2, microbatches=2, sequence_parallel=True, zero=1),
+        tied=tied,
+    )
+
+
+def test_odd_sizes_of_axes():
+    check(Sizes(pipeline=3, data=2, microbatches=3), Sizes(pipeline=2, data=3, microbatches=2, zero=1))
+    check(Sizes(data=2, tensor=3), Sizes(pipeline=2, tensor=3, microbatches=2), num_heads=6, width=12)

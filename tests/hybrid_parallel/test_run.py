@@ -1,0 +1,59 @@
+"""The train script of the hybrid lesson, as users run it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hybrid_parallel import train_hybrid
+from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.run import Run, stream_of
+from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
+from lab.ranks import RankError, run_ranks
+
+ARGS = HybridArgs(steps=3, batch_size=8, size="tiny", layers=4, json=True)
+WAYS = {
+    1: [{}],
+    2: [
+        {"tensor": 2, "sequence_parallel": True},
+        {"pipeline": 2, "microbatches": 4},
+        {"zero": 2},
+        {"zero": 3},
+    ],
+    4: [{"pipeline": 2, "tensor": 2, "microbatches": 2}, {"pipeline": 2, "zero": 1, "microbatches": 4}],
+}
+
+
+def summaries(world_size: int, ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rank 0's summary of a short run in each way."""
+
+    def work(cluster: Cluster) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        finish = Run.finish
+        Run.finish = lambda self, *args, **extras: found.append(finish(self, *args, **extras))  # type: ignore
+        for way in ways:
+            train_hybrid.main(cluster, dataclasses.replace(ARGS, **way))
+        return found
+
+    return run_ranks(work, world_size)[0]
+
+
+def test_every_way_trains_the_same_model():
+    alone, *others = [one for size, ways in WAYS.items() for one in summaries(size, ways)]
+    for one in others:
+        assert one["replicas_equal"]
+        for loss in ("first_loss", "last_loss", "validation_loss"):
+            assert one[loss] == pytest.approx(alone[loss], rel=1e-4), one
+
+
+def test_sizes_that_make_no_sense_are_one_sentence_on_all_ranks(capfd):
+    with pytest.raises(RankError, match="zero is 2 beside a pipeline"):
+        run_ranks(
+            lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, pipeline=2, zero=2)), 2
+        )
+
+
+def test_replicas_and_stages_draw_masks_of_their_own():
+    streams = [stream_of(rank, ParallelSizes(pipeline=2, data=2, tensor=2)) for rank in range(8)]
+    assert streams == [0, 0, 1, 1, 2, 2, 3, 3]
