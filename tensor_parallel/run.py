@@ -16,6 +16,7 @@ from comm.functions import InFlightAllGather
 from lab.cluster import Cluster
 from lab.ledger import LEDGER
 from lab.memory import saved_activations
+from lab.model import GPTConfig
 from tensor_parallel.arguments import validate_size
 from tensor_parallel.parallel_model import TensorParallel
 from training.arguments import ClipArgs, NotOffered, Size
@@ -35,6 +36,17 @@ class Args(ClipArgs, training.arguments.Args):
     metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
 
 
+def activations_formula(config: GPTConfig, batch: int, n: int, sequence_parallel: bool) -> float:
+    """Return a forward's bytes by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
+
+    s b h (10 + 24/n + 5 a s / (h n)) for each layer of s tokens, b examples, width h and a heads on n ranks;
+    with sequence parallelism the 10 is divided by n, too.
+    """
+    s, h, a = config.block_size, config.width, config.num_heads
+    outside = 10 / n if sequence_parallel else 10
+    return config.num_layers * batch * s * h * (outside + 24 / n + 5 * a * s / (h * n))
+
+
 class Run(training.run.Run):
     """One rank's side of a tensor parallel run: all ranks train on the same examples."""
 
@@ -47,17 +59,6 @@ class Run(training.run.Run):
     def _validate(self, args: training.arguments.TrainArgs) -> None:
         validate_size(args.size, self._cluster.world_size)  # first: then there is no trace of a refused run
         super()._validate(args)
-
-    def _activations_formula(self, sequence_parallel: bool) -> float:
-        """Return a forward's bytes by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
-
-        s b h (10 + 24/n + 5 a s / (h n)) for each layer of s tokens, b examples, width h and a heads on n
-        ranks; with sequence parallelism the 10 is divided by n, too.
-        """
-        config, n = self._config, self._cluster.world_size
-        tokens, h, a = self._args.batch_size * config.block_size, config.width, config.num_heads
-        outside = 10 / n if sequence_parallel else 10
-        return config.num_layers * tokens * h * (outside + 24 / n + 5 * a * config.block_size / (h * n))
 
     @contextlib.contextmanager
     def observed(self, model: TensorParallel, x: Tensor) -> Iterator[None]:
@@ -95,7 +96,9 @@ class Run(training.run.Run):
             block_bytes=self._block_bytes,
             block_bytes_formula=self._block_formula,
             activations_bytes=self._activations,
-            activations_formula_bytes=self._activations_formula(model.sequence_parallel),
+            activations_formula_bytes=activations_formula(
+                self._config, self._args.batch_size, self._cluster.world_size, model.sequence_parallel
+            ),
             **extras,
         )
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from data_parallel import predict, zero_memory
 from lab.model import GPT, SIZES, GPTConfig
 from pipeline_parallel import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
-from tensor_parallel import run as tensor_parallel_run
+from tensor_parallel.run import activations_formula
 from tests.browser import Browser
 
 OPTIMIZERS = {
@@ -104,10 +103,7 @@ def test_idle_time_and_microbatches_held_are_those_of_the_schedules_theory(opene
 
 def test_activations_of_a_layer_are_those_of_the_tensor_parallel_lesson_on_one_rank(opened):
     config = GPTConfig.named("13m")
-    holder: Any = SimpleNamespace(
-        _config=config, _cluster=SimpleNamespace(world_size=1), _args=SimpleNamespace(batch_size=3)
-    )
-    expected = tensor_parallel_run.Run._activations_formula(holder, sequence_parallel=False)
+    expected = activations_formula(config, batch=3, n=1, sequence_parallel=False)
     sizes = {"batch": 3, "sequence": config.block_size, "width": config.width, "heads": config.num_heads}
     shown = js(
         opened, f"layerActivations({json.dumps(sizes | {'precision': 'bf16', 'keepsAttention': True})})"

@@ -1,0 +1,137 @@
+"""Predict the bytes that a rank holds at the peak of a training step.
+
+    parameters, gradients, optimizer state     2, 2 and 12 bytes for each number with bf16, and with float32
+                                               4, 4 and 8, for AdamW; ZeRO divides them (zero_memory.py)
+    activations of a microbatch in a layer     what the backward needs, see `layer_activations`
+    microbatches held at a time                by the schedule's formula (pipeline_parallel/theory.py)
+    final norm and logits                      on the last stage; logits also in float32
+    gathered units                             with ZeRO 3: two layers' parameters, and one's gradients
+
+After Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, section 3.1, and Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, section 4.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from data_parallel.zero_memory import Held, formula
+from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.sizes import ParallelSizes
+from pipeline_parallel import theory
+
+ITEMSIZE = {"float32": 4, "bf16": 2}
+# Bytes of a parameter, its gradient and its optimizer state. bf16 keeps the parameter in float32, too.
+STATE = {"float32": (4, 4, 8), "bf16": (2, 2, 12)}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Holds the bytes of one rank by what they are for."""
+
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    activations: float
+    temporary: float  # logits, gathered units, and what one layer recomputes
+
+    @property
+    def total(self) -> float:
+        """Return the sum of all parts."""
+        return sum(vars(self).values())
+
+
+def tokens_of(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float:
+    """Return the number of tokens of a microbatch on one rank."""
+    return batch / (sizes.data * sizes.microbatches) * shape.sequence_length / context
+
+
+@cache
+def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage, as even as possible.
+
+    Longer stages begin in the second one, because the first and the last stage also have the embeddings and
+    the head.
+    """
+    least, longer = divmod(num_layers, num_stages)
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]  # with one stage both are the same
+    return tuple(least + (order.index(stage) < longer) for stage in range(num_stages))
+
+
+def layers_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> int:
+    """Return the number of layers of a pipeline rank, in all its stages together."""
+    by_stage = layers_by_stage(shape.num_layers, sizes.num_stages)
+    if sizes.schedule == "zb_v":  # a rank has a stage on the way down, and the one opposite on the way up
+        return by_stage[rank] + by_stage[-1 - rank]
+    return sum(by_stage[rank :: sizes.pipeline])
+
+
+def fullest_ranks(sizes: ParallelSizes) -> set[int]:
+    """Return pipeline ranks of which one has as many layers as any: longer stages begin on rank 1. The others
+    have the embeddings, and the head or the middle of a V."""
+    return {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
+
+
+def has_head(sizes: ParallelSizes, rank: int) -> bool:
+    """Return whether the last stage is on this pipeline rank."""
+    return rank == (0 if sizes.schedule == "zb_v" else sizes.pipeline - 1)
+
+
+def parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
+    """Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor axis."""
+    numbers = layers_of(shape, sizes, rank) * shape.layer_parameters
+    if rank == 0:
+        numbers += shape.embedding_parameters
+    if has_head(sizes, rank) and not (rank == 0 and shape.tied):
+        numbers += shape.head_parameters
+    return numbers / sizes.tensor
+
+
+def layer_activations(shape: ModelShape, sizes: ParallelSizes) -> float:
+    """Return the bytes that a forward of one layer keeps for the backward, for each token of a microbatch.
+
+    For a GPT in 16 bit with dropout and no fused attention these are the s b h (10 + 24/t + 5 a s / (h t)) of
+    Korthikanti et al., equation 2, and with sequence parallelism a t-th of all, equation 4.
+    """
+    c, t, h = ITEMSIZE[sizes.precision], sizes.tensor, shape.width
+    mask = 1 if shape.dropout else 0
+    # The inputs of both norms, their outputs, which all ranks hold, and the masks of both residual branches.
+    replicated = 4 * h * c + 2 * h * mask
+    divided = (2 * shape.query_width + 2 * shape.kv_width) * c  # queries, keys, values; attention's output
+    # A feed-forward keeps what goes into and comes out of its activation function; a gated one also the gate.
+    divided += shape.active_experts * (3 if shape.gated else 2) * shape.inner_width * c
+    if not shape.fused_attention:
+        divided += shape.num_heads * shape.sequence_length * (2 * c + mask)
+    return replicated / (t if sizes.sequence_parallel else 1) + divided / t
+
+
+def predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory:
+    """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
+    ranks = fullest_ranks(sizes)
+    return max((_of_rank(shape, sizes, batch, context, rank) for rank in ranks), key=lambda m: m.total)
+
+
+def _of_rank(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+    numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch, context)
+    each = STATE[sizes.precision]
+    # Context ranks hold the same parameters, so ZeRO divides among them, too.
+    state = formula(sizes.zero, Held(*(numbers * size for size in each)), sizes.data * context)
+    layer = tokens * layer_activations(shape, sizes)
+    stages = sizes.num_stages // sizes.pipeline
+    held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
+    layers_held = held * layers_of(shape, sizes, rank) / stages
+    temporary = 0.0
+    if (
+        sizes.recompute
+    ):  # the input of each layer stays, and the backward has one layer's activations at a time
+        temporary += layer
+        layer = tokens * shape.width * ITEMSIZE[sizes.precision]
+        layer /= sizes.tensor if sizes.sequence_parallel else 1
+    if has_head(sizes, rank):  # logits, and their softmax or gradient in float32
+        c, norm = (
+            ITEMSIZE[sizes.precision],
+            2 * shape.width / (sizes.tensor if sizes.sequence_parallel else 1),
+        )
+        temporary += tokens * (norm * c + shape.vocab_size / sizes.tensor * (c + 4))
+    if sizes.zero == 3:
+        temporary += shape.layer_parameters / sizes.tensor * (2 * each[0] + each[1])
+    return Memory(state.parameters, state.gradients, state.optimizer_state, layers_held * layer, temporary)

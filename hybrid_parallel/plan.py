@@ -1,0 +1,129 @@
+"""Hold what the planner predicts of one division of the ranks, and show plans beside each other."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from hybrid_parallel.memory_model import Memory
+from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.time_model import Seconds, TimeModel
+from lab.units import show_bytes, show_seconds
+
+CAUSES = {
+    "compute": "for computing",
+    "tensor": "for collectives of the tensor axis",
+    "bubble": "idle in the pipeline",
+    "messages": "for messages between stages",
+    "data": "for collectives of the data axis",
+    "optimizer": "for the optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds a division of the ranks, its predicted memory and seconds, and why it is not the best.
+
+    A plan that does not fit has no seconds.
+    """
+
+    sizes: ParallelSizes
+    memory: Memory
+    seconds: Seconds | None
+    reason: str = ""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the bytes that the fullest rank holds at its peak."""
+        return self.memory.total
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step; infinity for a plan that does not fit."""
+        return float("inf") if self.seconds is None else self.seconds.total
+
+
+def reason_of(plan: Plan, best: Plan, usable: float) -> str:
+    """Return why a plan lost: what it needs too much memory for, or by what it is slower than the best."""
+    if plan.seconds is None:
+        name, most = max(vars(plan.memory).items(), key=lambda item: item[1])
+        parts = {"temporary": "logits and buffers", "optimizer_state": "optimizer state"}
+        return (
+            f"needs {show_bytes(plan.memory_bytes)} of {show_bytes(usable)}, {show_bytes(most)} of it for "
+            f"{parts.get(name, name)}"
+        )
+    if plan is best:
+        return "the fastest that fits"
+    assert best.seconds is not None
+    slower = plan.step_seconds / best.step_seconds - 1
+    more = {name: getattr(plan.seconds, name) - getattr(best.seconds, name) for name in CAUSES}
+    cause = max(more, key=lambda name: more[name])
+    if slower < 5e-4:
+        more_bytes = plan.memory_bytes - best.memory_bytes
+        small = plan.sizes.microbatches > best.sizes.microbatches
+        return (
+            "as fast, with smaller microbatches" if small else f"as fast, with {show_bytes(more_bytes)} more"
+        )
+    return f"{slower:.1%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
+
+
+def best_by_division(found: list[Plan]) -> list[Plan]:
+    """Return the first plan of each division of the ranks among the axes, in their order."""
+    first: dict[tuple[int, int, int], Plan] = {}
+    for plan in found:
+        first.setdefault(_axes(plan.sizes), plan)
+    return list(first.values())
+
+
+def describe(sizes: ParallelSizes) -> str:
+    """Return how a division runs, in a few words."""
+    words = [f"{sizes.microbatches} microbatch{'es' * (sizes.microbatches > 1)}"]
+    if sizes.pipeline > 1:
+        words.append(f"schedule {_schedule(sizes)}")
+    words += [f"ZeRO {sizes.zero}"] * bool(sizes.zero)
+    words += ["sequence parallel"] * sizes.sequence_parallel + ["recomputation"] * sizes.recompute
+    return ", ".join(words)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as one flat dictionary for JSON; a plan that does not fit has no seconds."""
+    seconds = None if plan.seconds is None else plan.step_seconds
+    numbers = {"memory_bytes": round(plan.memory_bytes), "step_seconds": seconds}
+    return dataclasses.asdict(plan.sizes) | numbers | {"reason": plan.reason}
+
+
+def table_of(rows: list[Plan], model: TimeModel) -> Table:
+    """Return the plans as a table."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for head in ("pipeline", "data", "tensor", "microbatches"):
+        table.add_column(head, justify="right")
+    for head in ("schedule", "ZeRO", "also"):
+        table.add_column(head)
+    for head in ("memory", "step", "MFU"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("why")
+    for plan in rows:
+        sizes, known = plan.sizes, plan.seconds is not None
+        also = ["sequence parallel"] * sizes.sequence_parallel + ["recompute"] * sizes.recompute
+        used = model.utilisation(sizes, plan.step_seconds, causal=model.shape.fused_attention)
+        table.add_row(
+            *map(str, (*_axes(sizes), sizes.microbatches)),
+            _schedule(sizes) if sizes.pipeline > 1 else "",
+            str(sizes.zero or ""),
+            ", ".join(also),
+            show_bytes(plan.memory_bytes),
+            show_seconds(plan.step_seconds) if known else "",
+            f"{used:.1%}" if known else "",
+            plan.reason,
+        )
+    return table
+
+
+def _axes(sizes: ParallelSizes) -> tuple[int, int, int]:
+    return sizes.pipeline, sizes.data, sizes.tensor
+
+
+def _schedule(sizes: ParallelSizes) -> str:
+    return f"{sizes.schedule} x {sizes.chunks}" if sizes.schedule == "interleaved" else sizes.schedule

@@ -1,0 +1,178 @@
+"""The planner tries every division, ranks those that fit, and says why each loser lost."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+
+from hybrid_parallel.machine import MACHINES, Machine
+from hybrid_parallel.plan import best_by_division
+from hybrid_parallel.planner import Args, choose, main, plans
+from hybrid_parallel.shapes import SHAPES, workbook_shape
+from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
+from hybrid_parallel.time_model import TimeModel
+from lab.errors import WorkbookError
+
+H100 = MACHINES["h100"]
+LLAMA = SHAPES["llama-3-8b"]
+
+
+def with_memory(machine: Machine, num_bytes: float) -> Machine:
+    return replace(machine, device=replace(machine.device, memory_bytes=num_bytes))
+
+
+def test_16384_devices_are_planned_on_paper_within_five_seconds():
+    start = time.process_time()
+    found = plans(SHAPES["llama-3-405b"], H100, 16_384, 2048)
+    assert time.process_time() - start < 5 and len(found) > 1000
+
+
+def test_the_choice_for_llama_3_405b_is_the_division_of_its_paper():
+    best = plans(SHAPES["llama-3-405b"], H100, 16_384, 2048)[0].sizes
+    assert (best.pipeline, best.data, best.tensor, best.schedule) == (16, 128, 8, "interleaved")
+
+
+def test_plans_come_in_order_and_those_that_do_not_fit_at_the_end():
+    found = plans(LLAMA, H100, 8, 64)
+    fit = [plan for plan in found if plan.seconds is not None]
+    assert found[: len(fit)] == fit and len(fit) < len(found)
+    steps = [plan.step_seconds for plan in fit]
+    assert all(a <= b * 1.001 for a, b in pairwise(steps))
+    rest = [plan.memory_bytes for plan in found[len(fit) :]]
+    assert rest == sorted(rest) and min(rest) > 0.95 * H100.device.memory_bytes
+
+
+def test_every_plan_makes_sense_and_is_there_once():
+    shape = workbook_shape("24heads")
+    found = plans(shape, H100, 12, 24)
+    for plan in found:
+        refuse_sizes(plan.sizes, shape, 24, 12)
+    assert len({plan.sizes for plan in found}) == len(found)
+    for field, values in {
+        "pipeline": {1, 2, 3, 4},
+        "tensor": {1, 2, 3, 4, 6},
+        "zero": {0, 1, 2, 3},
+        "schedule": {"1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"},
+        "recompute": {False, True},
+        "sequence_parallel": {False, True},
+    }.items():
+        assert {getattr(plan.sizes, field) for plan in found} == values
+
+
+def test_given_sizes_stay_as_they_are():
+    wanted = {"pipeline": 2, "zero": 1, "microbatches": 4, "schedule": "zb_h1", "recompute": True}
+    found = plans(LLAMA, H100, 8, 64, given=wanted | {"pattern": "tree"})
+    assert found
+    for plan in found:
+        assert wanted.items() <= vars(plan.sizes).items() and plan.sizes.pattern == "tree"
+    every = ParallelSizes(pipeline=2, data=2, tensor=2, microbatches=4, precision="bf16")
+    all_given = {field.name: getattr(every, field.name) for field in fields(every)}
+    assert [plan.sizes for plan in plans(LLAMA, H100, 8, 64, given=all_given)] == [every]
+
+
+def test_the_best_plan_depends_on_the_link():
+    shape, batch = SHAPES["llama-3-8b"], 64
+    slow = replace(H100, devices_per_node=1, outer=replace(H100.outer, beta=1e-8))
+    assert plans(shape, H100, 8, batch)[0].sizes.pipeline == 1
+    assert plans(shape, slow, 8, batch)[0].sizes.pipeline > 1
+
+
+def test_less_memory_makes_plans_that_hold_less():
+    free = plans(LLAMA, with_memory(H100, 1e15), 8, 64)[0]
+    tight = plans(LLAMA, with_memory(H100, free.memory_bytes * 0.5), 8, 64)[0]
+    assert tight.memory_bytes < 0.5 * free.memory_bytes and tight.step_seconds > free.step_seconds
+
+
+def test_a_reason_names_what_differs():
+    found = plans(LLAMA, H100, 8, 64)
+    assert found[0].reason == "the fastest that fits"
+    again = replace(found[0].sizes, recompute=not found[0].sizes.recompute)
+    slower = next(plan for plan in found if plan.sizes == again)
+    assert "slower" in slower.reason and "more for computing" in slower.reason
+    assert any("more idle in the pipeline" in plan.reason for plan in found)
+    too_large = next(p for p in found if p.seconds is None and p.memory.optimizer_state > p.memory_bytes / 2)
+    assert too_large.reason.startswith("needs ") and "for optimizer state" in too_large.reason
+
+
+def test_of_equally_fast_plans_the_one_with_larger_microbatches_and_less_memory_is_first():
+    alone = plans(workbook_shape("small"), H100, 1, 8, given={"recompute": False})
+    assert [plan.sizes.microbatches for plan in alone] == [1, 2, 4, 8]
+    assert {plan.reason for plan in alone[1:]} == {"as fast, with smaller microbatches"}
+    given = {"pipeline": 2, "microbatches": 8, "recompute": False}
+    found = {p.sizes.schedule: p for p in plans(workbook_shape("small"), H100, 2, 8, given=given)}
+    more = found["gpipe"].memory_bytes - found["1f1b"].memory_bytes
+    assert list(found).index("1f1b") < list(found).index("gpipe") and more > 0
+
+
+def test_a_table_has_one_row_for_each_division():
+    found = plans(LLAMA, H100, 8, 64)
+    rows = [(plan.sizes.pipeline, plan.sizes.data, plan.sizes.tensor) for plan in best_by_division(found)]
+    assert sorted(rows) == sorted(
+        (p, 8 // p // t, t) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) if p * t <= 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "given", "sentence"),
+    [
+        (0, 8, {}, "The number of devices is 0; it must be at least 1."),
+        (8, 0, {}, "The number of examples in a step is 0"),
+        (8, 8, {"pipelines": 2}, "A plan has no pipelines; it has pipeline, data"),
+        (37, 8, {}, "No division of 37 devices makes sense for this model of 32 layers"),
+        (8, 8, {"pipeline": 3}, "and pipeline 3; take another number of devices or examples."),
+        (8, 8, {"data": 3}, "No division of 8 devices"),
+    ],
+)
+def test_impossible_inputs_are_refused_in_a_sentence(devices: int, batch: int, given, sentence: str):
+    with pytest.raises(WorkbookError) as refused:
+        plans(replace(LLAMA, num_layers=32), H100, devices, batch, given=given)
+    assert sentence in str(refused.value)
+
+
+def test_no_plan_fits_is_said_with_the_smallest_need():
+    found = plans(SHAPES["llama-3-405b"], H100, 8, 8)
+    with pytest.raises(WorkbookError, match=r"No plan fits: the smallest one needs \d.* TB|GB per device"):
+        choose(found, H100.device.memory_bytes)
+
+
+def test_the_table_shows_the_choice_and_its_step(capsys):
+    main(Args(model="llama-3-8b", devices=8, batch=64))
+    said = capsys.readouterr().out
+    best = plans(LLAMA, H100, 8, 64)[0]
+    assert "Choice: 8 ranks" in said and str(best.sizes) in said and "the fastest that fits" in said
+    used = TimeModel(LLAMA, H100, 64).utilisation(best.sizes, best.step_seconds, causal=True)
+    assert f"{used:.1%}" in said
+
+
+def test_json_holds_the_sizes_and_the_predictions(capsys):
+    main(Args(model="small", devices=4, batch=16, json=True, rows=2))
+    said = json.loads(capsys.readouterr().out)
+    best = plans(workbook_shape("small"), H100, 4, 16)[0]
+    assert len(said["plans"]) == 2 and said["plans"][0]["step_seconds"] == best.step_seconds
+    assert said["plans"][0] | vars(best.sizes) == said["plans"][0]
+
+
+def test_the_command_line_ends_with_a_sentence_and_no_stack_trace():
+    command = [sys.executable, "hybrid_parallel/planner.py", "--model", "llama-4"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.startswith("There is no model 'llama-4'") and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"devices": 0}, "The number of devices is 0"),
+        ({"rows": 0}, "The number of rows is 0"),
+        ({"sequence_length": 0}, "sequence_length of a model is 0; it must be at least 1."),
+        ({"batch": -1}, "The number of examples in a step is -1"),
+        ({"link": "fast"}, "--link fast"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_a_sentence(wrong, sentence: str):
+    with pytest.raises(WorkbookError, match=sentence):
+        main(Args(**wrong))

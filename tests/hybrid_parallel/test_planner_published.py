@@ -1,0 +1,50 @@
+"""The planner's models of time and memory come close to published training runs (published_runs.py)."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from hybrid_parallel.memory_model import predict_memory
+from tests.hybrid_parallel.published_runs import LATER, LLAMA, MEGATRON, SHARDED, Run
+
+ALL = [*MEGATRON, *LLAMA, *LATER, *SHARDED]
+
+
+@pytest.mark.parametrize("run", ALL, ids=lambda run: run.name)
+def test_the_predicted_utilisation_is_within_20_percent_of_the_published_one(run: Run):
+    assert abs(run.error()) < 0.20
+
+
+@pytest.mark.parametrize("runs", [MEGATRON, LLAMA, LATER, SHARDED], ids=["2021", "llama", "2022", "zero3"])
+def test_the_mean_error_of_a_table_is_under_10_percent(runs: list[Run]):
+    assert statistics.mean(abs(run.error()) for run in runs) < 0.10
+
+
+@pytest.mark.parametrize("run", MEGATRON, ids=lambda run: run.name)
+def test_a_run_of_megatron_has_the_parameters_that_its_name_says(run: Run):
+    billions = float(run.name.rsplit(" ", 1)[1][:-1])
+    assert run.shape.num_parameters == pytest.approx(billions * 1e9, rel=0.03)
+
+
+@pytest.mark.parametrize("run", SHARDED, ids=lambda run: run.name)
+def test_a_run_with_zero_3_has_the_parameters_that_its_table_says(run: Run):
+    assert run.shape.num_parameters == pytest.approx(run.parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("run", [*MEGATRON, *LLAMA, *SHARDED], ids=lambda run: run.name)
+def test_a_published_run_fits_into_its_devices(run: Run):
+    sizes = replace(run.sizes, zero=2) if run in LLAMA else run.sizes  # it also divides the gradients
+    memory = predict_memory(run.shape, sizes, run.batch, run.context)
+    assert memory.total < run.machine.device.memory_bytes
+
+
+def test_the_runs_of_megatron_would_not_fit_without_recomputation():
+    for run in MEGATRON:
+        memory = predict_memory(run.shape, replace(run.sizes, recompute=False), run.batch)
+        assert memory.total > run.machine.device.memory_bytes, run.name
+
+
+def test_more_gpus_for_the_same_batch_lower_the_utilisation_as_in_the_paper():
+    on_8192, on_16384, _ = LLAMA
+    assert on_8192.predicted() > on_16384.predicted()
