@@ -1,6 +1,4 @@
-"""Choose the pattern of a group's all-reduces, all-gathers and reduce-scatters in comm/functions.py.
-
-The functions there take no `pattern`, and their other collectives run in the default one.
+"""Choose the pattern of a group's collectives in comm/functions.py, whose functions take no `pattern`.
 
 use_pattern("ring")                      # the textbook's ring, in the group of all ranks
 chosen_pattern("all_reduce")             # "ring"

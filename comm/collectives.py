@@ -2,11 +2,11 @@
 
                   before          after                        patterns
   broadcast       root: x         all: x                       tree  flat
-  scatter         root: x         rank r: x[r]                 flat
-  gather          rank r: x[r]    root: x[0] x[1] x[2]         flat
+  scatter         root: x         rank r: x[r]                 flat  tree
+  gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
   reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
-  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tcp  cma
-  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tcp  cma
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tcp  cma  tree
+  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tcp  cma  tree
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tcp  cma  tree  flat
                                                                recursive_doubling  halving_doubling
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
@@ -26,11 +26,12 @@ raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, star, tree
+from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, sharded_tree, star, tree
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
@@ -45,16 +46,23 @@ from comm.transport.work_queue import queue_of
 RINGS = ("pipelined_ring", "ring", "tcp", "cma")
 PATTERNS = {
     "broadcast": ("tree", "flat"),
-    "scatter": ("flat",),
-    "gather": ("flat",),
+    "scatter": ("flat", "tree"),
+    "gather": ("flat", "tree"),
     "reduce": ("tree", "flat"),
-    "all_gather": RINGS,
-    "reduce_scatter": RINGS,
+    "all_gather": (*RINGS, "tree"),
+    "reduce_scatter": (*RINGS, "tree"),
     "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling"),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
 }
 
+FILES: dict[str, ModuleType] = {  # each has an all_gather and a reduce_scatter
+    "pipelined_ring": pipelined_ring,
+    "ring": ring,
+    "tcp": socket_ring,
+    "cma": socket_ring,
+    "tree": sharded_tree,
+}
 Patterns = dict[str, Callable[..., None]]
 Work = native.Work
 
@@ -89,10 +97,12 @@ def scatter(
     if pattern == "torch":
         return native.scatter(shard, full, root, group, async_op)
     header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
-    algorithm = lambda wire, s, f=None: star.scatter(wire, s, f, root)  # noqa: E731
-    return run_collective(
-        header, group, async_op, algorithm, Out(shard), *([In(full)] if full is not None else [])
-    )
+    patterns: Patterns = {
+        "flat": lambda wire, s, f=None: star.scatter(wire, s, f, root),
+        "tree": lambda wire, s, f=None: sharded_tree.scatter(wire, s, f, root, wire.full_numel),
+    }
+    buffers = (Out(shard),) if full is None else (Out(shard), In(full))
+    return run_collective(header, group, async_op, patterns[pattern], *buffers)
 
 
 def gather(
@@ -109,10 +119,12 @@ def gather(
     if pattern == "torch":
         return native.gather(shard, full, root, group, async_op)
     header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
-    algorithm = lambda wire, s, f=None: star.gather(wire, f, s, root)  # noqa: E731
-    return run_collective(
-        header, group, async_op, algorithm, In(shard), *([Out(full)] if full is not None else [])
-    )
+    patterns: Patterns = {
+        "flat": lambda wire, s, f=None: star.gather(wire, f, s, root),
+        "tree": lambda wire, s, f=None: sharded_tree.gather(wire, f, s, root, wire.full_numel),
+    }
+    buffers = (In(shard),) if full is None else (In(shard), Out(full))
+    return run_collective(header, group, async_op, patterns[pattern], *buffers)
 
 
 def reduce(
@@ -147,14 +159,7 @@ def all_gather(
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
-    patterns: Patterns = {
-        "pipelined_ring": pipelined_ring.all_gather,
-        "ring": ring.all_gather,
-        "tcp": socket_ring.all_gather,
-        "cma": socket_ring.all_gather,
-    }
-    algorithm = patterns[pattern]
-    return run_collective(header, group, async_op, algorithm, Out(full), In(shard))
+    return run_collective(header, group, async_op, FILES[pattern].all_gather, Out(full), In(shard))
 
 
 def reduce_scatter(
@@ -171,13 +176,7 @@ def reduce_scatter(
     if pattern == "torch":
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
-    patterns: Patterns = {
-        "pipelined_ring": pipelined_ring.reduce_scatter,
-        "ring": ring.reduce_scatter,
-        "tcp": socket_ring.reduce_scatter,
-        "cma": socket_ring.reduce_scatter,
-    }
-    algorithm = patterns[pattern]
+    algorithm = FILES[pattern].reduce_scatter
     divisor = divisor_before(op, full.dtype, dist.get_world_size(group))
     buffers = Out(shard), In(full, divisor)
     return run_collective(header, group, async_op, lambda wire, s, f: algorithm(wire, s, f, op), *buffers)

@@ -11,9 +11,13 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     reduce          flat                  alpha + (n-1) B beta
     reduce          tree                  L (alpha + B beta)
     scatter         flat                  alpha + (n-1)/n B beta
+    scatter         tree                  L alpha + (n-1)/n B beta
     gather          flat                  alpha + (n-1)/n B beta
+    gather          tree                  L alpha + (n-1)/n B beta
     all_gather      ring                  (n-1) (alpha + (B/n) beta)
+    all_gather      tree                  2 L alpha + (L + (n-1)/n) B beta
     reduce_scatter  ring                  (n-1) (alpha + (B/n) beta)
+    reduce_scatter  tree                  2 L alpha + (L + (n-1)/n) B beta
     all_reduce      ring                  2 (n-1) (alpha + (B/n) beta)
     all_reduce      tree                  2 L (alpha + B beta)
     all_reduce      flat                  2 (alpha + (n-1) B beta)
@@ -76,6 +80,12 @@ def traffic(
         messages = [-(-sizes[s] // per_message) if segmented else min(1, sizes[s]) for s in which]
         return Traffic(sum(sizes[s] for s in which) * itemsize, sum(messages))
 
+    def blocks(positions: list[int]) -> Traffic:
+        """Return one message for each position: the shards of its subtree."""
+        by_position = sizes[root:] + sizes[:root]
+        numels = [sum(by_position[p : p + (p & -p)]) for p in positions]
+        return Traffic(sum(numels) * itemsize, sum(size > 0 for size in numels))
+
     others = [r for r in range(ranks) if r != rank]
     not_the_rights = [r for r in range(ranks) if r != (rank + 1) % ranks]
     match op, pattern:
@@ -89,12 +99,19 @@ def traffic(
             return full(0 if position == 0 else 1)
         case "scatter", "flat":
             return shards(others, False) if position == 0 else Traffic()
+        case "scatter", "tree":
+            return blocks([position + (1 << i) for i in range(_num_children(position, ranks))])
         case "gather", "flat":
             return shards([rank], False) if position != 0 else Traffic()
+        case "gather", "tree":
+            return blocks([position] if position != 0 else [])
         case "reduce_scatter", "ring" | "pipelined_ring":
             return shards(others, pattern == "pipelined_ring")
         case "all_gather", "ring" | "pipelined_ring":
             return shards(not_the_rights, pattern == "pipelined_ring") if ranks > 1 else Traffic()
+        case "all_gather" | "reduce_scatter", "tree":
+            parts = ("gather", "broadcast") if op == "all_gather" else ("reduce", "scatter")
+            return sum((traffic(part, "tree", numel, itemsize, ranks, rank) for part in parts), Traffic())
         case "all_to_all", "pairwise":
             return pairwise_traffic(sizes, itemsize, rank)
         case "all_reduce", "ring" | "pipelined_ring":
@@ -138,9 +155,13 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("reduce", "flat"): a + (n - 1) * b,
         ("reduce", "tree"): log * (a + b),
         ("scatter", "flat"): a + (n - 1) / n * b,
+        ("scatter", "tree"): log * a + (n - 1) / n * b,
         ("gather", "flat"): a + (n - 1) / n * b,
+        ("gather", "tree"): log * a + (n - 1) / n * b,
         ("all_gather", "ring"): (n - 1) * (a + b / n),
+        ("all_gather", "tree"): 2 * log * a + (log + (n - 1) / n) * b,
         ("reduce_scatter", "ring"): (n - 1) * (a + b / n),
+        ("reduce_scatter", "tree"): 2 * log * a + (log + (n - 1) / n) * b,
         ("all_reduce", "ring"): 2 * (n - 1) * (a + b / n),
         ("all_reduce", "flat"): 2 * (a + (n - 1) * b),
         ("all_reduce", "tree"): 2 * log * (a + b),

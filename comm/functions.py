@@ -247,13 +247,13 @@ class InFlightReduceScatter:
 
 def _broadcast(x: Tensor, root: int, group: Group) -> Tensor:
     copy = x.contiguous().clone()
-    collectives.broadcast(copy, root, group)
+    collectives.broadcast(copy, root, group, pattern=chosen_pattern("broadcast", group))
     return copy
 
 
 def _reduce(x: Tensor, root: int, group: Group) -> Tensor:
     total = x.contiguous().clone()
-    collectives.reduce(total, root=root, group=group)
+    collectives.reduce(total, root=root, group=group, pattern=chosen_pattern("reduce", group))
     return total if dist.get_rank(group) == root else total.zero_()
 
 
@@ -261,14 +261,14 @@ def _scatter(full: Tensor, dim: int, root: int, group: Group) -> Tensor:
     size, *_ = _equal_shards(full.shape[dim], dim, group)
     rows = full.movedim(dim, 0).contiguous()
     shard = rows.new_empty(size, *rows.shape[1:])
-    collectives.scatter(shard, rows, root, group)
+    collectives.scatter(shard, rows, root, group, pattern=chosen_pattern("scatter", group))
     return shard.movedim(0, dim)
 
 
 def _gather(shard: Tensor, dim: int, root: int, group: Group) -> Tensor:
     rows = shard.movedim(dim, 0).contiguous()
     full = rows.new_zeros(len(rows) * dist.get_world_size(group), *rows.shape[1:])
-    collectives.gather(rows, full, root, group)
+    collectives.gather(rows, full, root, group, pattern=chosen_pattern("gather", group))
     return full.movedim(0, dim)
 
 
@@ -277,7 +277,7 @@ def _exchange(x: Tensor, dim: int, group: Group, sent: list[int], received: list
     width = math.prod(rows.shape[1:])
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     sizes = [size * width for size in received], [size * width for size in sent]
-    collectives.all_to_all(arrived, rows, *sizes, group=group)
+    collectives.all_to_all(arrived, rows, *sizes, group=group, pattern=chosen_pattern("all_to_all", group))
     return arrived.movedim(0, dim)
 
 

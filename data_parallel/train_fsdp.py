@@ -58,6 +58,7 @@ from lab.ledger import Traffic
 from lab.model import GPT, loss_of
 from lab.text import microbatches
 from lab.timeline import span
+from training.arguments import ShardPattern
 from training.validate import validate_nccl
 
 
@@ -67,7 +68,7 @@ class Args(ZeroArgs):
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
-    pattern: Literal["torch", "pipelined_ring", "ring", "tcp", "cma"] = "torch"
+    pattern: ShardPattern = "torch"
     """Algorithm of the gathers and reductions: torch is PyTorch's own, FSDP2's default; the rest are ours."""
     bf16: bool = False
     """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""

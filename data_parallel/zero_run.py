@@ -26,7 +26,7 @@ from data_parallel.sharded_checkpoint import ShardedState, pieces_of_dtensors
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from data_parallel.zero_memory import MemoryReport, flat_share, replicated, states_of
 from lab.cluster import Cluster
-from training.arguments import AccumulationArgs, ClipArgs, NotOffered
+from training.arguments import AccumulationArgs, ClipArgs, NotOffered, ShardPattern
 from training.run import Run
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -42,6 +42,11 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
 
     optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
     """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
+    pattern: Literal[ShardPattern, None] = None
+    """Algorithm of the collectives. ring is the textbook's; pipelined_ring sends each chunk in pieces; tcp is
+    a ring on plain sockets; cma (cross-memory attach) is a ring in which ranks of one machine read each
+    other's memory; tree sends all data through rank 0; torch is PyTorch's own. None: cma on gloo, torch on
+    nccl."""
     metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
 
 

@@ -48,6 +48,9 @@ class TrainArgs:
 AllReducePattern = Literal[
     "pipelined_ring", "ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
 ]
+ShardPattern = Literal[
+    "pipelined_ring", "ring", "tcp", "cma", "tree", "torch"
+]  # those that can also gather and scatter
 
 
 @dataclasses.dataclass

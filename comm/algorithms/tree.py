@@ -21,7 +21,7 @@ def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
     """Copy the root's `tensor` to every rank's."""
     if tensor.numel() == 0:
         return
-    parent, children = _family(wire, root)
+    parent, children = family(wire, root)
     if parent is not None:
         wire.irecv(tensor, parent).wait()
     for child in children:
@@ -33,7 +33,7 @@ def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
     """Replace the root's `tensor` by the reduction of all. The other ranks' tensors do not change."""
     if tensor.numel() == 0:
         return
-    parent, children = _family(wire, root)
+    parent, children = family(wire, root)
     if parent is not None and children:
         tensor = tensor.clone()
     # The smallest subtree is ready first.
@@ -52,7 +52,7 @@ def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     broadcast(wire, tensor, root=0)
 
 
-def _family(wire: Wire, root: int) -> tuple[int | None, list[int]]:
+def family(wire: Wire, root: int) -> tuple[int | None, list[int]]:
     """Return this rank's parent (None at the root) and its children, largest subtree first."""
     position = (wire.rank - root) % wire.size
     reach = position & -position if position else 1 << (wire.size - 1).bit_length()

@@ -122,7 +122,7 @@ class RowExchange:
 
 
 class HeaderExchange:
-    """The exchange of headers. The constructor starts it."""
+    """The exchange of headers. The constructor starts it. Afterwards `full_numel` is the largest `full`."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
         row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
@@ -130,7 +130,9 @@ class HeaderExchange:
 
     def finish(self) -> int:
         """Wait for all headers, and check them as `check_rows` does."""
-        return check_rows(self._rows.finish().numpy().tobytes(), self._names)
+        rows = self._rows.finish().numpy().tobytes()
+        self.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
+        return check_rows(rows, self._names)
 
 
 def wait_until_all_have_read(wire: Wire) -> None:

@@ -102,6 +102,7 @@ def _over_gloo(
     def check() -> None:
         try:
             delay.start(headers.finish())
+            wire.full_numel = headers.full_numel
         except CommError:
             queue.has_stale_messages = True
             queue.stale_messages.append(wire.eager_transfers)

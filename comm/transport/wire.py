@@ -91,6 +91,7 @@ class Wire:
         self.rank: int = self.group.rank()  # this rank's number in the group, from 0
         self.size: int = self.group.size()  # the number of ranks
         self.op, self.pattern, self.eager, self.counted = op, pattern, eager, counted
+        self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
         # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))

@@ -117,14 +117,14 @@ EXERCISES = (
         doc="""
             Copy the root's `tensor` to every rank's, down a binomial tree. An empty tensor is not sent.
 
-            `_family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
+            `family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
             children, the child with the largest subtree first.
         """,
         hints=(
             "Every rank but the root has one parent, and may have children. What must a rank have before it "
             "can send anything to its children?",
             "Receive from the parent if there is one, and wait. Then send to the children in the order in "
-            "which `_family` lists them, because the largest subtree has the longest way to go.",
+            "which `family` lists them, because the largest subtree has the longest way to go.",
             "Wait for each send before the next one starts: two messages at a time would share the link. "
             "Return at once if tensor.numel() is 0.",
         ),
@@ -133,7 +133,7 @@ EXERCISES = (
         name="binomial_tree",
         title="Parents and children in a binomial tree",
         notebook="03_cost_of_a_message",
-        target="comm.algorithms.tree._family",
+        target="comm.algorithms.tree.family",
         tests=(
             NARRATED + "test_tree_broadcast_equals_one_process",
             NARRATED + "test_tree_all_reduce_equals_one_process",

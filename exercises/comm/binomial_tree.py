@@ -1,4 +1,4 @@
-"""Parents and children in a binomial tree. Write `_family` of comm/algorithms/tree.py.
+"""Parents and children in a binomial tree. Write `family` of comm/algorithms/tree.py.
 
 Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
@@ -16,8 +16,8 @@ Check it with `python -m exercises check binomial_tree`.
 from comm.transport.wire import Wire
 
 
-def _family(wire: Wire, root: int) -> tuple[int | None, list[int]]:
+def family(wire: Wire, root: int) -> tuple[int | None, list[int]]:
     """Return this rank's parent (None at the root) and its children, largest subtree first."""
     raise NotImplementedError(
-        "Parents and children in a binomial tree is not written yet: `_family` has no body."
+        "Parents and children in a binomial tree is not written yet: `family` has no body."
     )

@@ -5,7 +5,7 @@ solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
-    _family(wire: Wire, root: int) -> tuple[int | None, list[int]]
+    family(wire: Wire, root: int) -> tuple[int | None, list[int]]
         Return this rank's parent (None at the root) and its children, largest subtree first.
     transfer.wait() -> None
         Block until the message has arrived, or has left so that its tensor may be changed.
@@ -19,14 +19,14 @@ Check it with `python -m exercises check tree_broadcast`.
 
 import torch
 
-from comm.algorithms.tree import _family
+from comm.algorithms.tree import family
 from comm.transport.wire import Wire
 
 
 def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
     """Copy the root's `tensor` to every rank's, down a binomial tree. An empty tensor is not sent.
 
-    `_family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
+    `family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
     children, the child with the largest subtree first.
     """
     raise NotImplementedError("Tree broadcast is not written yet: `broadcast` has no body.")

@@ -3,7 +3,7 @@
 import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
-from comm.algorithms.tree import _family
+from comm.algorithms.tree import family
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.tree.reduce"
@@ -14,7 +14,7 @@ CAUSE = "a tensor of the caller written to"
 def mutant(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
     if tensor.numel() == 0:
         return
-    parent, children = _family(wire, root)
+    parent, children = family(wire, root)
     for transfer in [wire.irecv(torch.empty_like(tensor), child) for child in reversed(children)]:
         transfer.wait()
         combine(op, tensor, transfer.tensor, out=tensor)

@@ -2,7 +2,7 @@
 
 from comm.transport.wire import Wire
 
-TARGET = "comm.algorithms.tree._family"
+TARGET = "comm.algorithms.tree.family"
 KILLER = "tests.comm.test_collectives_by_hand.test_a_tree_broadcasts_from_every_root"
 CAUSE = "such as the root"
 SYMPTOM = "A broadcast from rank 2 does not send rank 2's tensor."

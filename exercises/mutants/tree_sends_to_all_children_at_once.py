@@ -2,7 +2,7 @@
 
 import torch
 
-from comm.algorithms.tree import _family
+from comm.algorithms.tree import family
 from comm.transport.wire import Wire
 
 TARGET = "comm.algorithms.tree.broadcast"
@@ -17,7 +17,7 @@ SYMPTOM = "A broadcast of a large tensor by tree takes longer than its formula s
 def mutant(wire: Wire, tensor: torch.Tensor, root: int) -> None:
     if tensor.numel() == 0:
         return
-    parent, children = _family(wire, root)
+    parent, children = family(wire, root)
     if parent is not None:
         wire.irecv(tensor, parent).wait()
     for transfer in [wire.isend(tensor, child) for child in children]:

@@ -160,6 +160,11 @@ def test_the_formulas_agree_with_sums_done_by_hand():
     assert everyone("reduce", "tree", root=2) == [(4000, 1), (4000, 1), (0, 0), (4000, 1)]
     assert everyone("scatter", "flat") == [(3000, 3), (0, 0), (0, 0), (0, 0)]
     assert everyone("gather", "flat") == [(0, 0), (1000, 1), (1000, 1), (1000, 1)]
+    assert everyone("scatter", "tree") == [(3000, 2), (0, 0), (1000, 1), (0, 0)]
+    assert everyone("scatter", "tree", root=3) == [(0, 0), (1000, 1), (0, 0), (3000, 2)]
+    assert everyone("gather", "tree") == [(0, 0), (1000, 1), (2000, 1), (1000, 1)]
+    assert everyone("all_gather", "tree") == [(8000, 2), (1000, 1), (6000, 2), (1000, 1)]
+    assert everyone("reduce_scatter", "tree") == [(3000, 2), (4000, 1), (5000, 2), (4000, 1)]
     assert everyone("barrier", "tree") == [(0, 0)] * 4
     assert cost.header_traffic("all_reduce", 4) == Traffic(3 * 64, 2)
     assert cost.header_traffic("all_reduce", 5) == Traffic(4 * 64, 3)
@@ -186,6 +191,10 @@ def test_predicted_seconds_follow_alpha_and_beta():
         ("reduce", "flat"): header + a + 3 * b,
         ("scatter", "flat"): header + a + 3 / 4 * b,
         ("gather", "flat"): header + a + 3 / 4 * b,
+        ("scatter", "tree"): header + 2 * a + 3 / 4 * b,
+        ("gather", "tree"): header + 2 * a + 3 / 4 * b,
+        ("all_gather", "tree"): header + 2 * a + 3 / 4 * b + 2 * (a + b),
+        ("reduce_scatter", "tree"): header + 2 * (a + b) + 2 * a + 3 / 4 * b,
         ("all_gather", "ring"): header + 3 * (a + b / 4),
         ("reduce_scatter", "pipelined_ring"): header + 3 * (a + b / 4),
         ("all_reduce", "ring"): header + 6 * (a + b / 4),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from comm import functions
+from comm.chosen_pattern import use_pattern
+from comm.collectives import PATTERNS
 from comm.errors import CommError
 from comm.functions import (
     broadcast_from_root,
@@ -31,6 +33,7 @@ from comm.functions import (
 )
 from lab.check import assert_same
 from lab.cluster import Cluster
+from lab.ledger import LEDGER
 from lab.ranks import run_ranks
 
 DIMS = (0, 1, 2, -1, -2)
@@ -172,6 +175,22 @@ def test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum():
         return found
 
     assert run_ranks(look, 3) == [[(6, 10.0**rank), (1.0 + rank, 111)] for rank in range(3)]
+
+
+@pytest.mark.parametrize("pattern", ["tree", "torch"])
+def test_every_function_uses_the_pattern_that_is_chosen_for_its_group(pattern: str):
+    def work(cluster: Cluster) -> dict[str, str]:
+        use_pattern(pattern)
+        for function in all_functions():
+            function(numbers(cluster.rank, 4, 3).requires_grad_()).sum().backward()
+        return {entry.op: entry.pattern for entry in LEDGER.rows() if entry.pattern != "header"}
+
+    of_rank_0, of_rank_1 = run_ranks(work, 2)  # in some collectives only one of them sends
+    chosen = dict.fromkeys(PATTERNS, pattern)
+    if pattern == "tree":
+        chosen["all_to_all"] = "pairwise"  # which has no tree
+    del chosen["barrier"]
+    assert of_rank_0 | of_rank_1 == chosen
 
 
 def test_cheaper_functions_equal_those_they_are_composed_of():

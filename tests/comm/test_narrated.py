@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from comm import collectives
-from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, star, tree
+from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, sharded_tree, star, tree
 from comm.functions import copy_to_ranks, sum_over_ranks
 from comm.shards import shards_of
 from comm.transport.wire import peer_wire
@@ -164,6 +164,33 @@ def test_tree_all_reduce_equals_one_process():
         again = of_ranks[cluster.rank].clone()
         collectives.all_reduce(again, pattern="tree")
         assert torch.equal(again, mine)
+
+    run_ranks(work, 4)
+
+
+def test_sharded_tree_reduce_scatter_and_all_gather_equal_one_process():
+    def work(cluster: Cluster) -> None:
+        # Four ranks have seven numbers each. One process adds them up. The shards have 2, 2, 2 and 1 numbers.
+        torch.manual_seed(0)
+        of_ranks = torch.randn(4, 7).double()
+        expected, mine = of_ranks.sum(0), of_ranks[cluster.rank].clone()
+        shard = torch.empty([2, 2, 2, 1][cluster.rank]).double()
+
+        # Up the tree all seven numbers travel: 1 sends to 0 and 3 sends to 2, then 2 sends its sum to 0. Down
+        # the tree 0 sends three numbers to 2, of which 2 sends one on to 3. And 0 sends two numbers to 1.
+        sharded_tree.reduce_scatter(peer_wire(None), shard, mine, "sum")
+        own = expected.tensor_split(4)[cluster.rank]
+        torch.testing.assert_close(shard, own, rtol=1e-9, atol=1e-12)
+        sent = [Traffic(5 * 8, 2), Traffic(7 * 8, 1), Traffic(8 * 8, 2), Traffic(7 * 8, 1)]
+        assert LEDGER.total() == sent[cluster.rank]
+
+        # An all-gather is the way back: shards go up the tree, and the full tensor comes down.
+        LEDGER.clear()
+        full = torch.empty(7).double()
+        sharded_tree.all_gather(peer_wire(None), full, shard)
+        torch.testing.assert_close(full, expected, rtol=1e-9, atol=1e-12)
+        sent = [Traffic(14 * 8, 2), Traffic(2 * 8, 1), Traffic(10 * 8, 2), Traffic(1 * 8, 1)]
+        assert LEDGER.total() == sent[cluster.rank]
 
     run_ranks(work, 4)
 

@@ -12,6 +12,7 @@ from comm.cost import Link
 COMM = Path(cost.__file__).parent
 README = (COMM / "README.md").read_text()
 RING = ("pipelined_ring", "tcp", "cma")  # as ring, in segments
+IF_POWER_OF_TWO = (("gather", "tree"), ("reduce_scatter", "tree"))  # bytes, as the README says
 LINK = Link(alpha=3e-5, beta=1e-9)
 ROWS = [
     (op, pattern, formulas)
@@ -43,7 +44,8 @@ def test_the_tables_formulas_are_those_of_cost(n: int):
             continue  # the table says that they are for powers of two
         all_ranks = [cost.traffic(op, pattern, numel, 4, n, rank) for rank in range(n)]
         assert value(messages, n, 4 * numel) == max(traffic.messages_sent for traffic in all_ranks), op
-        assert value(num_bytes, n, 4 * numel) == max(traffic.bytes_sent for traffic in all_ranks), op
+        if (op, pattern) not in IF_POWER_OF_TWO or not n & (n - 1):
+            assert value(num_bytes, n, 4 * numel) == max(traffic.bytes_sent for traffic in all_ranks), op
         headers = (2 if op == "all_to_all" else 1) * (n - 1).bit_length() * LINK.alpha
         predicted = cost.seconds(op, pattern, 4 * numel, n, LINK) - headers
         assert value(seconds, n, 4 * numel) == pytest.approx(predicted, rel=1e-9), (op, pattern)

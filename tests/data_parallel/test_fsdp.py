@@ -89,6 +89,7 @@ def test_all_options_give_the_same_gradients():
         {"reshard_after_forward": False},
         {"pattern": "pipelined_ring"},
         {"pattern": "cma"},
+        {"pattern": "tree"},
     ]
 
     def work(cluster: Cluster) -> None:
@@ -144,6 +145,7 @@ def test_a_step_sends_exactly_what_the_formula_says_and_all_of_it_through_comm()
             {"reshard_after_forward": False, "grad_acc_steps": 2},
             {"bf16": True, "recompute": True},
             {"pattern": "pipelined_ring"},
+            {"pattern": "tree"},
         ):
             args = Args(**options)
             model = shard(

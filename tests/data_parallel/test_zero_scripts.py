@@ -150,6 +150,17 @@ def test_three_ranks_end_close_to_one_with_momentum_clipping_and_microbatches():
             assert summary[f"{what}_sent"] == summary[f"{what}_formula"], name
 
 
+def test_every_stage_trains_with_trees_and_its_traffic_is_counted():
+    def work(cluster: Cluster) -> None:
+        for name in SCRIPTS:
+            summary = train(cluster, name, steps=2, pattern="tree")
+            for what in ("bytes", "messages"):
+                assert summary[f"{what}_sent"] == summary[f"{what}_formula"] > 0, name
+            assert summary["pattern"] == "tree" and summary["replicas_equal"], name
+
+    run_ranks(work, 3)
+
+
 def test_microbatches_add_traffic_in_stages_2_and_3_but_not_in_stage_1():
     def work(cluster: Cluster) -> dict[str, list[int]]:
         return {
@@ -214,6 +225,15 @@ def test_zero_scripts_offer_no_metronome(name, capsys):
         tyro.cli(args, args=["--help"])
     assert "--metronome" not in capsys.readouterr().out
     assert tyro.cli(args, args=["--clip", "1"]).clip == 1.0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_pattern_that_cannot_gather_shards_is_refused_before_a_process_starts(name, capsys):
+    _, args, _ = SCRIPTS[name]
+    with pytest.raises(SystemExit):
+        tyro.cli(args, args=["--pattern", "recursive_doubling"])
+    assert "cma" in (refused := capsys.readouterr().err) and "tree" in refused
+    assert tyro.cli(args, args=["--pattern", "tree"]).pattern == "tree"
 
 
 def test_different_arguments_are_refused_and_listed_by_rank():

@@ -53,6 +53,17 @@ def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run(n: int):
         assert one["replicas_equal"]
 
 
+def test_trees_carry_all_traffic_if_they_are_chosen():
+    def report(cluster) -> None:
+        for name in SCRIPTS:
+            one = summary(cluster, name, pattern="tree")
+            assert (one["pattern"], one["replicas_equal"]) == ("tree", True)
+            for what in ("bytes", "messages"):
+                assert one[f"{what}_sent"] == one[f"{what}_formula"] > 0, name
+
+    run_ranks(report, 4)
+
+
 def test_sequence_parallelism_keeps_fewer_activations():
     def kept(cluster) -> list[int]:
         return [summary(cluster, name, steps=1)["activations_bytes"] for name in SCRIPTS]
