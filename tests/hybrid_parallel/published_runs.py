@@ -20,8 +20,8 @@ Compared with public copies: all of MEGATRON and SHARDED; of LLAMA the axes with
 of a step and the teraFLOP/s (430, 400, 380); of LATER the utilisation. What else is said of LLAMA and LATER
 could not be compared here: do that before you cite it.
 
-Other rows of llm-foundry are predicted worse. For H100, six of eight that were tried are predicted 26 to 58 % too
-high, perhaps because the software was new to that device. On A100, 30 billion parameters with 8192
+Other rows of llm-foundry are predicted worse. For H100, six of eight that were tried are predicted 26 to
+58 % too high, perhaps because the software was new to that device. On A100, 30 billion parameters with 8192
 tokens are predicted 39 % too high.
 """
 
