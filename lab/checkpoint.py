@@ -156,6 +156,11 @@ def refusing_misfits(name: object) -> Iterator[None]:
         ) from error
 
 
+def exists(directory: Path) -> bool:
+    """Return whether `directory` holds a complete checkpoint: one file, or the folder of one in several."""
+    return any(".partial" not in path.name for path in directory.glob("checkpoint[.-]*"))
+
+
 def nothing_in(directory: Path) -> WorkbookError:
     """Return the error for a directory without a checkpoint."""
     return WorkbookError(

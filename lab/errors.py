@@ -8,9 +8,20 @@ class WorkbookError(RuntimeError):
 
 
 class Stopped(WorkbookError):
-    """Say that a run ends because the user asked it to stop. Everything is saved."""
+    """Say that a run ends early because it was asked to stop. Everything is saved."""
 
-    exit_code = 130  # 128 + SIGINT, as in shells
+    BY_USER = 130  # 128 + SIGINT, as in shells
+    BY_SCHEDULER = 75  # EX_TEMPFAIL of sysexits.h: the same command may be started again
+
+    def __init__(self, text: str, exit_code: int = BY_USER) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Complete(WorkbookError):
+    """Say that a run has nothing left to do, because its checkpoint has all steps."""
+
+    exit_code = 0
 
 
 def reason(error: BaseException) -> str:

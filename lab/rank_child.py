@@ -63,7 +63,7 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
     sys.path[:] = job.path
     os.chdir(job.working_directory)
     with open(stacks.stack_file(job.folder, job.rank), "a") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         failed = False
         try:
             reply = cloudpickle.dumps((time.monotonic(), _call(job), None))

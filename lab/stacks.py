@@ -63,7 +63,7 @@ def ask(ranks: Mapping[int, tuple[int, Connection]], folder: str, seconds: float
     for rank, (pid, _) in ranks.items():
         if not _is_complete(paths[rank]):
             with suppress(OSError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGUSR2)
     _await(paths.values(), seconds / 2)
     return {rank: where(path) for rank, path in paths.items()}
 

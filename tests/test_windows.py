@@ -28,7 +28,7 @@ FOLDERS = ("lab", "comm", "data_parallel", "tensor_parallel", "pipeline_parallel
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios", "multiprocessing.forkserver")
 FUNCTIONS = {
     select: ("poll", "epoll", "POLLIN", "POLLOUT", "POLLRDHUP"),
-    signal: ("SIGKILL", "SIGUSR1", "SIGHUP", "SIGQUIT", "pause"),
+    signal: ("SIGKILL", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "pause", "pthread_sigmask"),
     os: ("fork", "killpg", "setpgid", "getppid", "register_at_fork", "pidfd_open"),
 }
 _CDLL = ctypes.CDLL

@@ -36,9 +36,12 @@ class TrainArgs:
     eval_every: int = 0
     """Number of steps between two computations of the loss on held-out data. 0: only after the last step."""
     checkpoint: str | None = None
-    """Folder for the checkpoint, which is written at the end and at Ctrl-C."""
+    """Folder for the checkpoint, which is written at the end, at Ctrl-C and at SIGUSR1."""
     resume: bool = False
     """Go on from the checkpoint in the folder that --checkpoint names."""
+    auto_resume: bool = False
+    """Go on from the checkpoint in the folder that --checkpoint names, or start at step 0 if there is none. A
+    cluster can so run the same command again after each interruption."""
     trace: str | None = None
     """Folder for two pictures of the run: trace.json (for https://ui.perfetto.dev) and timeline.png."""
     json: bool = False

@@ -21,7 +21,7 @@ from comm.collectives import broadcast
 from comm.exchange import on_all, on_main
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.errors import Complete, WorkbookError
 from training.validate import validate_folder, validate_shared_folder
 
 Header = dict[str, Any]
@@ -85,8 +85,16 @@ class Checkpoint:
         """Save the state after `step` steps. Raise WorkbookError on all ranks if that fails on one."""
         state.save(self._cluster, self._folder, {"made_with": self._made_with, "step": step})
 
-    def load(self, state: State, all_steps: int) -> int:
-        """Load the checkpoint, and return its number of steps, which is less than `all_steps`."""
+    def exists(self) -> bool:
+        """Return whether rank 0 finds a checkpoint in the folder; all ranks call it."""
+        folder = Path(self._folder)
+        return on_main(self._cluster, f"look into {folder}", lambda: checkpoint.exists(folder))
+
+    def load(self, state: State, all_steps: int, may_be_complete: bool = False) -> int:
+        """Load the checkpoint, and return its number of steps, which is less than `all_steps`.
+
+        Raise Complete if it `may_be_complete` and has all steps.
+        """
         steps = []
 
         def validate(header: Header) -> None:
@@ -98,13 +106,15 @@ class Checkpoint:
                 )
             if not isinstance(header["step"], int) or header["step"] < 0:
                 raise ValueError(f"its step is {header['step']}")
-            if header["step"] >= all_steps:
+            if header["step"] >= all_steps and not may_be_complete:
                 raise WorkbookError(
                     f"The checkpoint has {header['step']} steps already; ask for more with --steps."
                 )
             steps.append(header["step"])
 
         state.load(self._cluster, self._folder, validate)
+        if steps[0] >= all_steps:
+            raise Complete(f"{self._folder} has a checkpoint of all {all_steps} steps; nothing is left.")
         return steps[0]
 
 

@@ -137,7 +137,7 @@ class Run:
 
     @contextmanager
     def checkpointing(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        """Yield the number of the first step: 0, or with --resume the one after the checkpoint's last.
+        """Yield the number of the first step: 0, or if the run resumes the one after the checkpoint's last.
 
         With --checkpoint, save one when the block ends, also when `stop_if_asked` has ended it.
         """
@@ -145,8 +145,8 @@ class Run:
             yield 0
             return
         state = self.state(model, optimizer)
-        if self._args.resume:
-            self._first_step = self._checkpoint.load(state, self._args.steps)
+        if self._args.resume or (self._args.auto_resume and self._checkpoint.exists()):
+            self._first_step = self._checkpoint.load(state, self._args.steps, self._args.auto_resume)
         with ExitStack() as handlers:
             self._stop_request = handlers.enter_context(StopRequest())
             try:
@@ -226,19 +226,18 @@ class Run:
         return model(x)
 
     def stop_if_asked(self, step: int) -> None:
-        """End the training after this step if a rank was asked to, by Ctrl-C; only with --checkpoint.
+        """End the training after this step if a rank was asked to (lab/interrupt.py); only with --checkpoint.
 
         Raises Stopped on all ranks: otherwise one would wait in a collective for a rank that has left.
         """
         if self._stop_request is None or step + 1 == self._args.steps:
             return
-        asked = torch.tensor([self._stop_request.requested], dtype=torch.uint8).to(self._cluster.device)
+        asked = torch.tensor([self._stop_request.exit_code], dtype=torch.uint8).to(self._cluster.device)
         all_reduce(asked, op="max", pattern=self.pattern)
         if asked:
-            raise Stopped(
-                f"stopped after step {step + 1} of {self._args.steps}; the checkpoint is in "
-                f"{self._args.checkpoint}, and --resume goes on from there."
-            )
+            done, where = f"step {step + 1} of {self._args.steps}", self._args.checkpoint
+            sentence = f"stopped after {done}; the checkpoint is in {where}, and --resume goes on from there."
+            raise Stopped(sentence, int(asked))
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.

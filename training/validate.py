@@ -25,8 +25,14 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     validate_numbers(args.steps, args.batch_size, args.lr, args.seed)
     validate_folder_name("--checkpoint", args.checkpoint)
     validate_folder_name("--trace", args.trace)
-    if args.resume and args.checkpoint is None:
-        raise WorkbookError("--resume needs to know from where: name the folder with --checkpoint.")
+    if (args.resume or args.auto_resume) and args.checkpoint is None:
+        option = "--resume" if args.resume else "--auto-resume"
+        raise WorkbookError(f"{option} needs to know from where: name the folder with --checkpoint.")
+    if args.resume and args.auto_resume:
+        raise WorkbookError(
+            "--resume refuses a folder without a checkpoint, and --auto-resume starts at step 0 there: "
+            "give one of them."
+        )
     validate_shares(args.batch_size, sharing)
     mine, parts = args.batch_size // sharing, getattr(args, "grad_acc_steps", 1)
     if parts < 1:

@@ -85,7 +85,7 @@ def test_a_run_stopped_by_ctrl_c_in_stage_1_on_three_ranks_resumes_in_stage_3_on
         return train(cluster, "zero3", checkpoint=str(tmp_path), resume=True, **settings)
 
     [said] = set(run_ranks(stop, 3))
-    assert said.startswith(f"stopped after step 3 of {STEPS};")
+    assert said.startswith(f"130: stopped after step 3 of {STEPS};")
     ended, _ = run_ranks(go_on, 2)
     unbroken, *_ = run_ranks(lambda cluster: train(cluster, "zero1", **settings), 3)
     assert (ended["steps"], ended["replicas_equal"]) == (3, True)

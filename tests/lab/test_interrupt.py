@@ -2,13 +2,16 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from lab import interrupt
+from lab.errors import Stopped
 from lab.interrupt import FORWARDED_SECONDS, StopRequest
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
+HANDLED = [*BOTH, signal.SIGUSR1]
 
 
 @pytest.fixture
@@ -25,7 +28,16 @@ def send(signum: signal.Signals) -> None:
 
 
 def handlers() -> list[object]:
-    return [signal.getsignal(signum) for signum in BOTH]
+    return [signal.getsignal(signum) for signum in HANDLED]
+
+
+@pytest.fixture
+def blocked() -> Iterator[None]:
+    """Block SIGUSR1, as the launcher does for its ranks."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("signum", BOTH)
@@ -37,6 +49,36 @@ def test_the_first_signal_requests_a_stop_and_says_so_in_a_line(signum, capfd):
     assert stop.requested
     out, err = capfd.readouterr()
     assert out == "" and err.strip() == "stopping after this step; a second Ctrl-C stops at once"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_sigusr1_requests_a_stop_by_the_scheduler_however_often_it_comes(clock, capfd, times):
+    with StopRequest() as stop:
+        for _ in range(times):
+            send(signal.SIGUSR1)
+            clock[0] += FORWARDED_SECONDS + 0.01
+        assert stop.requested and stop.exit_code == Stopped.BY_SCHEDULER
+    assert capfd.readouterr().err.strip() == "stopping after this step, because the scheduler asks for it"
+
+
+@pytest.mark.parametrize("signum", BOTH)
+@pytest.mark.parametrize("scheduler_is_first", [True, False])
+def test_a_stop_by_the_user_outweighs_one_by_the_scheduler(clock, signum, scheduler_is_first):
+    signals = [signal.SIGUSR1, signum] if scheduler_is_first else [signum, signal.SIGUSR1]
+    with StopRequest() as stop:
+        for each in signals:
+            send(each)
+            clock[0] += FORWARDED_SECONDS + 0.01
+        assert stop.exit_code == Stopped.BY_USER > Stopped.BY_SCHEDULER
+
+
+def test_of_a_sigusr1_that_the_launcher_has_blocked_an_early_one_is_not_lost_and_a_late_one_is_ignored(
+    blocked,
+):
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # pytest's other threads do not block it
+    with StopRequest() as stop:
+        assert stop.exit_code == Stopped.BY_SCHEDULER
+    send(signal.SIGUSR1)
 
 
 def test_without_a_signal_nothing_is_requested_or_said(capfd):

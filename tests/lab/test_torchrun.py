@@ -33,6 +33,24 @@ time.sleep(60)
 """
 
 
+# Each rank is started, begins when it may, and ends when it is asked to stop.
+STOPS = """
+import os, sys, time
+from pathlib import Path
+from lab.interrupt import StopRequest
+
+folder = Path(sys.argv[1])
+(folder / os.environ["RANK"]).write_text(str(os.getpid()))
+while not (folder / "begin").exists():
+    time.sleep(0.01)
+with StopRequest() as stop:
+    deadline = time.monotonic() + 20
+    while not stop.requested and time.monotonic() < deadline:
+        time.sleep(0.01)
+time.sleep(0.5)  # the other rank must be asked, too
+sys.exit(stop.exit_code)
+"""
+
 # Rank 0 waits in a collective for rank 1, which does not come.
 TRAINS = """
 import os, sys, time
@@ -140,6 +158,25 @@ def test_ranks_whose_launcher_is_killed_end_with_a_sentence(tmp_path, script):
     said = f"the launcher (process {torchrun.pid}) has died, so this rank ends."
     last_words = [line for line in err.splitlines() if " of 2: " not in line]
     assert sorted(last_words) == [f"rank 0: {said}", f"rank 1: {said}"]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_sigusr1_reaches_all_ranks_whose_exit_code_becomes_the_launchers(tmp_path, is_early):
+    with launch(tmp_path, STOPS) as torchrun:
+        try:
+            pids_of_ranks(tmp_path)
+            if not is_early:
+                (tmp_path / "begin").touch()
+                time.sleep(0.2)
+            torchrun.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+            (tmp_path / "begin").touch()
+            _, err = torchrun.communicate(timeout=20)
+        finally:
+            torchrun.kill()
+    assert torchrun.returncode == 75
+    notice = "stopping after this step, because the scheduler asks for it"
+    assert [line for line in err.splitlines() if line] == [notice, notice]
 
 
 @pytest.mark.parametrize("times", [1, 3])

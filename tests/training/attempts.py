@@ -30,10 +30,12 @@ def the_one_sentence(texts: Iterable[str]) -> str:
     return text
 
 
-def interrupted(cluster: Cluster, name: str, where: str, at: int, rank: int, **changes: Any) -> str:
-    """Train, with a Ctrl-C for one rank when it calls this method of Run for the `at`-th time.
+def interrupted(
+    cluster: Cluster, name: str, where: str, at: int, rank: int, by: int = signal.SIGINT, **changes: Any
+) -> str:
+    """Train, with a signal for one rank when it calls this method of Run for the `at`-th time.
 
-    Returns what Stopped says; "" if the run came to its end.
+    Returns the code and sentence of Stopped; "" if the run came to its end.
     """
     original, calls = getattr(Run, where), 0
 
@@ -41,12 +43,12 @@ def interrupted(cluster: Cluster, name: str, where: str, at: int, rank: int, **c
         nonlocal calls
         calls += 1
         if calls == at and cluster.rank == rank:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), by)
         return original(*args, **kwargs)
 
     with mock.patch.object(Run, where, method):
         try:
             train(cluster, name, **changes)
         except Stopped as stopped:
-            return str(stopped)
+            return f"{stopped.exit_code}: {stopped}"
     return ""

@@ -41,7 +41,7 @@ def test_after_ctrl_c_on_one_rank_all_stop_after_the_same_step_and_can_go_on(
         return said, train(cluster, name, checkpoint=str(tmp_path), resume=True)["replica_digest"]
 
     [(said, resumed)] = set(run_ranks(work, world_size))
-    assert said.startswith(f"stopped after step {last_step} of {STEPS};")
+    assert said.startswith(f"130: stopped after step {last_step} of {STEPS};")
     assert str(tmp_path) in said and "\n" not in said
     assert resumed == everyones_summaries(world_size)[name][0]["replica_digest"]
 
