@@ -22,7 +22,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test exercises notebooks check-exercises check-notebooks site check-site containers rehearse lint clean
+.PHONY: help setup run test exercises notebooks check-exercises check-notebooks site check-site containers slurm rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
@@ -58,6 +58,9 @@ check-site: $(READY) ## build the site in a temporary folder, and test it
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)
+
+slurm: $(READY) ## test scripts/slurm.sbatch with a real Slurm on this machine (needs slurm-wlm; 3 minutes)
+	@$(PY) -m pytest tests/slurm $(ARGS)
 
 rehearse: $(READY) ## test the code for GPUs on your GPUs, else on fake ones (a C++ compiler, two minutes once)
 	@$(PY) -m tests.fake_gpu $(ARGS)
