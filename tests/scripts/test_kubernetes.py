@@ -1,0 +1,138 @@
+"""scripts/kubernetes.yaml is valid, fits the image, and its command trains, is evicted and goes on."""
+
+import copy
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab import checkpoint
+from lab.errors import Stopped
+from tests.scripts.kubernetes import ROOT, command_of_pod, errors_of, objects, small_job
+
+OBJECTS = objects()
+JOB, SERVICE, POLICY = (OBJECTS[kind] for kind in ("Job", "Service", "NetworkPolicy"))
+SPEC = JOB["spec"]
+POD = SPEC["template"]["spec"]
+[CONTAINER] = POD["containers"]
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_every_field_is_one_of_the_api_and_has_its_type(kind):
+    versions = {"Job": "batch/v1", "Service": "v1", "NetworkPolicy": "networking.k8s.io/v1"}
+    assert OBJECTS[kind]["apiVersion"] == versions[kind]
+    assert errors_of(OBJECTS[kind], kind) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"completion": 2}, ".spec.completion: unknown field of JobSpec"),
+        ({"completions": "2"}, ".spec.completions: '2' is no int"),
+        ({"completions": True}, ".spec.completions: True is no int"),
+        ({"podFailurePolicy": []}, ".spec.podFailurePolicy: no PodFailurePolicy"),
+        ({"podFailurePolicy": {"rules": {}}}, ".spec.podFailurePolicy.rules: no list"),
+    ],
+)
+def test_a_wrong_field_would_be_found(change, error):
+    job = copy.deepcopy(JOB)
+    job["spec"] |= change
+    assert errors_of(job, "Job") == [error]
+
+
+def test_the_pods_have_the_names_under_which_they_look_for_each_other():
+    labels = SPEC["template"]["metadata"]["labels"]
+    assert SERVICE["spec"]["selector"].items() <= labels.items()
+    assert POLICY["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert POD["subdomain"] == SERVICE["metadata"]["name"]
+    assert SERVICE["spec"]["clusterIP"] == "None" and SERVICE["spec"]["publishNotReadyAddresses"] is True
+    first = f"{JOB['metadata']['name']}-0.{SERVICE['metadata']['name']}"
+    assert f"--master-addr={first}" in CONTAINER["args"]
+    assert SPEC["completionMode"] == "Indexed"
+    assert SPEC["completions"] == SPEC["parallelism"]
+    assert f"--nnodes={SPEC['completions']}" in CONTAINER["args"]
+
+
+def test_the_containers_run_without_root_and_write_only_to_their_volumes():
+    assert POD["securityContext"]["runAsNonRoot"] is True and POD["securityContext"]["runAsUser"] > 0
+    assert CONTAINER["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert POD["automountServiceAccountToken"] is False
+    volumes = {volume["name"] for volume in POD["volumes"]}
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == volumes
+    mounted = [mount["mountPath"] for mount in CONTAINER["volumeMounts"]]
+    assert "WORKDIR /workbook\n" in (ROOT / "Dockerfile").read_text()
+    assert "/workbook/checkpoints" in mounted and "--checkpoint=checkpoints/workbook" in CONTAINER["args"]
+
+
+def test_a_pod_that_saved_and_stopped_is_no_failure_and_a_wrong_command_line_is_not_tried_again():
+    rules = {
+        rule["action"]: rule["onExitCodes"]
+        for rule in SPEC["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
+    assert {rule["containerName"] for rule in rules.values()} == {CONTAINER["name"]}
+    by_sigterm = 128 + signal.SIGTERM  # of the launcher
+    assert rules["Ignore"]["values"] == [Stopped.BY_SCHEDULER, Stopped.BY_USER, by_sigterm]
+    assert rules["FailJob"]["values"] == [2]
+    assert POD["restartPolicy"] == "Never"  # only then a policy is allowed
+    [timeout] = (int(arg.partition("=")[2]) for arg in CONTAINER["args"] if "--shutdown-timeout" in arg)
+    assert timeout < POD["terminationGracePeriodSeconds"]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start_pods(folder: Path, steps: int) -> list[subprocess.Popen[str]]:
+    """Start the command of each pod as a process, with a script that is small."""
+    meeting = {"--master-addr=": "127.0.0.1", "--master-port=": str(free_port())}
+    job = small_job(JOB, steps, meeting | {"--checkpoint=": str(folder)})
+    pods = []
+    for index in range(SPEC["completions"]):
+        (program, *rest), environment = command_of_pod(job, index)
+        assert program == "python"
+        pods.append(
+            subprocess.Popen(
+                [sys.executable, *rest],
+                cwd=ROOT,
+                env=os.environ | environment | {"HOME": os.environ.get("HOME", "/tmp")},
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    return pods
+
+
+def ended(pods: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    try:
+        outputs = [pod.communicate(timeout=120)[0] for pod in pods]
+        return [(pod.returncode, output) for pod, output in zip(pods, outputs, strict=True)]
+    finally:
+        for pod in pods:
+            pod.kill()
+
+
+def test_when_a_pod_is_evicted_all_save_and_stop_and_their_successors_go_on(tmp_path):
+    pods = start_pods(tmp_path, 1_000_000)
+    assert pods[0].stdout is not None
+    assert any("step 1/" in line for line in pods[0].stdout)
+    pods[1].send_signal(signal.SIGTERM)
+    (code, output), (code_of_evicted, _) = ended(pods)
+    assert {code, code_of_evicted} <= {Stopped.BY_USER, 128 + signal.SIGTERM}, output
+    saved = checkpoint.unpack(checkpoint.read(tmp_path), "")["step"]
+    assert f"stopped after step {saved} of" in output
+    (code, output), (other, _) = ended(start_pods(tmp_path, saved + 5))
+    assert (code, other) == (0, 0), output
+    assert re.search(rf"step {saved + 5}/{saved + 5} ", output) and "replicas_equal" in output
