@@ -57,6 +57,16 @@ PLAIN_TOPICS = (
         "gradients?",
     ),
     (
+        ("no later change",),
+        "A save that goes on in the background must write what there was when it began: is all of it copied "
+        "before the call returns, the tensors and also where the run is in its data?",
+    ),
+    (
+        ("becomes visible",),
+        "An incomplete checkpoint looks complete: does it get its final name before the last of its files is "
+        "on disk, on every rank?",
+    ),
+    (
         ("after an evaluation",),
         "An evaluation must leave the model as it was: is it in training mode again?",
     ),
