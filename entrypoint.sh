@@ -31,6 +31,7 @@ pipeline_1f1b                          pipeline_parallel/train_1f1b.py          
 pipeline_interleaved                   pipeline_parallel/train_interleaved.py          interleaved 1F1B: several small stages on each rank, and a smaller bubble
 pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          zero bubble: the backward in two halves, and weight gradients fill the bubble
 pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop
+hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data and tensor parallelism at once, on one mesh of ranks
 TABLE
 }
 

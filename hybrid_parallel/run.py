@@ -29,6 +29,8 @@ def stream_of(rank: int, sizes: ParallelSizes) -> int:
 class Run(training.run.Run):
     """One rank's side of a training on a mesh."""
 
+    has_formula = False
+
     def __init__(self, cluster: Cluster, args: HybridArgs) -> None:
         super().__init__(cluster, args, "hybrid")
         self.mesh = Mesh(cluster, self.sizes)

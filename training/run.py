@@ -64,6 +64,7 @@ class Run:
     """
 
     not_measured: str | None = None
+    has_formula = True  # of the traffic
     _all_ranks_save = False  # in a folder that they share
 
     def __init__(
@@ -269,8 +270,8 @@ class Run:
             predicted_step_seconds=self._predicted_seconds(by_step),
             alpha_seconds=self._link.alpha,
             beta_seconds_per_byte=self._link.beta,
-            bytes_formula=self._expected.bytes_sent,
-            messages_formula=self._expected.messages_sent,
+            bytes_formula=self._expected.bytes_sent if self.has_formula else None,
+            messages_formula=self._expected.messages_sent if self.has_formula else None,
             **self._validation,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],
