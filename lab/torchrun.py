@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from lab.errors import Stopped
+from lab.errors import Stopped, reason
 from lab.interrupt import FROM_SCHEDULER
 
 REPEAT_SECONDS = 5
@@ -29,7 +29,7 @@ REPEAT_SECONDS = 5
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, _interrupt)
     _pass_stop_requests_on()
-    from torch.distributed import run
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -52,6 +52,13 @@ def main(argv: list[str]) -> int:
         )
         print(f"rank {rank} {how}; the others were stopped.", file=sys.stderr)
         return max(failure.exitcode, 1)
+    except DistError as error:
+        print(
+            f"The machines do not meet ({reason(error).rstrip('.')}); start all of them with the "
+            "address and a free port of machine 0.",
+            file=sys.stderr,
+        )
+        return 1
     except SignalException as stop:
         print("stopped all ranks.", file=sys.stderr)
         return 128 + stop.sigval

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.comm.places import free_port
 
 LAUNCH = [
     sys.executable,
@@ -177,6 +180,21 @@ def test_sigusr1_reaches_all_ranks_whose_exit_code_becomes_the_launchers(tmp_pat
     assert torchrun.returncode == 75
     notice = "stopping after this step, because the scheduler asks for it"
     assert [line for line in err.splitlines() if line] == [notice, notice]
+
+
+def test_a_machine_that_does_not_reach_the_first_one_says_so_in_a_sentence():
+    port = free_port()
+    options = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    done = subprocess.run(
+        [*LAUNCH, *options, "--rdzv-conf=timeout=1", "no_such_script.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    sentence = rf"The machines do not meet \(.*127.0.0.1, {port}\)\); start all of them with .*"
+    assert re.fullmatch(sentence, done.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -1,0 +1,181 @@
+"""scripts/launch_training.sh: what it starts, and what it refuses. Only the last test starts ranks."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.comm.places import free_port
+from tests.run_modes import ROOT
+
+SCRIPT = ROOT / "scripts" / "launch_training.sh"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Run the script in an empty folder, with a torchrun that prints its arguments, one a line, and exits 7.
+
+    The python that reads the configuration is a stub, too, unless `python` is given: it asks for 8 processes.
+    """
+    torchrun = tmp_path / "fake torchrun"
+    torchrun.mkdir()
+    (torchrun / "torchrun").write_text(
+        '#!/usr/bin/env bash\nprintf "%s\\n" "$OMP_NUM_THREADS" "$@"\nexit 7\n'
+    )
+    (torchrun / "python3").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" >&2\necho 8\n')
+    for file in torchrun.iterdir():
+        file.chmod(0o755)
+    copy = tmp_path / "a copy" / "scripts" / SCRIPT.name  # beside it there is no .venv
+    copy.parent.mkdir(parents=True)
+    shutil.copy(SCRIPT, copy)
+
+    def run(*words: str, script: Path = copy, **env: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": f"{torchrun}:{os.environ['PATH']}", "TORCHRUN": "torchrun"} | env
+        command = ["bash", str(script), *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+
+    return run
+
+
+def root_of(done: subprocess.CompletedProcess[str]) -> Path:
+    return Path(done.args[1]).parent.parent
+
+
+def test_it_starts_torchrun_with_the_number_of_processes_and_ends_with_its_exit_code(launch):
+    done = launch("--config", "my config.yaml", "--steps", "5", "--link", "a *", OMP_NUM_THREADS="3")
+    train = str(root_of(done) / "hybrid_parallel" / "train_hybrid.py")
+    words = ["--config", "my config.yaml", "--steps", "5", "--link", "a *"]
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == ["3", "--max-restarts=0", "--nproc-per-node=8", train, *words]
+    assert done.stderr.splitlines() == ["-P", "-m", "hybrid_parallel.config", *words]
+
+
+def test_without_an_override_and_with_restarts(launch):
+    done = launch("--config=c.yaml", "--max_restarts=2")
+    train = str(root_of(done) / "hybrid_parallel" / "train_hybrid.py")
+    assert done.stdout.splitlines() == [
+        "1",
+        "--max-restarts=2",
+        "--nproc-per-node=8",
+        train,
+        "--config",
+        "c.yaml",
+    ]
+
+
+def test_each_machine_of_several_starts_its_part_and_meets_at_the_first(launch):
+    machines = ["--nnodes", "2", "--node_rank=1", "--master-addr", "node0"]
+    for port, words in (("29500", []), ("1234", ["--master-port", "1234"])):
+        done = launch(*machines, "--config", "c.yaml", *words, "--tensor", "4")
+        assert done.returncode == 7, done.stderr
+        assert done.stdout.splitlines()[1:-5] == [
+            "--max-restarts=0", "--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--rdzv-backend=static",
+            f"--rdzv-endpoint=node0:{port}", "--rdzv-id=hybrid",
+        ]  # fmt: skip
+        assert done.stdout.splitlines()[-4:] == ["--config", "c.yaml", "--tensor", "4"]
+
+
+MACHINES = {"--nnodes": "2", "--node-rank": "0", "--master-addr": "node0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"--nnodes": "0"}, "--nnodes is '0'; it must be the number of machines, 1 or more."),
+        ({"--nnodes": "two"}, "--nnodes is 'two'; it must be the number of machines, 1 or more."),
+        ({"--nnodes": "3"}, "num_gpus is 8, which 3 machines cannot share equally; choose a multiple of 3."),
+        ({"--nnodes": None}, "--node-rank and --master-addr need --nnodes, the number of machines."),
+        ({"--node-rank": "2"}, "--node-rank is '2'; it must be from 0 to 1."),
+        ({"--node-rank": "-1"}, "--node-rank is '-1'; it must be from 0 to 1."),
+        ({"--node-rank": None}, "--nnodes needs --node-rank, this machine's number from 0 to 1."),
+        ({"--master-addr": None}, "--nnodes needs --master-addr, the address of machine 0."),
+        ({"--master-port": "0"}, "--master-port is '0'; it must be from 1 to 65535."),
+        ({"--master-port": "x"}, "--master-port is 'x'; it must be from 1 to 65535."),
+        ({"--max-restarts": "often"}, "--max-restarts is 'often'; it must be 0 or more."),
+        ({"--nnodes": ""}, "--nnodes has no value."),
+        ({"--config": None}, "There is no --config FILE."),
+    ],
+)
+def test_machines_that_make_no_sense_are_refused_before_any_start(launch, changes: dict, said: str):
+    options = {"--config": "c.yaml"} | MACHINES | changes
+    done = launch(*(f"{name}={value}" for name, value in options.items() if value is not None))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == said
+
+
+def test_an_option_without_a_value_is_refused(launch):
+    for words in (["--config"], ["--config", "--nnodes", "2"], ["--config", "c.yaml", "--nnodes"]):
+        done = launch(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.endswith("has no value.\n")
+
+
+def test_the_usage_names_every_option(launch):
+    done = launch("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    options = [*re.findall(r"(--[a-z-]+) \|", SCRIPT.read_text()), "--max-restarts"]
+    assert len(options) >= 6 and all(option in done.stdout for option in options)
+    assert launch().stderr.startswith(done.stdout), "so does a call without options"
+
+
+def test_without_python_it_says_what_to_do(launch, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    done = launch("--config", "c.yaml", PATH=str(tools))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"There is no Python here; run `make setup` in .*a copy first\.\n", done.stderr)
+
+
+def test_a_mistake_in_the_configuration_is_refused_before_any_start(launch, tmp_path):
+    (tmp_path / "hybrid_parallel").mkdir()  # a folder of this name in the current one is not imported
+    (tmp_path / "hybrid_parallel" / "__init__.py").touch()
+    (tmp_path / "c.yaml").write_text("num_gpus: 4\ntensr: 2\n")
+    python = tmp_path / "fake torchrun" / "python3"
+    python.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
+    done = launch("--config", "c.yaml", script=SCRIPT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "c.yaml, line 2: there is no key 'tensr'; did you mean tensor?\n"
+
+
+def test_two_machines_meet_and_each_starts_its_ranks(tmp_path):
+    """The rendezvous is real, and both machines are this one. What it starts prints its environment."""
+    copy = tmp_path / "scripts" / SCRIPT.name
+    copy.parent.mkdir()
+    shutil.copy(SCRIPT, copy)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    train = tmp_path / "hybrid_parallel" / "train_hybrid.py"
+    train.parent.mkdir()
+    train.write_text(
+        "import os, sys\n"
+        "said = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'LOCAL_RANK')]\n"
+        "os.write(1, ' '.join([*said, *sys.argv[3:]]).encode() + b'\\n')  # at once: ranks share the pipe\n"
+    )
+    (tmp_path / "c.yaml").write_text("num_gpus: 4\n")
+    port = free_port()
+    env = {name: value for name, value in os.environ.items() if name not in ("TORCHRUN", "OMP_NUM_THREADS")}
+    command = ["bash", str(copy), "--config", "c.yaml", "--nnodes=2", "--master-addr=127.0.0.1"]
+    machines = [
+        subprocess.Popen(
+            [*command, f"--master-port={port}", f"--node-rank={rank}", "--steps", "9"],
+            env=env,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in (1, 0)
+    ]
+    second, first = (machine.communicate(timeout=240) for machine in machines)
+    assert [machine.returncode for machine in machines] == [0, 0], (first, second)
+    assert sorted(first[0].splitlines()) == ["0 4 0 0 --steps 9", "1 4 0 1 --steps 9"], first
+    assert sorted(second[0].splitlines()) == ["2 4 1 0 --steps 9", "3 4 1 1 --steps 9"], second
+    assert first[1] == second[1] == ""
