@@ -7,7 +7,7 @@ error.
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TypeVar
 
@@ -32,10 +32,17 @@ class Usage(WorkbookError):
         self.exit_code = exit_code
 
 
-def start(main: Callable[[Cluster, Arguments], object], arguments: type[Arguments]) -> None:
-    """Join the other ranks, read the command line, call `main(cluster, arguments)`, and leave together."""
+def start(
+    main: Callable[[Cluster, Arguments], object],
+    arguments: type[Arguments],
+    read: Callable[[Sequence[str], Cluster], Arguments] | None = None,
+) -> None:
+    """Join the other ranks, read the command line, call `main(cluster, arguments)`, and leave together.
+
+    `read(words, cluster)` reads the command line in place of `command_line`.
+    """
     with joined() as cluster:
-        main(cluster, command_line(arguments))
+        main(cluster, command_line(arguments) if read is None else read(sys.argv[1:], cluster))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.model import GPT
 from training.arguments import TrainArgs
 from training.evaluation import Sums, sums_of
@@ -46,6 +47,9 @@ class Run(training.run.Run):
         refuse_sizes(sizes, self._config, args.batch_size, cluster.world_size)
         self._share = (cluster.rank // sizes.tensor % sizes.data, sizes.data)
         self._stream = stream_of(cluster.rank, sizes)
+        for option in ("checkpoint", "metronome"):
+            if getattr(args, option) is not None:
+                raise WorkbookError(f"--{option} is not offered by the hybrid training yet; leave it out.")
         super()._validate(args)
 
     def hybrid(self) -> HybridParallel:

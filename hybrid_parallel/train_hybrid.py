@@ -1,6 +1,7 @@
 """Train with pipeline, data and tensor parallelism at once, as one set of sizes says.
 
     torchrun --nproc-per-node=8 hybrid_parallel/train_hybrid.py --pipeline 2 --tensor 2 --microbatches 4
+    bash scripts/launch_training.sh --config configs/config.yaml
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
@@ -20,6 +21,7 @@ sizes.py says which sizes make sense together.
 
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.auto import read_arguments
 from hybrid_parallel.run import Run
 from lab.cluster import Cluster
 from lab.timeline import span
@@ -43,4 +45,4 @@ def main(cluster: Cluster, args: HybridArgs) -> None:
 
 
 if __name__ == "__main__":
-    start(main, HybridArgs)
+    start(main, HybridArgs, read=read_arguments)

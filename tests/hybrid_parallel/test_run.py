@@ -7,6 +7,7 @@ import pytest
 
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.auto import Planner
 from hybrid_parallel.run import Run, stream_of
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
@@ -51,6 +52,24 @@ def test_sizes_that_make_no_sense_are_one_sentence_on_all_ranks(capfd):
     with pytest.raises(RankError, match="zero is 2 beside a pipeline"):
         run_ranks(
             lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, pipeline=2, zero=2)), 2
+        )
+
+
+def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given():
+    def chosen(cluster: Cluster) -> list[ParallelSizes]:
+        args = HybridArgs(batch_size=16, size="tiny", layers=4)
+        return [Planner(cluster)(args, 2, given) for given in ({}, {"pipeline": 2})]
+
+    free, given = run_ranks(chosen, 2)[0]
+    assert run_ranks(chosen, 2)[1][1] == given
+    assert free.world_size == given.world_size == given.pipeline == 2
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "metronome"])
+def test_an_option_without_effect_is_refused(option):
+    with pytest.raises(RankError, match=f"--{option} is not offered by the hybrid training yet"):
+        run_ranks(
+            lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, **{option: "20ms"})), 1
         )
 
 

@@ -1,0 +1,55 @@
+"""Let the planner choose how the ranks of a run are divided: `sharding_strategy: auto`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from comm.cost import Link
+from comm.exchange import on_main
+from comm.point_to_point import measure_link
+from comm.transport import slow_link
+from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.config import read_command_line
+from hybrid_parallel.machine import MACHINES, Machine, machine_of, this_machine
+from hybrid_parallel.planner import choose, plans
+from hybrid_parallel.shapes import workbook_shape
+from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+
+
+def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
+    """Return the arguments of train_hybrid.py. All ranks must call it."""
+    return read_command_line(words, cluster.world_size, Planner(cluster))
+
+
+class Planner:
+    """Chooses the sizes of a run by what its ranks measure: the link between them, and the rate of computing.
+
+    All ranks call it. Rank 0 chooses, and the others get its choice: what they measure differs a little.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __call__(self, args: HybridArgs, num_processes: int, given: Mapping[str, Any]) -> ParallelSizes:
+        link = slow_link.parse(args.link) if args.link else measure_link(device=self._cluster.device)
+
+        def chosen() -> dict[str, Any]:
+            machine = self._machine(num_processes, link)
+            shape = dataclasses.replace(workbook_shape(args.size), num_layers=args.layers)
+            found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
+            return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
+
+        return ParallelSizes(**on_main(self._cluster, "choose a plan", chosen))
+
+    def _machine(self, ranks: int, link: Link) -> Machine:
+        if self._cluster.device.type == "cpu":
+            return this_machine(ranks, link)
+        name = torch.cuda.get_device_name(self._cluster.device).lower()
+        known = [device for device in MACHINES if device.partition("-")[0] in name]
+        if not known:
+            raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
+        return machine_of(known[-1], ranks, link)
