@@ -1,6 +1,9 @@
 """Run train_hybrid.py: each replica has its slice of the batch, and the report is on the full model."""
 
 import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -8,14 +11,18 @@ from torch import Tensor, nn
 
 import training.run
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
+from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
+from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_optimizer_steps
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.errors import Complete, Stopped, WorkbookError
+from lab.interrupt import StopRequest
 from lab.model import GPT
 from training.arguments import TrainArgs
 from training.evaluation import Sums, sums_of
+from training.validate import validate_arguments
 
 
 def stream_of(rank: int, sizes: ParallelSizes) -> int:
@@ -34,6 +41,7 @@ class Run(training.run.Run):
 
     def __init__(self, cluster: Cluster, args: HybridArgs) -> None:
         super().__init__(cluster, args, "hybrid")
+        self._args: HybridArgs = args
         self.mesh = Mesh(cluster, self.sizes)
         self.not_measured = "the axes share a rank's time, and their spans overlap"
         if cluster.is_main and not args.json:
@@ -47,10 +55,14 @@ class Run(training.run.Run):
         refuse_sizes(sizes, self._config, args.batch_size, cluster.world_size)
         self._share = (cluster.rank // sizes.tensor % sizes.data, sizes.data)
         self._stream = stream_of(cluster.rank, sizes)
-        for option in ("checkpoint", "metronome"):
-            if getattr(args, option) is not None:
-                raise WorkbookError(f"--{option} is not offered by the hybrid training yet; leave it out.")
-        super()._validate(args)
+        if args.metronome is not None:
+            raise WorkbookError("--metronome is not offered by the hybrid training yet; leave it out.")
+        if args.checkpoint_every < 0:
+            raise WorkbookError(f"--checkpoint-every {args.checkpoint_every}: it is a number of steps, or 0.")
+        validate_arguments(args, sizes.data, "gpt")
+        super()._validate(dataclasses.replace(args, checkpoint=None, resume=False, auto_resume=False))
+        if args.checkpoint is not None:
+            self._saved = BackgroundCheckpoints(args.checkpoint, cluster, args.checkpoint_keep)
 
     def hybrid(self) -> HybridParallel:
         """Return the model on the mesh. Its initial weights are those of the ranks with coordinates 0."""
@@ -60,6 +72,60 @@ class Run(training.run.Run):
         example = x[: len(x) // self.sizes.microbatches]
         self._hybrid = HybridParallel(model, self.mesh, example, torch.optim.AdamW, lr=self._args.lr)
         return self._hybrid
+
+    @contextmanager
+    def checkpointing(self, *_: Any) -> Iterator[int]:
+        """Yield the number of the first step. Save at the end, also if `stop_if_asked` has ended the run."""
+        if self._args.checkpoint is None:
+            yield 0
+            return
+        if self._args.resume or (self._args.auto_resume and self._saved.latest() is not None):
+            self._first_step = self._load()
+        with ExitStack() as handlers:
+            self._stop_request = handlers.enter_context(StopRequest())
+            try:
+                yield self._first_step
+            finally:
+                if sys.exc_info()[0] in (None, Stopped):
+                    self.save()
+                    self._saved.wait()
+            self._until_reported = handlers.pop_all()
+
+    def save_if_due(self, step: int) -> None:
+        """Begin to save after every --checkpoint-every steps; the training goes on meanwhile."""
+        every = self._args.checkpoint_every
+        if self._args.checkpoint is not None and every and (step + 1) % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Begin to save the state after the last step."""
+        hybrid, done = self._hybrid, self._first_step + self._steps_done
+        extra = {"made_with": self._made_with(), "optimizer_steps": optimizer_steps(hybrid)}
+        tied = {f"model/{second}": f"model/{first}" for second, first in first_names(hybrid).items()}
+        self._saved.save(done, pieces_of(hybrid), extra, tied)
+
+    def _load(self) -> int:
+        """Load the newest checkpoint, of any mesh, and return its number of steps."""
+        args, step = self._args, self._saved.latest()
+        if step is None:
+            raise WorkbookError(f"{args.checkpoint} has no checkpoint to resume from.")
+        extra = self._saved.load(step, pieces_of(self._hybrid))[0]
+        if extra["made_with"] != (here := self._made_with()):
+            raise WorkbookError(
+                f"The checkpoint was made with {extra['made_with']}, and this run has {here}; give the same "
+                "arguments, or another folder."
+            )
+        if step >= args.steps and args.auto_resume:
+            raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
+        if step >= args.steps:
+            raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
+        set_optimizer_steps(self._hybrid, extra["optimizer_steps"])
+        return step
+
+    def _made_with(self) -> dict[str, Any]:
+        """Let any mesh go on from the checkpoint of any other."""
+        same = ("size", "layers", "batch_size", "lr", "seed")
+        return {"run_mode": "hybrid"} | {name: getattr(self._args, name) for name in same}
 
     def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return a replica's sums on one of its ranks: the last stage's, and there the first tensor rank."""

@@ -30,17 +30,20 @@ from lab.timeline import span
 def main(cluster: Cluster, args: HybridArgs) -> None:
     run = Run(cluster, args)
     hybrid = run.hybrid()
-    for step in range(args.steps):
-        x, y = run.batch(step)
-        with run.step() as record:
-            hybrid.optimizer.zero_grad()
-            loss = hybrid.backward(x, y)
-            if args.clip is not None:
-                hybrid.clip_grad_norm_(args.clip)
-            with span("step", "optimizer"):
-                hybrid.optimizer.step()
-            record.loss = run.mean_loss(loss)
-        run.evaluate(step, hybrid.module)
+    with run.checkpointing(hybrid) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                hybrid.optimizer.zero_grad()
+                loss = hybrid.backward(x, y)
+                if args.clip is not None:
+                    hybrid.clip_grad_norm_(args.clip)
+                with span("step", "optimizer"):
+                    hybrid.optimizer.step()
+                record.loss = run.mean_loss(loss)
+            run.evaluate(step, hybrid.module)
+            run.save_if_due(step)
+            run.stop_if_asked(step)
     run.finish(hybrid.module)
 
 

@@ -65,12 +65,9 @@ def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given
     assert free.world_size == given.world_size == given.pipeline == 2
 
 
-@pytest.mark.parametrize("option", ["checkpoint", "metronome"])
-def test_an_option_without_effect_is_refused(option):
-    with pytest.raises(RankError, match=f"--{option} is not offered by the hybrid training yet"):
-        run_ranks(
-            lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, **{option: "20ms"})), 1
-        )
+def test_an_option_without_effect_is_refused():
+    with pytest.raises(RankError, match="--metronome is not offered by the hybrid training yet"):
+        run_ranks(lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, metronome="20ms")), 1)
 
 
 def test_replicas_and_stages_draw_masks_of_their_own():

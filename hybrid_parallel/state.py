@@ -1,0 +1,102 @@
+"""Say which elements of the full model and of its optimizer's state a rank of a mesh has.
+
+      axis        what is left of a parameter         as a piece
+      pipeline    the parameters of own stages        only those; a later copy of a tied one is a replica
+      tensor      an n-th along one dimension         the box, without rows that pad a vocabulary
+      data        with ZeRO a range of elements       the range; without ZeRO the first replica saves all
+
+The optimizer's state has the same elements. The number of steps that it has made is one number for all.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_parallel.checkpoint_pieces import Box, Piece
+from hybrid_parallel.clipping import counted_elsewhere
+from hybrid_parallel.hybrid import HybridParallel
+from lab.errors import WorkbookError
+
+STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, one number for each of the parameter's
+
+
+class Held(NamedTuple):
+    """Holds what this rank trains of one parameter: a flat range of its local tensor, from `start` on."""
+
+    name: str
+    parameter: Tensor
+    tensor: nn.Parameter
+    start: int
+
+
+def first_names(hybrid: HybridParallel) -> dict[str, str]:
+    """Return the first name of each tensor that has a second one, by the second one."""
+    return {"head.weight": "token_embedding.weight"} if hybrid.plain.config.tied else {}
+
+
+def held(hybrid: HybridParallel) -> list[Held]:
+    """Return what this rank's optimizer trains, each parameter once."""
+    first = first_names(hybrid)
+    if hybrid.sizes.zero == 3:
+        pieces = hybrid.data.pieces.items()
+        return [Held(first.get(name, name), p.parameter, p.tensor, p.start) for name, p in pieces]
+    names = {p: first.get(name, name) for name, p in hybrid.named_parameters().items()}
+    if hybrid.sizes.zero:
+        return [Held(names[p.parameter], p.parameter, p.tensor, p.start) for p in hybrid.data.pieces]
+    return [Held(name, parameter, parameter, 0) for parameter, name in names.items()]
+
+
+def pieces_of(hybrid: HybridParallel) -> list[Piece]:
+    """Return this rank's pieces of the model and of AdamW's state, whose missing tensors are made here."""
+    is_copy = counted_elsewhere(hybrid.pipeline, hybrid.tensor)
+    is_replica = not hybrid.sizes.zero and hybrid.mesh.coordinate("data") > 0
+    pieces: list[Piece] = []
+    for one in held(hybrid):
+        state = hybrid.optimizer.state[one.tensor]
+        if not state:
+            zeros = {name: torch.zeros_like(one.tensor) for name in STATES}
+            state.update({"step": torch.tensor(0.0)} | zeros)
+        for kind, tensor in [("model", one.tensor), *((f"optimizer/{name}", state[name]) for name in STATES)]:
+            shape, box, numel = _place(hybrid, one)
+            flat = tensor.detach().view(-1)[:numel]
+            replica = is_replica or one.parameter in is_copy
+            pieces.append(Piece(f"{kind}/{one.name}", flat, shape, box, one.start, replica))
+    return pieces
+
+
+def _place(hybrid: HybridParallel, one: Held) -> tuple[tuple[int, ...], Box | None, int]:
+    """Return the full shape, the box of this rank in it, and how many of the elements are no padding."""
+    local = tuple(one.parameter.shape)
+    if hybrid.tensor is None or one.name not in hybrid.tensor.dims:
+        return local, None, one.tensor.numel()
+    dim, size = hybrid.tensor.dims[one.name]
+    first = min(size, hybrid.mesh.coordinate("tensor") * local[dim])
+    end = min(size, first + local[dim])
+    box = tuple((first, end) if d == dim else (0, full) for d, full in enumerate(local))
+    shape = tuple(size if d == dim else full for d, full in enumerate(local))
+    # Padding is at the end of the first dimension, so it is at the end of the flat tensor.
+    kept = one.parameter.numel() // local[dim] * (end - first)
+    return shape, box, max(0, min(one.tensor.numel(), kept - one.start))
+
+
+def optimizer_steps(hybrid: HybridParallel) -> int:
+    """Return how many steps the optimizer has made of each of this rank's parameters."""
+    return int(max((state["step"].item() for state in _states(hybrid)), default=0))
+
+
+def set_optimizer_steps(hybrid: HybridParallel, steps: int) -> None:
+    """Let the optimizer go on after so many steps, and complete parameters that ZeRO has loaded in part."""
+    for state in _states(hybrid):
+        state["step"].fill_(steps)
+    if hybrid.sizes.zero in (1, 2):
+        hybrid.data.gather_parameters()
+
+
+def _states(hybrid: HybridParallel) -> Iterator[dict[str, Tensor]]:
+    for one in held(hybrid):
+        state = hybrid.optimizer.state[one.tensor]
+        if set(state) - {"step", *STATES}:
+            raise WorkbookError("A checkpoint of the hybrid training holds AdamW's state, without amsgrad.")
+        yield state

@@ -1,0 +1,83 @@
+"""A run on a mesh goes on from its checkpoint, on the same mesh bit for bit, and on any other."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from hybrid_parallel import export
+from hybrid_parallel.checkpoint_folder import complete_steps
+from lab.check import module_digest
+from lab.model import GPT, GPTConfig
+from lab.ranks import RankError
+from tests.hybrid_parallel.test_run import summaries
+
+Way = dict[str, Any]
+
+
+def resumed(folder: Path, first: tuple[int, Way], second: tuple[int, Way]) -> dict[str, Any]:
+    """Train 2 steps in the first way and 2 more in the second; return the second summary."""
+    (ranks_before, before), (ranks_after, after) = first, second
+    summaries(ranks_before, [before | {"steps": 2, "checkpoint": str(folder)}])
+    return summaries(ranks_after, [after | {"steps": 4, "checkpoint": str(folder), "resume": True}])[0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        (1, {}),
+        (2, {"pipeline": 2, "microbatches": 2}),
+        (4, {"tensor": 2, "zero": 1, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, way: tuple[int, Way]):
+    ranks, sizes = way
+    [straight] = summaries(ranks, [sizes | {"steps": 4}])
+    going_on = resumed(tmp_path, way, way)
+    assert going_on["steps"] == 2
+    for what in ("last_loss", "validation_loss", "replica_digest"):
+        assert going_on[what] == straight[what]
+
+
+OTHER_MESHES: list[tuple[tuple[int, Way], tuple[int, Way]]] = [
+    ((2, {"tensor": 2}), (4, {"pipeline": 2, "microbatches": 2, "zero": 1})),
+    ((2, {"zero": 3}), (4, {"tensor": 2, "zero": 1})),
+    ((4, {"pipeline": 2, "tensor": 2, "microbatches": 2}), (2, {"zero": 2})),
+]
+
+
+def test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was():
+    [straight] = summaries(1, [{"steps": 4}])
+    for first, second in OTHER_MESHES:
+        with tempfile.TemporaryDirectory() as folder:
+            going_on = resumed(Path(folder), first, second)
+        for what in ("last_loss", "validation_loss"):
+            assert going_on[what] == pytest.approx(straight[what], rel=1e-5), (first, second)
+
+
+def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay(tmp_path):
+    every = {"steps": 5, "checkpoint": str(tmp_path), "checkpoint_every": 1, "checkpoint_keep": 2}
+    summaries(2, [every])
+    assert complete_steps(tmp_path) == [4, 5]
+
+
+def test_plain_pytorch_loads_what_is_exported(tmp_path):
+    summary = summaries(2, [{"tensor": 2, "steps": 2, "checkpoint": str(tmp_path / "run")}])[0]
+    export.export(tmp_path / "run", tmp_path / "model.safetensors")
+    model = GPT(GPTConfig.named("tiny", num_layers=4))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert module_digest(model)[:16] == summary["replica_digest"]
+
+
+def test_a_run_of_other_arguments_and_an_empty_folder_are_refused(tmp_path):
+    run = {"steps": 1, "checkpoint": str(tmp_path / "a")}
+    summaries(1, [run])
+    with pytest.raises(RankError, match="The checkpoint was made with"):
+        summaries(1, [run | {"steps": 2, "resume": True, "lr": 0.5}])
+    with pytest.raises(RankError, match="has no checkpoint to resume from"):
+        summaries(1, [{"checkpoint": str(tmp_path / "b"), "resume": True}])
+    with pytest.raises(RankError, match="has 1 steps already; ask for more with --steps"):
+        summaries(1, [run | {"resume": True}])
