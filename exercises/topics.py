@@ -79,6 +79,10 @@ PLAIN_TOPICS = (
         ("does not change",),
         "What must stay as it is has changed: is a tensor of the caller written to, where a copy is needed?",
     ),
+    (
+        ("recomputation adds",),
+        "Recomputation saves memory and costs a second forward: is that time in the formula?",
+    ),
 )
 
 # For assertions about sentences.

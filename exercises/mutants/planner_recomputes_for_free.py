@@ -5,6 +5,7 @@ from hybrid_parallel.time_model import Pass, TimeModel
 
 TARGET = "hybrid_parallel.time_model.TimeModel.layer"
 KILLER = "tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers"
+CAUSE = "costs a second forward"
 
 
 def mutant(self: TimeModel, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:

@@ -152,4 +152,5 @@ def test_more_examples_take_more_activations_and_nothing_else(name: str):
 
 def test_microbatches_divide_what_a_step_holds_without_a_pipeline():
     one, four = (predict_memory(GPT, ParallelSizes(data=2, microbatches=m), 8) for m in (1, 4))
-    assert one.activations == 4 * four.activations and one.temporary == 4 * four.temporary
+    assert 4 * four.activations == one.activations
+    assert 4 * four.temporary == one.temporary
