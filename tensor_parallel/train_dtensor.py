@@ -244,6 +244,7 @@ class Args(TrainArgs):
     metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
     checkpoint: NotOffered = None  # not written for DTensors here; tensor_parallel takes it
     resume: NotOffered = None
+    auto_resume: NotOffered = None
 
 
 def main(cluster: Cluster, args: Args) -> None:

@@ -60,8 +60,9 @@ def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given
         args = HybridArgs(batch_size=16, size="tiny", layers=4)
         return [Planner(cluster)(args, 2, given) for given in ({}, {"pipeline": 2})]
 
-    free, given = run_ranks(chosen, 2)[0]
-    assert run_ranks(chosen, 2)[1][1] == given
+    of_rank_0, of_rank_1 = run_ranks(chosen, 2)
+    assert of_rank_0 == of_rank_1
+    free, given = of_rank_0
     assert free.world_size == given.world_size == given.pipeline == 2
 
 
