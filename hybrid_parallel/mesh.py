@@ -24,6 +24,7 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from comm.transport.wire import name_axis
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.gloo_threads import keep_from_preempting
@@ -43,6 +44,8 @@ class Mesh:
         self.device_mesh = init_device_mesh(cluster.device.type, shape, mesh_dim_names=AXES)
         keep_from_preempting()  # each group has threads of its own
         self.pipeline, self.data, self.tensor = map(self.device_mesh.get_group, AXES)
+        for axis in AXES:
+            name_axis(self.group(axis), axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in their coordinate along `axis` only."""

@@ -25,11 +25,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Entry:
-    """Name a row: the operation, its pattern (such as "ring"), and whether its traffic is by formula."""
+    """Name a row: the operation, its pattern (such as "ring"), and whether its traffic is by formula.
+
+    `axis` is the axis of a mesh along which the messages travel, if the group is one of a mesh.
+    """
 
     op: str
     pattern: str
     by_formula: bool = False
+    axis: str = ""
 
 
 class Ledger:
@@ -43,13 +47,13 @@ class Ledger:
         # A function that is sent to a rank and uses LEDGER means the ledger of that rank.
         return "LEDGER"
 
-    def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:
+    def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1, axis: str = "") -> None:
         """Count messages as they leave."""
-        self._add(Entry(op, pattern), Traffic(num_bytes, messages))
+        self._add(Entry(op, pattern, axis=axis), Traffic(num_bytes, messages))
 
-    def add_formula(self, op: str, pattern: str, traffic: Traffic) -> None:
+    def add_formula(self, op: str, pattern: str, traffic: Traffic, axis: str = "") -> None:
         """Add the traffic of an operation whose messages cannot be counted, by its formula."""
-        self._add(Entry(op, pattern, by_formula=True), traffic)
+        self._add(Entry(op, pattern, by_formula=True, axis=axis), traffic)
 
     def _add(self, entry: Entry, traffic: Traffic) -> None:
         with self._lock:

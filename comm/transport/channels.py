@@ -23,7 +23,15 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from comm.transport.wire import Group, global_ranks, group_of, message_device, peer_wire
+from comm.transport.wire import (
+    Group,
+    axis_of,
+    global_ranks,
+    group_of,
+    message_device,
+    name_axis,
+    peer_wire,
+)
 
 
 class Channels:
@@ -42,6 +50,7 @@ class Channels:
             for members in _groups_of_all_ranks(global_ranks(group_of(group))):
                 made = dist.new_group(members)  # every rank must call it, member or not
                 self._down = made if dist.get_rank() in members else self._down
+            name_axis(self._down, axis_of(group))
             self._connect(sorted(set(pairs)))
 
     def of(self, source: int, destination: int) -> Group:

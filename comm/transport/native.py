@@ -19,7 +19,7 @@ from comm.transport.gpu_handover import Handover, taken
 from comm.transport.handshake import RowExchange
 from comm.transport.native_handle import NativeHandle, failed
 from comm.transport.staging import goes_by_host
-from comm.transport.wire import Group, Wire
+from comm.transport.wire import Group, Wire, axis_of
 from comm.transport.work_queue import Handle, queue_of
 from lab import timeline
 from lab.ledger import LEDGER
@@ -150,7 +150,10 @@ def all_to_all(
     flat, restore = _flat(output, group)
     full_flat, _ = _flat(full, group)
     LEDGER.add_formula(
-        "all_to_all", "torch", cost.pairwise_traffic(in_sizes, full_flat.element_size(), dist.get_rank(group))
+        "all_to_all",
+        "torch",
+        cost.pairwise_traffic(in_sizes, full_flat.element_size(), dist.get_rank(group)),
+        axis_of(group),
     )
     return _start(
         "all_to_all",
@@ -283,6 +286,5 @@ def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group)
 
 def _add_formula(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    LEDGER.add_formula(
-        op, "torch", cost.traffic(op, "torch", flat.numel() * times, flat.element_size(), n, rank, root)
-    )
+    traffic = cost.traffic(op, "torch", flat.numel() * times, flat.element_size(), n, rank, root)
+    LEDGER.add_formula(op, "torch", traffic, axis_of(group))

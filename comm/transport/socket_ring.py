@@ -64,7 +64,7 @@ def _ring(
     queue: deque[memoryview] = deque()
 
     def send(segment: torch.Tensor) -> None:
-        LEDGER.count(name, sockets.pattern, segment.nbytes)
+        LEDGER.count(name, sockets.pattern, segment.nbytes, axis=sockets.axis)
         queue.append(_bytes_of(segment))
 
     # A piece is added as it arrives and stays in the cache. A segment goes on when all its pieces are added.

@@ -23,7 +23,7 @@ from comm.transport.connections import SocketIn, SocketOut
 from comm.transport.cross_memory import CmaIn, CmaOut
 from comm.transport.handshake import ROW_BYTES, Header, RowExchange, check_rows
 from comm.transport.neighbours import Listeners, connect
-from comm.transport.wire import Group, Wire, global_ranks, group_of
+from comm.transport.wire import Group, Wire, axis_of, global_ranks, group_of
 from lab.ledger import LEDGER
 
 # How much is received, and added, at a time: a piece stays in the cache. "cma" needs no wake-up for a piece,
@@ -45,7 +45,7 @@ class RingSockets:
         self._names = global_ranks(group)
         self._left_name, self._right_name = self._names[left], self._names[right]
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        self.pattern, self._op = pattern, op
+        self.pattern, self.axis, self._op = pattern, "", op
         self.piece_bytes = PIECE_BYTES[pattern]
         self.is_in_step = True
         self._header: tuple[memoryview, Callable[[], None]] | None = None
@@ -101,7 +101,7 @@ class RingSockets:
         rows = [memoryview(packed)[rank * ROW_BYTES : (rank + 1) * ROW_BYTES] for rank in range(n)]
         rows[self.rank][:] = mine.pack()
         sources = [(self.rank - 1 - step) % n for step in range(n - 1)]
-        LEDGER.count(mine.op, "header", (n - 1) * ROW_BYTES, n - 1)
+        LEDGER.count(mine.op, "header", (n - 1) * ROW_BYTES, n - 1, self.axis)
         queue = deque([rows[self.rank]])
 
         def pass_on(step: int) -> None:
@@ -223,6 +223,7 @@ def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSocket
     rings = _sockets.setdefault(process_group, {})
     if pattern not in rings:
         rings[pattern] = RingSockets(process_group, pattern, op, sequence)
+    rings[pattern].axis = axis_of(group)  # the group may have got its name since
     return rings[pattern]
 
 

@@ -91,6 +91,7 @@ class Wire:
         self.rank: int = self.group.rank()  # this rank's number in the group, from 0
         self.size: int = self.group.size()  # the number of ranks
         self.op, self.pattern, self.eager, self.counted = op, pattern, eager, counted
+        self.axis = axis_of(self.group)
         self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
         # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
@@ -112,7 +113,7 @@ class Wire:
         """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
         tag = self._tag(tensor, self._sent, (dst, header))
         if self.counted:
-            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes)
+            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
         try:
             work = self.group.send([tensor], dst, tag)
         except RuntimeError as error:
@@ -136,7 +137,7 @@ class Wire:
         All ranks of the group call it together, with contiguous tensors. One `wait()` ends both transfers.
         """
         if self.counted:
-            LEDGER.count(self.op, self.pattern, outgoing.nbytes)
+            LEDGER.count(self.op, self.pattern, outgoing.nbytes, axis=self.axis)
         try:
             work, *_ = dist.batch_isend_irecv(
                 [
@@ -194,6 +195,19 @@ def group_of(group: Group) -> dist.ProcessGroup:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
     return group or world
+
+
+_axes: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+
+
+def name_axis(group: Group, axis: str) -> None:
+    """Let the ledger count the messages of a group as those of an axis of a mesh, from now on."""
+    _axes[group_of(group)] = axis
+
+
+def axis_of(group: Group) -> str:
+    """Return the name that the group got from `name_axis`, or an empty one."""
+    return _axes.get(group_of(group), "")
 
 
 def message_device(group: Group) -> torch.device:

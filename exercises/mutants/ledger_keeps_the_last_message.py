@@ -7,6 +7,6 @@ KILLER = "tests.comm.test_cost.test_the_bytes_of_every_message_are_counted_and_n
 CAUSE = "left out"
 
 
-def mutant(self: Ledger, op: str, pattern: str, num_bytes: int, messages: int = 1) -> None:
+def mutant(self: Ledger, op: str, pattern: str, num_bytes: int, messages: int = 1, axis: str = "") -> None:
     with self._lock:
-        self._rows[Entry(op, pattern)] = Traffic(num_bytes, messages)
+        self._rows[Entry(op, pattern, axis=axis)] = Traffic(num_bytes, messages)
