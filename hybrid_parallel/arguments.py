@@ -5,7 +5,7 @@ from typing import Literal
 
 from hybrid_parallel.sizes import ParallelSizes, Precision, Schedule, Zero
 from lab.errors import WorkbookError
-from lab.model import GPTConfig
+from lab.model import GPTConfig, MLPConfig
 from training.arguments import ClipArgs, TrainArgs
 
 Pattern = Literal["ring", "tree", "torch"]
@@ -14,7 +14,7 @@ MOST = 4096  # layers, microbatches or chunks, as in the pipeline lesson
 
 @dataclasses.dataclass
 class HybridArgs(ClipArgs, TrainArgs):
-    """Train a small GPT with pipeline, data and tensor parallelism together."""
+    """Train a small model with pipeline, data and tensor parallelism together."""
 
     config: str | None = None
     """YAML file with the run's configuration, such as configs/config.yaml. The other options then change its
@@ -23,8 +23,11 @@ class HybridArgs(ClipArgs, TrainArgs):
     """Number of steps between two checkpoints, written while training goes on. 0: one at the end only."""
     checkpoint_keep: int = 3
     """Number of checkpoints that stay in the folder."""
+    model: Literal["gpt", "mlp"] = "gpt"
+    """Model to train: gpt on text, or mlp on images of handwritten digits. The MLP is as wide as the GPT of
+    --size."""
     layers: int = 8
-    """Number of the GPT's blocks, whatever its --size."""
+    """Number of the GPT's blocks, or of the MLP's linear layers, whatever the --size."""
     pipeline: int = 1
     """Number of ranks along the pipeline axis: each has other layers."""
     data: int | None = None
@@ -68,9 +71,10 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
     return ParallelSizes(**own | {"data": data})
 
 
-def model_of(args: HybridArgs) -> GPTConfig:
-    """Return the shape of the GPT. Raise WorkbookError for numbers that no run can be made with."""
+def model_of(args: HybridArgs) -> GPTConfig | MLPConfig:
+    """Return the sizes of the model. Raise WorkbookError for numbers that no run can be made with."""
     for option in ("layers", "microbatches", "chunks"):
         if not 1 <= (number := getattr(args, option)) <= MOST:
             raise WorkbookError(f"--{option} {number}: it must be from 1 to {MOST}.")
-    return GPTConfig.named(args.size, num_layers=args.layers)
+    gpt = GPTConfig.named(args.size, num_layers=args.layers)
+    return gpt if args.model == "gpt" else MLPConfig(args.layers, gpt.width)

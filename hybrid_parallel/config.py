@@ -1,6 +1,6 @@
 """Read a run's configuration: a YAML file, and `--key value` of a command line, which come first.
 
-    model: small                    what is trained (lab/model.py)
+    model: small                    a GPT's size, or mlp (lab/model.py)
     batch_size: 8                   examples per device: a step has batch_size x data
     num_gpus: 8                     number of processes, on GPUs or not
     pipeline_parallelism: True      True | False | number of stages
@@ -76,6 +76,10 @@ def load(path: str, overrides: Sequence[str] = (), choose: Choose | None = None)
     given = {f.name: options[f.name] for f in dataclasses.fields(ParallelSizes) if f.name in options}
     try:
         _validate_options(args)
+        if auto and args.model == "mlp":
+            raise WorkbookError(
+                "sharding_strategy is auto, but the planner knows GPTs only; give the sizes, and take manual."
+            )
         if auto and _has_plan(args, number, given) and choose is not None:
             args = dataclasses.replace(args, **dataclasses.asdict(choose(args, number, given)))
         if not auto or choose is not None:
@@ -106,7 +110,7 @@ def validate_world_size(config: Config, world_size: int) -> None:
 
 def _validate_options(args: HybridArgs) -> None:
     """Refuse what no training can run with, whatever the sizes."""
-    validate_arguments(args, args.data or 1, "gpt")
+    validate_arguments(args, args.data or 1, args.model)
     if args.link is not None:
         slow_link.parse(args.link)
     if args.metronome is not None:

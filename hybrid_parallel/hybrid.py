@@ -1,7 +1,7 @@
 """Put the techniques of lessons 2 to 4 around one model: tensor parallel layers, in stages, in replicas.
 
-      GPT ─► parallelize(tensor group) ─► Pipeline(pipeline group) ─► BucketDataParallel or ZeRO (data group)
-             each layer divided            stages of this rank          gradients of equal stages averaged
+      plain ─► parallelize (tensor group) ─► Pipeline (its group) ─► BucketDataParallel or ZeRO (data group)
+      model    each layer divided            stages of this rank     gradients of equal stages averaged
 
 A step runs forwards and backwards of all microbatches, and then completes the gradients, each in its group:
 
@@ -29,7 +29,7 @@ from data_parallel.train_zero3 import FullyShardedDataParallel
 from data_parallel.zero_run import recompute_blocks
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.mesh import Mesh
-from lab.model import GPT, loss_of
+from lab.model import GPT, MLP, loss_of
 from lab.text import microbatches
 from lab.timeline import span
 from pipeline_parallel.pipeline import Pipeline
@@ -40,15 +40,15 @@ OptimizerClass = type[torch.optim.Optimizer]
 
 
 class HybridParallel:
-    """Trains a GPT on the ranks of `mesh`, in the way that `mesh.sizes` says.
+    """Trains a GPT or an MLP on the ranks of `mesh`, in the way that `mesh.sizes` says.
 
     All ranks give the same `model`; those of a pipeline must also give the same weights. `example` is one
-    microbatch of tokens, (batch, time). `optimizer_class` is made with `options` for what this rank trains.
+    microbatch of the input. `optimizer_class` is made with `options` for what this rank trains.
     """
 
     def __init__(
         self,
-        model: GPT,
+        model: GPT | MLP,
         mesh: Mesh,
         example: Tensor,
         optimizer_class: OptimizerClass = torch.optim.AdamW,

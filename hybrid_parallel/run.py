@@ -19,7 +19,7 @@ from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_o
 from lab.cluster import Cluster
 from lab.errors import Complete, Stopped, WorkbookError
 from lab.interrupt import StopRequest
-from lab.model import GPT
+from lab.model import GPT, MLP, MLPConfig
 from training.arguments import TrainArgs
 from training.evaluation import Sums, sums_of
 from training.validate import validate_arguments
@@ -40,7 +40,7 @@ class Run(training.run.Run):
     has_formula = False
 
     def __init__(self, cluster: Cluster, args: HybridArgs) -> None:
-        super().__init__(cluster, args, "hybrid")
+        super().__init__(cluster, args, "hybrid", args.model)
         self._args: HybridArgs = args
         self.mesh = Mesh(cluster, self.sizes)
         self.not_measured = "the axes share a rank's time, and their spans overlap"
@@ -50,16 +50,16 @@ class Run(training.run.Run):
     def _validate(self, args: TrainArgs) -> None:
         assert isinstance(args, HybridArgs)
         cluster = self._cluster
-        self._config = model_of(args)
+        self._shape = model_of(args)
         self.sizes = sizes = sizes_of(args, cluster.world_size)
-        refuse_sizes(sizes, self._config, args.batch_size, cluster.world_size)
+        refuse_sizes(sizes, self._shape, args.batch_size, cluster.world_size)
         self._share = (cluster.rank // sizes.tensor % sizes.data, sizes.data)
         self._stream = stream_of(cluster.rank, sizes)
         if args.metronome is not None:
             raise WorkbookError("--metronome is not offered by the hybrid training yet; leave it out.")
         if args.checkpoint_every < 0:
             raise WorkbookError(f"--checkpoint-every {args.checkpoint_every}: it is a number of steps, or 0.")
-        validate_arguments(args, sizes.data, "gpt")
+        validate_arguments(args, sizes.data, args.model)
         super()._validate(dataclasses.replace(args, checkpoint=None, resume=False, auto_resume=False))
         if args.checkpoint is not None:
             self._saved = BackgroundCheckpoints(args.checkpoint, cluster, args.checkpoint_keep)
@@ -67,11 +67,16 @@ class Run(training.run.Run):
     def hybrid(self) -> HybridParallel:
         """Return the model on the mesh. Its initial weights are those of the ranks with coordinates 0."""
         seed = self._args.seed + self._cluster.rank % (self.sizes.data * self.sizes.tensor)
-        model = GPT(self._config, seed=seed).to(self._cluster.device)
+        model = self._built(seed)
         x, _ = self.batch(0)
         example = x[: len(x) // self.sizes.microbatches]
         self._hybrid = HybridParallel(model, self.mesh, example, torch.optim.AdamW, lr=self._args.lr)
         return self._hybrid
+
+    def _built(self, seed: int = 0) -> GPT | MLP:
+        """Return the plain model."""
+        shape, device = self._shape, self._cluster.device
+        return (MLP(shape.sizes, seed) if isinstance(shape, MLPConfig) else GPT(shape, seed)).to(device)
 
     @contextmanager
     def checkpointing(self, *_: Any) -> Iterator[int]:
@@ -124,7 +129,7 @@ class Run(training.run.Run):
 
     def _made_with(self) -> dict[str, Any]:
         """Let any mesh go on from the checkpoint of any other."""
-        same = ("size", "layers", "batch_size", "lr", "seed")
+        same = ("model", "size", "layers", "batch_size", "lr", "seed")
         return {"run_mode": "hybrid"} | {name: getattr(self._args, name) for name in same}
 
     def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
@@ -136,13 +141,15 @@ class Run(training.run.Run):
             return None
         if hybrid.tensor is None:
             return sums_of(logits, y, counts)
-        loss = hybrid.tensor.loss(logits, y).double() * y.numel()
         is_first = self.mesh.coordinate("tensor") == 0
+        if isinstance(hybrid.plain, MLP):  # every tensor rank has all outputs
+            return sums_of(logits, y, counts) if is_first else None
+        loss = hybrid.tensor.loss(logits, y).double() * y.numel()
         return torch.stack([loss, torch.zeros_like(loss)]) if is_first else None
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Report the full model, put together from all axes. All ranks must call it."""
-        full = GPT(self._config).to(self._cluster.device)
+        full = self._built()
         full.load_state_dict(self._hybrid.full_state_dict())
         sizes = {f"axis_{name}": value for name, value in dataclasses.asdict(self.sizes).items()}
         return super().finish(full, **sizes, **extras)

@@ -19,10 +19,11 @@ from training.arguments import Size
 
 FIELDS = {"model": "size", "pipeline_parallelism": "pipeline", "zero_redundancy": "zero"}
 FIELDS |= {"communication_pattern": "pattern"}
-"""The keys that set an option of HybridArgs with another name."""
+"""The keys that set an option of HybridArgs with another name. `model` sets `size`, unless it is a kind."""
+KINDS = ("gpt", "mlp")  # of models
 
 _TYPES: dict[str, Any] = {
-    "model": Size,
+    "model": Literal[Size, "gpt", "mlp"],
     "batch_size": int,
     "num_gpus": int,
     "pipeline_parallelism": bool | int,
@@ -36,6 +37,12 @@ KEYS: dict[str, Any] = _TYPES | {name: hint for name, hint in OPTIONS.items() if
 """Every key with the type of its value."""
 
 
+def field_of(entry: Entry) -> str:
+    """Return the name of the option that the entry sets."""
+    is_kind = entry.key == "model" and entry.text in KINDS
+    return "model" if is_kind else FIELDS.get(entry.key, entry.key)
+
+
 class Settings:
     """Holds the entries of a file and of a command line by what they set, and their values."""
 
@@ -47,14 +54,19 @@ class Settings:
         self._entries: dict[str, Entry] = {}
         for entry in in_file:
             validate_key(entry.key, KEYS, f"{path}, {entry.place}")
-            field = FIELDS.get(entry.key, entry.key)
-            if (first := self._entries.get(field)) is not None:
+            field = field_of(entry)
+            same_key = (e for e in self._entries.values() if e.key == entry.key)
+            if (first := self._entries.get(field) or next(same_key, None)) is not None:
                 same = f"means the same as {first.key}" if first.key != entry.key else "is given already"
                 raise WorkbookError(
                     f"{path}, {entry.place}: {entry.key} {same} in {first.place}; keep one of the two."
                 )
             self._entries[field] = entry
-        self._entries |= {FIELDS.get(entry.key, entry.key): entry for entry in on_command_line}
+        if any(entry.key == "model" for entry in on_command_line):
+            self._entries.pop(
+                "model", None
+            )  # --model small asks for a GPT, also where the file asks for an MLP
+        self._entries |= {field_of(entry): entry for entry in on_command_line}
         self.values = {field: self._value(entry) for field, entry in self._entries.items()}
 
     def _value(self, entry: Entry) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import WorkbookError
-from lab.model import GPTConfig
+from lab.model import GPTConfig, MLPConfig
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
@@ -54,8 +54,10 @@ class ParallelSizes:
         return f"{self.world_size} ranks = {axes}"
 
 
-def refuse_sizes(sizes: ParallelSizes, config: GPTConfig, batch_size: int, world_size: int) -> None:
-    """Raise WorkbookError if `world_size` ranks cannot train the GPT of `config` in this way.
+def refuse_sizes(
+    sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: int, world_size: int
+) -> None:
+    """Raise WorkbookError if `world_size` ranks cannot train the model of `config` in this way.
 
     `batch_size` is the number of examples in a step, over all ranks together.
     """
@@ -80,9 +82,11 @@ def refuse_sizes(sizes: ParallelSizes, config: GPTConfig, batch_size: int, world
         )
     if sizes.zero == 3 and sizes.tensor > 1:
         raise WorkbookError("zero is 3 beside tensor parallelism: take zero 1 or 2, or tensor 1.")
+    if isinstance(config, MLPConfig):
+        _refuse_for_mlp(sizes)
     if sizes.sequence_parallel and sizes.tensor == 1:
         raise WorkbookError("sequence_parallel divides tokens among the ranks of the tensor axis: give it 2.")
-    for what, number in (("query heads", config.num_heads), ("key and value heads", config.kv_heads)):
+    for what, number in _divided_by_tensor(config):
         if number % sizes.tensor:
             raise WorkbookError(f"tensor is {sizes.tensor}; it must divide the model's {number} {what}.")
     if sizes.num_stages > config.num_layers and sizes.pipeline > 1:
@@ -94,4 +98,22 @@ def refuse_sizes(sizes: ParallelSizes, config: GPTConfig, batch_size: int, world
         raise WorkbookError(
             f"{batch_size} examples in a step cannot be divided evenly among {sizes.data} replicas with "
             f"{sizes.microbatches} microbatches each; take a multiple of {parts}."
+        )
+
+
+def _divided_by_tensor(config: GPTConfig | MLPConfig) -> list[tuple[str, int]]:
+    """Return what the tensor axis divides, and how many there are."""
+    if isinstance(config, MLPConfig):
+        # The even layers are divided by their outputs, and the others by their inputs.
+        return [("outputs per layer", size) for size in config.sizes[1::2]]
+    return [("query heads", config.num_heads), ("key and value heads", config.kv_heads)]
+
+
+def _refuse_for_mlp(sizes: ParallelSizes) -> None:
+    if sizes.sequence_parallel:
+        raise WorkbookError("sequence_parallel divides tokens, and an MLP has none; leave it out.")
+    if sizes.recompute and sizes.pipeline == 1:
+        raise WorkbookError(
+            "recompute would save no memory: a layer of an MLP keeps only its input. Leave it out, or take a "
+            "pipeline, whose stages then keep only their first layer's input."
         )

@@ -18,6 +18,7 @@ from hybrid_parallel.checkpoint_pieces import Box, Piece
 from hybrid_parallel.clipping import counted_elsewhere
 from hybrid_parallel.hybrid import HybridParallel
 from lab.errors import WorkbookError
+from lab.model import GPT
 
 STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, one number for each of the parameter's
 
@@ -33,7 +34,8 @@ class Held(NamedTuple):
 
 def first_names(hybrid: HybridParallel) -> dict[str, str]:
     """Return the first name of each tensor that has a second one, by the second one."""
-    return {"head.weight": "token_embedding.weight"} if hybrid.plain.config.tied else {}
+    is_tied = isinstance(hybrid.plain, GPT) and hybrid.plain.config.tied
+    return {"head.weight": "token_embedding.weight"} if is_tied else {}
 
 
 def held(hybrid: HybridParallel) -> list[Held]:

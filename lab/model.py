@@ -170,6 +170,21 @@ def loss_of(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     return F.cross_entropy(logits_btv.flatten(0, -2), targets_bt.flatten())
 
 
+@dataclass(frozen=True)
+class MLPConfig:
+    """Hold the sizes of an MLP: `num_layers` linear layers, with `width` numbers between two of them."""
+
+    num_layers: int = 8
+    width: int = 128
+    inputs: int = 64
+    outputs: int = 10
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return how many numbers each layer takes, and at the end how many the last one returns."""
+        return (self.inputs, *[self.width] * (self.num_layers - 1), self.outputs)
+
+
 class MLP(nn.Module):
     """Apply linear layers with ReLU between them, from n inputs of sizes[0] numbers to (n, sizes[-1])."""
 

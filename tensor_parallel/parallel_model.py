@@ -17,7 +17,7 @@ from comm.collectives import Group, all_reduce
 from comm.functions import InFlightAllGather, own_shard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
-from lab.model import GPT
+from lab.model import GPT, loss_of
 from tensor_parallel.accumulation import PartialGradients
 from tensor_parallel.arguments import the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -31,8 +31,8 @@ from training.gradient_part import GradientPart
 class TensorParallel(nn.Module):
     """A model whose layers are divided among the ranks of `group`; `parallelize` makes it.
 
-    A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n): compute the loss from it
-    with `loss`. An MLP returns its full output. Call `finish_gradient_sync()` after the backward: it makes
+    A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n), and an MLP its full output:
+    compute the loss from it with `loss`. Call `finish_gradient_sync()` after the backward: it makes
     every gradient complete. Afterwards torch's own clip_grad_norm_ and GradScaler see one gradient of all
     ranks, too.
 
@@ -107,7 +107,9 @@ class TensorParallel(nn.Module):
         return y[:, :time] if self.sequence_parallel else y
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-        """Return the cross entropy in nats, the mean over all tokens; the same on every rank."""
+        """Return the cross entropy in nats, the mean over all targets; the same on every rank."""
+        if not isinstance(self.module, GPT):
+            return loss_of(logits_btv, targets_bt)  # of an MLP's full output
         return vocab_parallel_cross_entropy(logits_btv, targets_bt, self.module.config.vocab_size, self.group)
 
     def finish_gradient_sync(self) -> None:

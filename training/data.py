@@ -1,7 +1,7 @@
 """The data that a run trains on, and the held-out data that it is validated on.
 
       text ("gpt")            all but the last 1/20 of the corpus   |   the last 1/20
-      digits ("baby_cnn")     1500 images                           |   297 images, mostly by other writers
+      digits (other models)   1500 images                           |   297 images, mostly by other writers
 
 A batch is a pure function of the seed and the step, so any number of ranks trains on the same one.
 """
@@ -19,7 +19,7 @@ VALIDATION_BATCHES = 4  # of text
 
 
 class TrainingData:
-    """The data of `model`, "gpt" or "baby_cnn", in batches of `batch_size` examples over all ranks."""
+    """The data of `model`, "gpt", "baby_cnn" or "mlp", in batches of `batch_size` examples over all ranks."""
 
     def __init__(self, model: str, batch_size: int, seed: int, block_size: int) -> None:
         self._batch_size, self._seed, self._block_size = batch_size, seed, block_size

@@ -57,7 +57,7 @@ DRAWN_STEPS = 3  # in a picture; more would not make it clearer
 
 
 class Run:
-    """One rank's side of a training run. `model` is "gpt" (text) or "baby_cnn" (digits).
+    """One rank's side of a training run. `model` is "gpt" (text), "baby_cnn" or "mlp" (digits).
 
     A rank gets its slice of each batch, or with `whole_batch` all of it. Set `not_measured` to a reason where
     spans cannot tell what was computed while something was sent: the report then leaves these figures out.
@@ -212,7 +212,7 @@ class Run:
             loss, right = held_out_means(batches, sums, tokens, device, self.pattern)  # type: ignore[arg-type]
         self._validation_bytes += (LEDGER.total() - before).bytes_sent
         self._validation = {"validation_loss": loss, "validation_bytes_sent": self._validation_bytes}
-        if self._model == "baby_cnn":
+        if self._model != "gpt":
             self._validation["validation_accuracy"] = right
         if done < args.steps and self._meter is not None:
             self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")

@@ -1,4 +1,4 @@
-"""Compare a GPT on a mesh with one process: each gradient and each parameter, in each step."""
+"""Compare a GPT or an MLP on a mesh with one process: each gradient and each parameter, in each step."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig, loss_of
+from lab.model import GPT, MLP, GPTConfig, loss_of
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 3
 VOCABULARY, TIME = 13, 12
@@ -26,8 +26,18 @@ def gpt(seed: int = 0, **changes: Any) -> GPT:
     return GPT(GPTConfig(**{**sizes, **changes}), seed=seed).double()
 
 
-def text(rows: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (rows, TIME + 1), generator=torch.Generator().manual_seed(2))
+def built(seed: int = 0, mlp: tuple[int, ...] = (), **changes: Any) -> GPT | MLP:
+    """Return a GPT, or the MLP of these sizes."""
+    return MLP(mlp, seed).double() if mlp else gpt(seed, **changes)
+
+
+def batch(rows: int, mlp: tuple[int, ...] = (), **_: Any) -> tuple[Tensor, Tensor]:
+    """Return the input and the targets of a step for the model that `built` returns."""
+    generator = torch.Generator().manual_seed(2)
+    if mlp:
+        x = torch.randn(rows, mlp[0], dtype=torch.float64, generator=generator)
+        return x, torch.randint(mlp[-1], (rows,), generator=generator)
+    tokens = torch.randint(VOCABULARY, (rows, TIME + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -43,7 +53,7 @@ class Step(NamedTuple):
 @cache
 def of_one_process(rows: int, changes: tuple[tuple[str, Any], ...]) -> list[Step]:
     """Return each step of SGD with clipped gradients; a tied parameter has both of its names."""
-    model, (x, y), steps = gpt(**dict(changes)), text(rows), []
+    model, (x, y), steps = built(**dict(changes)), batch(rows, **dict(changes)), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -72,9 +82,9 @@ def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
     mesh = Mesh(cluster, sizes)
     replica, what = mesh.coordinate("data"), f"{sizes}, zero {sizes.zero}, {sizes.schedule}"
     rows = 2 * sizes.data * sizes.microbatches
-    x, y = (part.chunk(sizes.data)[replica] for part in text(rows))
+    x, y = (part.chunk(sizes.data)[replica] for part in batch(rows, **changes))
     example = x[: len(x) // sizes.microbatches]
-    model = gpt(seed=replica, **changes)
+    model = built(seed=replica, **changes)
     hybrid = HybridParallel(model, mesh, example, torch.optim.SGD, lr=LEARNING_RATE)
     for number, step in enumerate(of_one_process(rows, tuple(changes.items()))):
         hybrid.optimizer.zero_grad()

@@ -16,6 +16,7 @@ from hybrid_parallel.config import Config, load, main, read_command_line, split_
 from hybrid_parallel.settings import KEYS
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.errors import WorkbookError
+from lab.model import GPTConfig, MLPConfig
 from tests.run_modes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -129,6 +130,14 @@ def test_the_command_line_comes_before_the_file_also_with_the_key_of_another_nam
     assert read(text, "--lr", "1", "--lr", "2").args.lr == 2, "the last one counts"
 
 
+def test_the_model_is_a_gpt_of_a_size_or_an_mlp_of_its_width(read):
+    assert model_of(read("num_gpus: 1\nmodel: tiny").args) == GPTConfig.named("tiny", num_layers=8)
+    text = "num_gpus: 1\nmodel: mlp\nsize: 13m\nlayers: 2"
+    assert model_of(read(text).args) == MLPConfig(2, 512)
+    assert model_of(read(text, "--model", "tiny").args) == GPTConfig.named("tiny", num_layers=2)
+    assert model_of(read("num_gpus: 1\nmodel: tiny", "--model", "mlp").args) == MLPConfig(8, 32)
+
+
 def test_the_words_for_the_file_are_taken_out_of_a_command_line():
     assert split_config(["--a", "1", "--config", "f", "--b"]) == ("f", ["--a", "1", "--b"])
     assert split_config(["--config=f"]) == ("f", [])
@@ -185,7 +194,7 @@ def test_another_number_of_processes_than_num_gpus_is_refused(read):
 
 
 RIGHT: dict[str, list[Any]] = {
-    "num_gpus": [8, 4, 6, 12], "model": ["tiny", "24heads"], "batch_size": [8, 24, 6, 1],
+    "num_gpus": [8, 4, 6, 12], "model": ["tiny", "24heads", "mlp"], "batch_size": [8, 24, 6, 1],
     "pipeline_parallelism": [True, False, 2, 3, 16], "zero_redundancy": [True, False, 1, 2, 3],
     "sharding_strategy": ["manual", "auto"], "communication_pattern": ["ring", "tree", "torch"],
     "data": [1, 2, 3, "None"], "tensor": [1, 2, 3, 4], "sequence_parallel": [True, False], "chunks": [1, 2],

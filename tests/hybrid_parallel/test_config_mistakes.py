@@ -34,7 +34,7 @@ MISTAKES = {
     "num_gpus: 8\nlr: .inf": "c.yaml, line 2: lr is .inf; it must be a number.",
     "num_gpus: 8\ndata: two": "c.yaml, line 2: data is 'two'; it must be an integer or None.",
     "num_gpus: 8\nrecompute: 1": "c.yaml, line 2: recompute is 1; it must be True or False.",
-    "num_gpus: 8\nmodel: gpt2": "c.yaml, line 2: model is 'gpt2'; it must be tiny, small, 24heads or 13m.",
+    "num_gpus: 8\nmodel: gpt2": "c.yaml, line 2: model is 'gpt2'; it must be tiny, small, 24heads, 13m, ...",
     "num_gpus: 8\ncheckpoint: True": "c.yaml, line 2: checkpoint is True; it must be None or a line of text.",
     "num_gpus: 8\nlink: |\n  1gbit\n": r"c.yaml, line 2: link is '1gbit\n'; ...",
     "num_gpus: 8\nlink: ' '": "c.yaml, line 2: link is ' '; it must be None or a line of text.",
@@ -68,6 +68,19 @@ MISTAKES = {
         "c.yaml, line 2 (zero_redundancy), line 3 (pipeline_parallelism): zero is 3 beside a pipeline: ..."
     ),
     "num_gpus: 3\ntensor: 3": "c.yaml, line 2: tensor is 3; it must divide the model's 4 query heads.",
+    "num_gpus: 3\nmodel: mlp\ntensor: 3\nlayers: 3": (
+        "c.yaml, line 3: tensor is 3; it must divide the model's 128 outputs per layer."
+    ),
+    "num_gpus: 2\nmodel: mlp\nmodel: small": (
+        "c.yaml, line 3: model is given already in line 2; keep one of the two."
+    ),
+    "num_gpus: 2\nmodel: mlp\ntensor: 2\nsequence_parallel: True": (
+        "c.yaml, line 4: sequence_parallel divides tokens, and an MLP has none; leave it out."
+    ),
+    "num_gpus: 2\nmodel: mlp\nrecompute: True": (
+        "c.yaml, line 3: recompute would save no memory: a layer of an MLP keeps only its input. ..."
+    ),
+    "num_gpus: 2\nmodel: mlp\nmetronome: 20ms": "c.yaml, line 3: --metronome works with the GPT only; ...",
     "num_gpus: 4\nmicrobatches: 3": "c.yaml, line 2: 32 examples in a step cannot be divided evenly ...",
     "num_gpus: 16\npipeline_parallelism: 16": (
         "c.yaml, line 2 (pipeline_parallelism): 16 stages need at least as many layers, and the model has 8."

@@ -1,4 +1,4 @@
-"""A GPT on a mesh trains as on one process: gradients, their norm, parameters, in float64."""
+"""A GPT or an MLP on a mesh trains as on one process: gradients, their norm, parameters, in float64."""
 
 import pytest
 
@@ -94,3 +94,26 @@ def test_all_three_axes_on_eight_ranks(tied):
 def test_odd_sizes_of_axes():
     check(Sizes(pipeline=3, data=2, microbatches=3), Sizes(pipeline=2, data=3, microbatches=2, zero=1))
     check(Sizes(data=2, tensor=3), Sizes(pipeline=2, tensor=3, microbatches=2), num_heads=6, width=12)
+
+
+MLP = {"mlp": (6, 8, 4, 4, 12, 6)}  # the last layer is divided by its outputs
+
+
+def test_an_mlp_on_each_axis_and_on_every_pair():
+    check(
+        Sizes(tensor=2, microbatches=2),
+        Sizes(pipeline=2, microbatches=2),
+        Sizes(pipeline=2, microbatches=2, recompute=True),
+        Sizes(data=2, zero=3, microbatches=2),
+        **MLP,
+    )
+    check(
+        Sizes(pipeline=2, data=2, zero=1, microbatches=4, schedule="zb_v"),
+        Sizes(pipeline=2, tensor=2, microbatches=4, schedule="interleaved"),
+        Sizes(data=2, tensor=2, zero=2, microbatches=2),
+        **MLP,
+    )
+
+
+def test_an_mlp_on_all_three_axes():
+    check(Sizes(pipeline=2, data=2, tensor=2, microbatches=2, recompute=True), **MLP)

@@ -46,16 +46,18 @@ OTHER_MESHES: list[tuple[tuple[int, Way], tuple[int, Way]]] = [
     ((2, {"tensor": 2}), (4, {"pipeline": 2, "microbatches": 2, "zero": 1})),
     ((2, {"zero": 3}), (4, {"tensor": 2, "zero": 1})),
     ((4, {"pipeline": 2, "tensor": 2, "microbatches": 2}), (2, {"zero": 2})),
+    ((2, {"model": "mlp", "pipeline": 2, "microbatches": 2}), (2, {"model": "mlp", "tensor": 2})),
 ]
 
 
 def test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was():
-    [straight] = summaries(1, [{"steps": 4}])
+    [straight, of_mlp] = summaries(1, [{"steps": 4}, {"steps": 4, "model": "mlp"}])
     for first, second in OTHER_MESHES:
         with tempfile.TemporaryDirectory() as folder:
             going_on = resumed(Path(folder), first, second)
+        expected = of_mlp if "model" in first[1] else straight
         for what in ("last_loss", "validation_loss"):
-            assert going_on[what] == pytest.approx(straight[what], rel=1e-5), (first, second)
+            assert going_on[what] == pytest.approx(expected[what], rel=1e-5), (first, second)
 
 
 def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay(tmp_path):

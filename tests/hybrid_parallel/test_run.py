@@ -48,6 +48,17 @@ def test_every_way_trains_the_same_model():
             assert one[loss] == pytest.approx(alone[loss], rel=1e-4), one
 
 
+def test_the_mlp_trains_the_same_in_every_way():
+    ways = {1: [{}], 2: [{"zero": 3}], 4: [{"pipeline": 2, "tensor": 2, "microbatches": 2}]}
+    mlp = {"model": "mlp", "size": "small"}
+    alone, *others = [one for n, some in ways.items() for one in summaries(n, [mlp | way for way in some])]
+    assert alone["validation_loss"] < alone["first_loss"]
+    for one in others:
+        assert one["replicas_equal"]
+        for what in ("first_loss", "last_loss", "validation_loss", "validation_accuracy"):
+            assert one[what] == pytest.approx(alone[what], rel=1e-4), one
+
+
 def test_sizes_that_make_no_sense_are_one_sentence_on_all_ranks(capfd):
     with pytest.raises(RankError, match="zero is 2 beside a pipeline"):
         run_ranks(
