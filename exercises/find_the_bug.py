@@ -40,8 +40,12 @@ WRONG_IN_WHAT_WAY = (
         "It works as long as there is no error, and is wrong where there is one.",
     ),
     (
-        ("training.checkpoint.", "training.range_checkpoint."),
+        ("training.checkpoint.", "training.range_checkpoint.", "hybrid_parallel.checkpoint."),
         "It saves and loads checkpoints, and it is wrong.",
+    ),
+    (
+        ("hybrid_parallel.memory_model.", "hybrid_parallel.time_model.", "hybrid_parallel.machine."),
+        "It chooses a plan, and its numbers are wrong.",
     ),
     (("training.evaluation.",), "It reports numbers, and they are wrong."),
     (("comm.",), "It runs, and it is wrong."),

@@ -28,6 +28,8 @@ from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
 from data_parallel.train_zero3 import FullyShardedDataParallel
 from data_parallel.zero_memory import FORMULAS, Held, formula
+from exercises.outcome import Outcome
+from exercises.targets_on_a_mesh import messages_of_clipping, predictions_of_the_planner
 from lab import timeline
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Traffic
@@ -44,14 +46,6 @@ from pipeline_parallel.simulate import Costs, simulate
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 RANKS, NUMEL = 4, 1_000_000
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Say whether a solution is as good as can be, in a sentence with the numbers."""
-
-    is_met: bool
-    sentence: str
 
 
 def sent(op: str, pattern: str, praise: str) -> Outcome:
@@ -279,4 +273,6 @@ TARGETS: dict[str, Callable[[], Outcome]] = {
     "idle time of interleaved": partial(idle_and_held, "interleaved"),
     "idle time of zb_h1": partial(idle_and_held, "zb_h1"),
     "speed of the simulator": speed_of_the_simulator,
+    "messages of clip_on_a_mesh": messages_of_clipping,
+    "predictions of choose_a_plan": predictions_of_the_planner,
 }

@@ -107,31 +107,27 @@ def layer_activations(shape: ModelShape, sizes: ParallelSizes) -> float:
 def predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory:
     """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
     ranks = fullest_ranks(sizes)
-    return max((_of_rank(shape, sizes, batch, context, rank) for rank in ranks), key=lambda m: m.total)
+    return max((memory_of_rank(shape, sizes, batch, context, rank) for rank in ranks), key=lambda m: m.total)
 
 
-def _of_rank(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+def memory_of_rank(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+    """Return what the ranks at one place of the pipeline hold at their peak."""
     numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch, context)
-    each = STATE[sizes.precision]
+    parameter, gradient, optimizer_state = STATE[sizes.precision]
     # Context ranks hold the same parameters, so ZeRO divides among them, too.
-    state = formula(sizes.zero, Held(*(numbers * size for size in each)), sizes.data * context)
-    layer = tokens * layer_activations(shape, sizes)
+    full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
+    state = formula(sizes.zero, full, sizes.data * context)
+    c, divided = ITEMSIZE[sizes.precision], sizes.tensor if sizes.sequence_parallel else 1
     stages = sizes.num_stages // sizes.pipeline
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
-    layers_held = held * layers_of(shape, sizes, rank) / stages
+    kept = tokens * layer_activations(shape, sizes)
     temporary = 0.0
-    if (
-        sizes.recompute
-    ):  # the input of each layer stays, and the backward has one layer's activations at a time
-        temporary += layer
-        layer = tokens * shape.width * ITEMSIZE[sizes.precision]
-        layer /= sizes.tensor if sizes.sequence_parallel else 1
-    if has_head(sizes, rank):  # logits, and their softmax or gradient in float32
-        c, norm = (
-            ITEMSIZE[sizes.precision],
-            2 * shape.width / (sizes.tensor if sizes.sequence_parallel else 1),
-        )
-        temporary += tokens * (norm * c + shape.vocab_size / sizes.tensor * (c + 4))
+    if sizes.recompute:  # of each layer only its input is kept, and one layer at a time is computed again
+        temporary += kept
+        kept = tokens * shape.width * c / divided
+    if has_head(sizes, rank):  # the final norm; logits, and their softmax or gradient in float32
+        temporary += tokens * (2 * shape.width * c / divided + shape.vocab_size / sizes.tensor * (c + 4))
     if sizes.zero == 3:
-        temporary += shape.layer_parameters / sizes.tensor * (2 * each[0] + each[1])
-    return Memory(state.parameters, state.gradients, state.optimizer_state, layers_held * layer, temporary)
+        temporary += shape.layer_parameters / sizes.tensor * (2 * parameter + gradient)
+    activations = held * layers_of(shape, sizes, rank) / stages * kept
+    return Memory(state.parameters, state.gradients, state.optimizer_state, activations, temporary)

@@ -21,8 +21,9 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 2021, https://arxiv.org/abs/2104.04473, section 3.
 """
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from comm.transport.wire import name_axis
 from hybrid_parallel.sizes import ParallelSizes
@@ -30,6 +31,25 @@ from lab.cluster import Cluster
 from lab.gloo_threads import keep_from_preempting
 
 AXES = ("pipeline", "data", "tensor")
+
+
+def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
+    """Return a rank's place along each axis, from 0. Neighbours differ in the last axis, `tensor`."""
+    rest, tensor = divmod(rank, sizes.tensor)
+    pipeline, data = divmod(rest, sizes.data)
+    return {"pipeline": pipeline, "data": data, "tensor": tensor}
+
+
+def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
+    """Return the groups along an axis: lists of ranks that differ in their place along this axis only.
+
+    Each list is in the order of the places, and the lists are in the order of their first ranks.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(sizes.world_size):
+        others = tuple(place for name, place in coordinates_of(rank, sizes).items() if name != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
 
 
 class Mesh:
@@ -40,20 +60,24 @@ class Mesh:
 
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
         self.sizes, self.rank = sizes, cluster.rank
-        shape = (sizes.pipeline, sizes.data, sizes.tensor)
-        self.device_mesh = init_device_mesh(cluster.device.type, shape, mesh_dim_names=AXES)
+        self.pipeline, self.data, self.tensor = (
+            dist.new_subgroups_by_enumeration(groups_of(axis, sizes), group_desc=axis)[0] for axis in AXES
+        )
         keep_from_preempting()  # each group has threads of its own
-        self.pipeline, self.data, self.tensor = map(self.device_mesh.get_group, AXES)
         for axis in AXES:
             name_axis(self.group(axis), axis)
+        # The same groups in torch's own class, for what takes one; init_device_mesh would form them, too.
+        grid = torch.arange(sizes.world_size).reshape(sizes.pipeline, sizes.data, sizes.tensor)
+        groups = [self.group(axis) for axis in AXES]
+        self.device_mesh = DeviceMesh.from_group(groups, cluster.device.type, grid, mesh_dim_names=AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one in their coordinate along `axis` only."""
-        return self.device_mesh.get_group(axis)
+        """Return the group of the ranks that differ from this one in their place along `axis` only."""
+        return {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}[axis]
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's place along `axis`, from 0."""
-        return self.device_mesh.get_local_rank(axis)
+        return coordinates_of(self.rank, self.sizes)[axis]
 
 
 def drawn(sizes: ParallelSizes) -> str:

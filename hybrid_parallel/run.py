@@ -13,7 +13,7 @@ import training.run
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.mesh import Mesh, drawn
+from hybrid_parallel.mesh import Mesh, coordinates_of, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_optimizer_steps
 from lab.cluster import Cluster
@@ -53,7 +53,7 @@ class Run(training.run.Run):
         self._shape = model_of(args)
         self.sizes = sizes = sizes_of(args, cluster.world_size)
         refuse_sizes(sizes, self._shape, args.batch_size, cluster.world_size)
-        self._share = (cluster.rank // sizes.tensor % sizes.data, sizes.data)
+        self._share = (coordinates_of(cluster.rank, sizes)["data"], sizes.data)
         self._stream = stream_of(cluster.rank, sizes)
         if args.metronome is not None:
             raise WorkbookError("--metronome is not offered by the hybrid training yet; leave it out.")

@@ -5,6 +5,7 @@ from exercises.catalog import (
     comm_around,
     comm_patterns,
     data_parallel,
+    hybrid_parallel,
     pipeline_parallel,
     pipeline_steps,
     tensor_parallel,
@@ -21,6 +22,7 @@ LESSONS = (
     tensor_parallel,
     pipeline_parallel,
     pipeline_steps,
+    hybrid_parallel,
 )
 # Exercises of a notebook keep the order of LESSONS. So `sampler` comes before `rendezvous`, which is harder.
 EXERCISES: tuple[Exercise, ...] = tuple(

@@ -2,8 +2,9 @@
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from hybrid_parallel.mesh import AXES, Mesh, drawn
+from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.errors import WorkbookError
 from lab.model import GPTConfig
@@ -18,6 +19,39 @@ def test_ranks_that_differ_in_one_coordinate_form_a_group_and_neighbours_divide_
     of_rank = run_ranks(groups, 8)
     assert of_rank[0] == {"pipeline": [0, 4], "data": [0, 2], "tensor": [0, 1]}
     assert of_rank[7] == {"pipeline": [3, 7], "data": [5, 7], "tensor": [6, 7]}
+
+
+def test_neighbours_are_in_one_tensor_group_and_stages_are_the_farthest_apart():
+    sizes = ParallelSizes(pipeline=2, data=3, tensor=4)
+    assert groups_of("tensor", sizes)[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups_of("data", sizes)[:2] == [[0, 4, 8], [1, 5, 9]]
+    assert groups_of("pipeline", sizes)[:2] == [[0, 12], [1, 13]]
+    assert coordinates_of(23, sizes) == {"pipeline": 1, "data": 2, "tensor": 3}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_each_rank_is_in_one_group_of_an_axis_at_its_place(axis: str):
+    sizes = ParallelSizes(pipeline=3, data=2, tensor=5)
+    groups = groups_of(axis, sizes)
+    assert sorted(rank for group in groups for rank in group) == list(range(30))
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    for group in groups:
+        places = [coordinates_of(rank, sizes) for rank in group]
+        assert [place.pop(axis) for place in places] == list(range(getattr(sizes, axis)))
+        assert all(place == places[0] for place in places)
+
+
+def test_torchs_own_device_mesh_has_the_same_groups():
+    def same(cluster):
+        sizes = ParallelSizes(pipeline=2, data=1, tensor=2)
+        mesh, theirs = Mesh(cluster, sizes), init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=AXES)
+        for each in (mesh.device_mesh, theirs):
+            for axis in AXES:
+                ranks = dist.get_process_group_ranks(each.get_group(axis))
+                assert ranks == dist.get_process_group_ranks(mesh.group(axis))
+                assert each.get_local_rank(axis) == mesh.coordinate(axis)
+
+    run_ranks(same, 4)
 
 
 def test_the_picture_has_every_rank_at_its_coordinates():

@@ -1,0 +1,218 @@
+"""Exercises of lesson 5: which ranks form which group, what is completed in which, and what a plan costs."""
+
+from exercises.catalog.exercise import Exercise
+
+MESH = "tests/hybrid_parallel/test_mesh.py::"
+ONE_PROCESS = "tests/hybrid_parallel/test_equivalence.py::"
+MEMORY = "tests/hybrid_parallel/test_planner_memory.py::"
+PLANNER = "tests/hybrid_parallel/test_planner.py::"
+
+EXERCISES = (
+    Exercise(
+        name="mesh",
+        title="Laying out the mesh",
+        notebook="09_everything_on_one_mesh",
+        target="hybrid_parallel.mesh.coordinates_of",
+        also=("hybrid_parallel.mesh.groups_of",),
+        tests=(
+            MESH + "test_neighbours_are_in_one_tensor_group_and_stages_are_the_farthest_apart",
+            MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[pipeline]",
+            MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[data]",
+            MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[tensor]",
+            MESH + "test_torchs_own_device_mesh_has_the_same_groups",
+            ONE_PROCESS + "test_pipelines_of_replicas",
+        ),
+        difficulty=1,
+        minutes=20,
+        doc="""
+            Return a rank's place along each axis, from 0, as a dictionary of "pipeline", "data" and "tensor".
+
+            The ranks of a tensor group are neighbours, because they send the most, and a launcher numbers the
+            ranks of one machine one after the other. After them come the other replicas of the same stage,
+            and then the next stage. `sizes.pipeline`, `sizes.data` and `sizes.tensor` are the numbers of
+            places. With 2 x 2 x 2 ranks, rank 5 has the places {"pipeline": 1, "data": 0, "tensor": 1}.
+        """,
+        hints=(
+            "Think of a clock: hours, minutes, seconds. The place along the tensor axis changes with every "
+            "rank, the place along the data axis each time that the tensor axis begins again.",
+            "divmod(rank, sizes.tensor) gives the number of complete tensor groups before this rank, and the "
+            "place in its own. Do the same with the first number and sizes.data.",
+            "groups_of: go through all ranks in order, and collect in a dictionary the ranks that have the "
+            "same places along the two other axes. Its values are the groups, already in the right order.",
+        ),
+    ),
+    Exercise(
+        name="complete_gradients",
+        title="Completing the gradients of a step",
+        notebook="09_everything_on_one_mesh",
+        target="hybrid_parallel.hybrid.HybridParallel.backward",
+        tests=(
+            ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
+            ONE_PROCESS + "test_replicas_of_divided_tokens",
+            ONE_PROCESS + "test_replicas_of_divided_layers",
+        ),
+        difficulty=2,
+        minutes=20,
+        needs=("mesh",),
+        doc="""
+            Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
+
+            `self.pipeline`, `self.tensor` and `self.data` are the classes of lessons 4, 3 and 2, or None for
+            an axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
+            all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
+            the gradients of this rank, and return the loss. Only they run in `with self.in_precision():`.
+        """,
+        hints=(
+            "After the backwards, a gradient may lack three things: the term of the other stage that has the "
+            "same embedding, the terms of other ranks of the tensor group, and the mean over replicas.",
+            "Each class completes the gradients in its own group. A class that is None has nothing to do.",
+            "The mean over replicas comes last, because ZeRO leaves no full gradient behind: after "
+            "self.data.finish_gradient_sync() each rank may have a shard only.",
+        ),
+    ),
+    Exercise(
+        name="clip_on_a_mesh",
+        title="Clipping on a mesh",
+        notebook="09_everything_on_one_mesh",
+        target="hybrid_parallel.clipping.counted_elsewhere",
+        also=("hybrid_parallel.clipping.clip_over",),
+        tests=(
+            ONE_PROCESS + "test_pipelines_of_divided_layers",
+            ONE_PROCESS + "test_pipelines_of_replicas",
+            ONE_PROCESS + "test_replicas_of_divided_layers",
+        ),
+        difficulty=3,
+        minutes=35,
+        needs=("complete_gradients",),
+        beyond="messages of clip_on_a_mesh",
+        doc="""
+            Return the parameters of this rank whose gradients another rank of its replica counts.
+
+            `pipeline` and `tensor` are None for an axis of one rank. `tensor.dims` has the names of the
+            parameters that the ranks of `tensor.group` divide; of all others each of these ranks has the full
+            gradient. `tensor.module.named_parameters(remove_duplicate=False)` gives this rank's names and
+            parameters. `pipeline.later_copies()` are those that an earlier stage has, too.
+        """,
+        docs={
+            "clip_over": """
+                Scale the gradients so that their norm over all ranks of the axes is at most `max_norm`.
+
+                `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
+                gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
+                groups over which the squares are added up. All ranks must call it, also one that has no
+                gradient. Return the norm before the scaling, in float64. The gradients are multiplied by
+                max_norm / (norm + 1e-6), but never by more than 1, in place:
+                `gradient.as_subclass(Tensor).mul_(scale)`.
+            """,
+        },
+        hints=(
+            "The norm is the root of the sum of all squares, and a sum may be computed in parts: each rank "
+            "adds the squares that it alone has, and the ranks add up these sums. So which of two ranks with "
+            "the same gradient counts it? Any, but only one of them.",
+            "counted_elsewhere: the later copies of the pipeline, and on each rank of the tensor group but "
+            "the first (dist.get_rank(tensor.group)) all parameters whose names are not in tensor.dims.",
+            "clip_over: start from torch.zeros((), dtype=torch.float64), add sum_of_squares(gradient."
+            "as_subclass(Tensor)) of each counted gradient, and all_reduce this one number along each axis "
+            "in turn, with group=axis and pattern=pattern. Then take the root, and scale.",
+        ),
+    ),
+    Exercise(
+        name="memory_model",
+        title="The memory of a rank",
+        notebook="09_everything_on_one_mesh",
+        target="hybrid_parallel.memory_model.memory_of_rank",
+        tests=(
+            MEMORY + "test_the_state_of_a_rank_is_the_papers_table[1]",
+            MEMORY + "test_microbatches_divide_what_a_step_holds_without_a_pipeline",
+            MEMORY + "test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts[1f1b]",
+            MEMORY + "test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts[interleaved]",
+            MEMORY + "test_recomputation_keeps_the_input_of_each_layer_and_one_layer_more",
+            MEMORY + "test_a_vocabulary_counts_on_the_rank_with_the_head_alone",
+            MEMORY
+            + "test_predicted_activations_are_within_1_percent_of_what_a_forward_holds_at_its_end[small]",
+        ),
+        difficulty=4,
+        minutes=50,
+        needs=("memory_formulas", "pipeline_1f1b"),
+        doc="""
+            Return what the ranks at one place of the pipeline, `rank`, hold at their peak.
+
+            `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
+            divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
+            context ranks. `Memory` has five numbers of bytes:
+
+                parameters, gradients,     for each number of the rank those of STATE, divided by ZeRO
+                optimizer_state
+                activations                those of a layer, for each layer of the rank in the microbatches
+                                           that it holds: theory.held counts stages, of which a rank may have
+                                           several
+                temporary                  recomputation: activations of one layer. The rank with the head:
+                                           for each token 2 numbers for each of the width, for the final norm,
+                                           and its logits, once in the precision and once in float32. ZeRO 3:
+                                           the parameters of two layers, and the gradients of one
+
+            With recomputation only the input of each layer is kept. Sequence parallelism divides that input
+            and the final norm among the ranks of the tensor axis, which always divides the logits.
+        """,
+        hints=(
+            "Begin with the state: the number of parameters of the rank times each of the three sizes in "
+            "STATE[sizes.precision] makes a Held, and `formula` of the ZeRO lesson divides it. Then take "
+            "tokens_of a microbatch.",
+            "Activations: bytes of a token in a layer, times tokens, times layers, times microbatches that "
+            "are held. A rank with several stages holds theory.held of them, each with its part of the "
+            "rank's layers: sizes.num_stages // sizes.pipeline is the number of stages.",
+            "Recompute: what a layer keeps moves to `temporary`, once, and in its place tokens * shape.width "
+            "* ITEMSIZE stays for each layer. Head (has_head): tokens * (2 * shape.width * c + shape."
+            "vocab_size / sizes.tensor * (c + 4)), with c the ITEMSIZE. ZeRO 3: shape.layer_parameters / "
+            "sizes.tensor times (2 parameters + 1 gradient).",
+        ),
+    ),
+    Exercise(
+        name="choose_a_plan",
+        title="Choosing a plan",
+        notebook="09_everything_on_one_mesh",
+        target="hybrid_parallel.planner.plans",
+        also=("hybrid_parallel.planner.choose",),
+        tests=(
+            PLANNER + "test_plans_come_in_order_and_those_that_do_not_fit_at_the_end",
+            PLANNER + "test_less_memory_makes_plans_that_hold_less",
+            PLANNER + "test_of_equally_fast_plans_the_one_with_larger_microbatches_and_less_memory_is_first",
+            PLANNER + "test_a_reason_names_what_differs",
+            PLANNER + "test_no_plan_fits_is_said_with_the_smallest_need",
+        ),
+        difficulty=3,
+        minutes=40,
+        needs=("memory_model",),
+        beyond="predictions of choose_a_plan",
+        doc="""
+            Return all plans: the best one first, and at the end those that do not fit, the smallest first.
+
+            `batch` is the number of examples in a step, over all devices together. `given` are fields of
+            ParallelSizes that must stay as they are; with the precision, `candidates` needs them as one
+            dictionary. First call `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory,
+            seconds). It fits if the fullest rank needs at most USABLE of machine.device.memory_bytes; else
+            its seconds are None. Raise WorkbookError if there is no plan at all.
+
+            Steps are equally fast if they agree in four digits. Of equally fast plans the one with fewer
+            microbatches comes first, and then the one with less memory; `_num_kernels` says the first for
+            plans that fit. In the end each plan gets the reason that `reason_of` finds for it.
+        """,
+        docs={
+            "choose": """
+                Return the best plan. WorkbookError if none fits into `memory_bytes` of a device.
+
+                `found` is what `plans` returns. The message has the form "No plan fits: the smallest one
+                needs {} per device, ...", with a size by show_bytes.
+            """,
+        },
+        hints=(
+            "For each of the candidates predict the memory. Whether you need its time depends on that.",
+            "Sort by a tuple: Python compares its first numbers, and the next ones only where these are "
+            "equal. float(f'{seconds:.4g}') leaves four digits, and the step of a plan without seconds is "
+            "infinity.",
+            "key=lambda p: (float(f'{p.step_seconds:.4g}'), _num_kernels(p), p.memory_bytes). A Plan is "
+            "frozen, so use dataclasses.replace(plan, reason=reason_of(plan, found[0], usable)). choose "
+            "needs to look at found[0] only.",
+        ),
+    ),
+)

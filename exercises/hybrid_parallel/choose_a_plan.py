@@ -1,0 +1,103 @@
+"""Choosing a plan. Write `plans` and `choose` of hybrid_parallel/planner.py.
+
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    _num_kernels(plan: Plan) -> int
+        Return a number that grows with that of kernels: plans that do not fit are in order of memory
+        alone.
+    _refuse(devices: int, batch: int, given: Mapping[str, Any]) -> None
+    candidates(shape, machine, devices, batch, given) -> Iterator[ParallelSizes]
+        Yield every division of `devices` that makes sense and agrees with `given`, in every way to
+        run it.
+    Machine(device: Device, devices_per_node: int, inner: Link, outer: Link)
+        Holds a device, the number of them in a node, and the links of each device within and between
+        nodes.
+    machine.device.memory_bytes: float
+    machine.device: Device
+    memory.total: float
+        Return the sum of all parts.
+    model_shape.kv_heads: int
+        Return the number of key and value heads: by default one for each query head.
+    ModelShape(num_layers: int, width: int, num_heads: int, vocab_size: int, sequence_length: int,
+            num_kv_heads: int | None = None, head_width: int | None = None, feed_forward_width: int | None
+            = None, gated: bool = False, tied: bool = True, learns_bias: bool = True, positions: int = 0,
+            dropout: bool = False, experts: int = 1, active_experts: int = 1, fused_attention: bool =
+            True)
+        Holds the sizes of a decoder-only transformer.
+    Plan(sizes: ParallelSizes, memory: Memory, seconds: Seconds | None, reason: str = '')
+        Holds a division of the ranks, its predicted memory and seconds, and why it is not the best.
+    plan.memory_bytes: float
+        Return the bytes that the fullest rank holds at its peak.
+    plan.step_seconds: float
+        Return the seconds of a step; infinity for a plan that does not fit.
+    Precision = Literal['float32', 'bf16']
+    predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory
+        Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
+    reason_of(plan: Plan, best: Plan, usable: float) -> str
+        Return why a plan lost: what it needs too much memory for, or by what it is slower than the
+        best.
+    shape.kv_heads: int
+        Return the number of key and value heads: by default one for each query head.
+    shape.num_layers: int
+    show_bytes(num_bytes: float) -> str
+        Return the size in a suitable unit, a power of 1000: "774.9 kB" or "3.3 MB".
+    time_model.predict(sizes: ParallelSizes) -> Seconds
+        Return the predicted seconds of a step of a plan.
+    TimeModel(shape: ModelShape, machine: Machine, batch: int, context: int = 1)
+        Predicts the steps of one model on one machine; `batch` is the examples of a step, over all
+        ranks.
+    USABLE = 0.95
+    WorkbookError
+        Tell the user what is wrong and how to fix it.
+
+Check it with `python -m exercises check choose_a_plan`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid_parallel.machine import Machine
+from hybrid_parallel.memory_model import predict_memory
+from hybrid_parallel.plan import Plan, reason_of
+from hybrid_parallel.planner import USABLE, _num_kernels, _refuse, candidates
+from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.sizes import Precision
+from hybrid_parallel.time_model import TimeModel
+from lab.errors import WorkbookError
+from lab.units import show_bytes
+
+
+def plans(
+    shape: ModelShape,
+    machine: Machine,
+    devices: int,
+    batch: int,
+    precision: Precision = "bf16",
+    given: Mapping[str, Any] | None = None,
+) -> list[Plan]:
+    """Return all plans: the best one first, and at the end those that do not fit, the smallest first.
+
+    `batch` is the number of examples in a step, over all devices together. `given` are fields of
+    ParallelSizes that must stay as they are; with the precision, `candidates` needs them as one
+    dictionary. First call `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory,
+    seconds). It fits if the fullest rank needs at most USABLE of machine.device.memory_bytes; else
+    its seconds are None. Raise WorkbookError if there is no plan at all.
+
+    Steps are equally fast if they agree in four digits. Of equally fast plans the one with fewer
+    microbatches comes first, and then the one with less memory; `_num_kernels` says the first for
+    plans that fit. In the end each plan gets the reason that `reason_of` finds for it.
+    """
+    raise NotImplementedError("Choosing a plan is not written yet: `plans` has no body.")
+
+
+def choose(found: list[Plan], memory_bytes: float) -> Plan:
+    """Return the best plan. WorkbookError if none fits into `memory_bytes` of a device.
+
+    `found` is what `plans` returns. The message has the form "No plan fits: the smallest one
+    needs {} per device, ...", with a size by show_bytes.
+    """
+    raise NotImplementedError("Choosing a plan is not written yet: `choose` has no body.")

@@ -1,0 +1,32 @@
+"""Completing the gradients of a step. Write `HybridParallel.backward` of hybrid_parallel/hybrid.py.
+
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/hybrid.py yet: it contains
+the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    self._in_one_stage(x: Tensor, y: Tensor) -> Tensor
+    self._through_stages(x: Tensor, y: Tensor) -> Tensor
+    self.data: Any
+    self.in_precision() -> contextlib.AbstractContextManager[Any]
+        Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are.
+    self.pipeline: Pipeline | None
+    self.tensor
+
+Check it with `python -m exercises check complete_gradients`.
+"""
+
+from torch import Tensor
+
+
+def backward(self, x: Tensor, y: Tensor) -> Tensor:
+    """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
+
+    `self.pipeline`, `self.tensor` and `self.data` are the classes of lessons 4, 3 and 2, or None for
+    an axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
+    all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
+    the gradients of this rank, and return the loss. Only they run in `with self.in_precision():`.
+    """
+    raise NotImplementedError(
+        "Completing the gradients of a step is not written yet: `HybridParallel.backward` has no body."
+    )
