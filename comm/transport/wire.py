@@ -111,6 +111,7 @@ class Wire:
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
+        self._validate_peer(dst, "send to")
         tag = self._tag(tensor, self._sent, (dst, header))
         if self.counted:
             LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
@@ -122,6 +123,7 @@ class Wire:
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
+        self._validate_peer(src, "receive from")
         tag = self._tag(tensor, self._received, (src, header))
         try:
             work = self.group.recv([tensor], src, tag)
@@ -136,6 +138,8 @@ class Wire:
 
         All ranks of the group call it together, with contiguous tensors. One `wait()` ends both transfers.
         """
+        self._validate_peer(dst, "send to")
+        self._validate_peer(src, "receive from")
         if self.counted:
             LEDGER.count(self.op, self.pattern, outgoing.nbytes, axis=self.axis)
         try:
@@ -149,6 +153,14 @@ class Wire:
             raise self.failed(error, dst, "send to") from error
         sent = Transfer(self, work, outgoing, dst, "send to")
         return sent, Transfer(self, work, incoming, src, "receive from")
+
+    def _validate_peer(self, peer: int, verb: str) -> None:
+        # With a rank that is too large gloo kills the process, and with a negative one it never returns.
+        if not 0 <= peer < self.size or peer == self.rank:
+            what = "which is itself" if peer == self.rank else f"but the group has ranks 0 to {self.size - 1}"
+            raise CommError(
+                f"{self.op} ({self.pattern}): rank {self.rank} is asked to {verb} rank {peer}, {what}."
+            )
 
     def _transfer(
         self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str, header: bool

@@ -45,6 +45,26 @@ def test_both_cures_bring_every_tensor_to_the_right_neighbour(ring):
         assert run_ranks(turn, n) == [[(rank - 1) % n] * 2 for rank in range(n)]
 
 
+def test_a_peer_outside_of_the_group_and_the_rank_itself_are_refused_in_a_sentence():
+    def wrong(cluster) -> list[str]:
+        refusals = []
+        for call in (isend, irecv):
+            for peer in (-1, 2, cluster.rank):
+                with pytest.raises(CommError) as error:
+                    call(torch.ones(3), peer)
+                refusals.append(str(error.value).split("asked to ")[1])
+        return refusals
+
+    assert run_ranks(wrong, 2)[1] == [
+        "send to rank -1, but the group has ranks 0 to 1.",
+        "send to rank 2, but the group has ranks 0 to 1.",
+        "send to rank 1, which is itself.",
+        "receive from rank -1, but the group has ranks 0 to 1.",
+        "receive from rank 2, but the group has ranks 0 to 1.",
+        "receive from rank 1, which is itself.",
+    ]
+
+
 def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
     def many(cluster) -> None:
         numbers = [torch.full((i + 1,), float(i)) for i in range(50)]
