@@ -40,7 +40,7 @@ from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
 from lab.gloo_threads import keep_from_preempting
 from lab.interface import LOOPBACK, own_interface
-from lab.launcher import end_with_launcher
+from lab.launcher import end_with_launcher, restart_count
 from lab.threads import choose_vector_math, cores_id, share_cores
 from lab.torch_log import hide_torch_warnings
 
@@ -76,8 +76,7 @@ def join() -> Cluster:
     # 1. The store.
     deadline = time.monotonic() + timeout
     store = dist.HashStore() if world_size == 1 else meeting_store(rank, deadline)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt_{attempt}", store)
+    store = dist.PrefixStore(f"attempt_{restart_count()}", store)
     if not refusal:
         _listen_on_one_interface(world_size)
     sharing = f"cores/{cores_id()}"

@@ -19,6 +19,7 @@ from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_o
 from lab.cluster import Cluster
 from lab.errors import Complete, Stopped, WorkbookError
 from lab.interrupt import StopRequest
+from lab.launcher import restart_count
 from lab.model import GPT, MLP, MLPConfig
 from training.arguments import TrainArgs
 from training.evaluation import Sums, sums_of
@@ -86,6 +87,7 @@ class Run(training.run.Run):
             return
         if self._args.resume or (self._args.auto_resume and self._saved.latest() is not None):
             self._first_step = self._load()
+        self._say_where_it_begins()
         with ExitStack() as handlers:
             self._stop_request = handlers.enter_context(StopRequest())
             try:
@@ -126,6 +128,21 @@ class Run(training.run.Run):
             raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
         set_optimizer_steps(self._hybrid, extra["optimizer_steps"])
         return step
+
+    def _say_where_it_begins(self) -> None:
+        """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
+        folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
+        if self._first_step:
+            text = (
+                f"training goes on after step {self._first_step} of {steps}, from the checkpoint in {folder}."
+            )
+        elif restarts:
+            text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
+        else:
+            return
+        if self._cluster.is_main:
+            again = f"restart {restarts}: " if restarts else ""
+            print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
 
     def _made_with(self) -> dict[str, Any]:
         """Let any mesh go on from the checkpoint of any other."""

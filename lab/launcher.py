@@ -1,4 +1,7 @@
-"""End a rank when its launcher dies. Otherwise the rank would train on and keep cores, memory and ports."""
+"""End a rank when its launcher dies, and count the launcher's restarts.
+
+A rank without its launcher would train on and keep cores, memory and ports.
+"""
 
 import os
 import select
@@ -9,6 +12,11 @@ import time
 # getppid() returns the id of another process.
 PID = "WORKBOOK_LAUNCHER"
 _POLL = 0.5  # seconds between two checks, where the kernel sends no event
+
+
+def restart_count() -> int:
+    """Return how many times torchrun has started all ranks again, after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def end_with_launcher(rank: int) -> None:
