@@ -3,8 +3,11 @@
       residual stream, full on every rank        one mask for all; else the ranks' activations differ
       heads or tokens of one rank                a mask of its own; else n shards repeat one mask
 
-torch's generator has the same seed on all ranks, so it draws the same numbers everywhere. Each rank has a
-second state of the generator, for what it computes alone. Megatron-LM calls this CudaRNGStatesTracker.
+torch's generator has the same seed on all ranks, so it draws the same numbers everywhere. For what a rank
+computes alone, all ranks draw one number from it, and each adds its rank to get a seed of its own. So all
+masks follow from the state of torch's generator: where that is restored, to compute a block again in the
+backward or to go on from a checkpoint, the same masks are drawn again. Megatron-LM keeps a second state of
+the generator instead (CudaRNGStatesTracker), and restores both.
 """
 
 import contextlib
@@ -18,39 +21,41 @@ from torch import Tensor, nn
 from comm.collectives import Group, broadcast
 from comm.transport.wire import message_device
 
+_SEEDS = 2**62
+
 
 class RankRandomness:
-    """This rank's own stream of random numbers, beside torch's, which gets rank 0's seed here."""
+    """This rank's own random numbers, beside those of torch's generator, which gets rank 0's seed here."""
 
     def __init__(self, group: Group = None) -> None:
-        seed = torch.tensor([torch.initial_seed() % 2**62], device=message_device(group))
+        seed = torch.tensor([torch.initial_seed() % _SEEDS], device=message_device(group))
         broadcast(seed, root=0, group=group)
         torch.manual_seed(int(seed))
-        self._seed = int(seed) + 1 + dist.get_rank(group)
-        self._states: dict[torch.device, Tensor] = {}
+        self._rank = dist.get_rank(group)
 
     @contextlib.contextmanager
     def used(self, device: torch.device, probability: float = 1.0) -> Iterator[None]:
-        """Make torch draw from this rank's stream inside the block; does nothing where `probability` is 0."""
+        """Let torch draw numbers of this rank inside the block; do nothing where `probability` is 0.
+
+        All ranks must enter the block, because each draws one number from the generator that they share.
+        """
         if not probability:
             yield
             return
+        seed = int(torch.randint(_SEEDS, ())) + self._rank
         generator = torch.default_generator
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index or 0]
-        if device not in self._states:
-            self._states[device] = torch.Generator(device).manual_seed(self._seed).get_state()
         shared = generator.get_state()
-        generator.set_state(self._states[device])
+        generator.manual_seed(seed)
         try:
             yield
         finally:
-            self._states[device] = generator.get_state()
             generator.set_state(shared)
 
 
 class RankDropout(nn.Module):
-    """nn.Dropout that draws its masks from this rank's own stream."""
+    """Do what nn.Dropout does, with masks of this rank."""
 
     def __init__(self, p: float, randomness: RankRandomness) -> None:
         super().__init__()

@@ -12,6 +12,5 @@ CAUSE = "must draw the same mask"
 
 
 def mutant(self, group=None) -> None:
-    self._seed = 1234 + dist.get_rank(group)
-    torch.manual_seed(self._seed)
-    self._states = {}
+    self._rank = dist.get_rank(group)
+    torch.manual_seed(1234 + self._rank)

@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data_parallel.zero_run import recompute_blocks
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import BOTH_MODES, gathered, gpt, text
+from training.randomness import seed_step
 
 
 def model_of(
@@ -115,6 +117,39 @@ def test_equal_seeds_draw_equal_masks_and_other_seeds_other_masks():
             for where in first:
                 assert torch.equal(first[where], again[where])
                 assert 0.45 < equal_share(first[where], other[where]) < 0.55
+
+    run_ranks(look, 2)
+
+
+def test_blocks_computed_again_in_the_backward_draw_the_same_masks():
+    def gradients(cluster: Cluster, sequence_parallel: bool, recompute: bool) -> dict[str, Tensor]:
+        model = model_of(cluster, sequence_parallel)
+        if recompute:
+            recompute_blocks(model)
+        x, y = text(11)
+        model.loss(model(x), y).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def look(cluster: Cluster) -> None:
+        for sequence_parallel in (False, True):
+            assert_same(
+                gradients(cluster, sequence_parallel, True), gradients(cluster, sequence_parallel, False)
+            )
+
+    run_ranks(look, 2)
+
+
+def test_a_step_draws_the_same_masks_whatever_was_drawn_before():
+    def look(cluster: Cluster) -> None:
+        for sequence_parallel in (False, True):
+            model = model_of(cluster, sequence_parallel)
+            seed_step(seed=3, step=5, stream=0)
+            first = masks_of_a_step(model)
+            masks_of_a_step(model)
+            seed_step(seed=3, step=5, stream=0)
+            resumed = masks_of_a_step(model)
+            for where in first:
+                assert torch.equal(first[where], resumed[where])
 
     run_ranks(look, 2)
 
