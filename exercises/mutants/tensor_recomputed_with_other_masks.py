@@ -1,4 +1,4 @@
-"""Gradients are wrong with dropout and recomputation: a rank's heads get other masks in the second forward."""
+"""Gradients are wrong with dropout and recomputation: heads get other masks in the second forward."""
 
 import contextlib
 from collections.abc import Iterator
