@@ -68,6 +68,7 @@ class HybridParallel:
             self.pipeline = self.module = Pipeline(
                 model, table, self.loss_of, example, mesh.pipeline, recompute=sizes.recompute
             )
+            _free_other_stages(model, self.pipeline)
         self._replicate(optimizer_class, options)
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
@@ -168,3 +169,11 @@ class HybridParallel:
             return self.pipeline.named_own_parameters()
         model = self.tensor.module if self.tensor is not None else self.plain
         return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _free_other_stages(model: nn.Module, pipeline: Pipeline) -> None:
+    """Free the memory of the parameters that ranks of other stages train, which `model` still refers to."""
+    own = set(pipeline.parameters())
+    for parameter in model.parameters():
+        if parameter not in own:
+            parameter.data = parameter.data.new_empty(0)

@@ -77,13 +77,19 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
 
 
 def parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
-    """Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor axis."""
-    numbers = layers_of(shape, sizes, rank) * shape.layer_parameters
+    """Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor axis.
+
+    Norms, some biases and learned positions are not divided.
+    """
+    layers = layers_of(shape, sizes, rank)
+    replicated = layers * shape.replicated_parameters
+    numbers = layers * shape.layer_parameters - replicated
     if rank == 0:
-        numbers += shape.embedding_parameters
+        replicated += shape.positions * shape.width
+        numbers += shape.vocab_size * shape.width
     if has_head(sizes, rank) and not (rank == 0 and shape.tied):
         numbers += shape.head_parameters
-    return numbers / sizes.tensor
+    return replicated + numbers / sizes.tensor
 
 
 def layer_activations(shape: ModelShape, sizes: ParallelSizes) -> float:

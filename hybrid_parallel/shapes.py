@@ -110,6 +110,14 @@ class ModelShape:
         return linear + norms + biases
 
     @property
+    def replicated_parameters(self) -> int:
+        """Return the number of parameters of a layer that tensor parallelism does not divide.
+
+        These are its norms, and the biases of its two linear layers that are divided by their inputs.
+        """
+        return (4 + 1 + self.experts if self.learns_bias else 2) * self.width
+
+    @property
     def active_weights(self) -> int:
         """Return the number of weights of a layer that one token is multiplied with."""
         return self.attention_weights + self.active_experts * self.expert_weights + self.router_weights

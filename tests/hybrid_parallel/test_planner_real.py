@@ -1,0 +1,46 @@
+"""What the planner predicts on paper is what ranks of this machine hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.memory_model import fullest_ranks, parameters_of
+from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.shapes import workbook_shape
+from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
+from lab.memory import live_bytes
+from lab.model import GPT, GPTConfig
+from lab.ranks import run_ranks
+
+WAYS = [
+    ParallelSizes(data=4, zero=1),
+    ParallelSizes(tensor=4),
+    ParallelSizes(pipeline=4, microbatches=2),
+    ParallelSizes(pipeline=2, tensor=2),
+]
+CONFIG = GPTConfig.named("tiny", num_layers=4)
+SHAPE = replace(workbook_shape("tiny"), num_layers=4)
+
+
+def test_a_rank_holds_the_parameters_and_the_optimizer_state_that_are_predicted_and_no_more():
+    def held(cluster: Cluster) -> list[tuple[int, int]]:
+        found = []
+        for sizes in WAYS:
+            tokens = torch.zeros(8 // sizes.data, 33, dtype=torch.int64)
+            example = tokens[: len(tokens) // sizes.microbatches, :-1]
+            hybrid = HybridParallel(GPT(CONFIG), Mesh(cluster, sizes), example)
+            hybrid.optimizer.zero_grad()
+            hybrid.backward(tokens[:, :-1], tokens[:, 1:])
+            hybrid.optimizer.step()
+            state = [tensor for each in hybrid.optimizer.state.values() for tensor in each.values()]
+            by_class = live_bytes({"optimizer": state, "parameters": hybrid.plain.parameters()})
+            found.append((by_class["parameters"], by_class["optimizer"]))
+        return found
+
+    for sizes, *of_ranks in zip(WAYS, *run_ranks(held, 4), strict=True):
+        numbers = max(parameters_of(SHAPE, sizes, rank) for rank in fullest_ranks(sizes))
+        expected = (4 * numbers, 8 * numbers / (sizes.data if sizes.zero else 1))
+        assert max(of_ranks) == pytest.approx(expected, rel=0.02), sizes
