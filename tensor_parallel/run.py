@@ -30,7 +30,7 @@ class Args(ClipArgs, training.arguments.Args):
 
     size: Size = "24heads"
     """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
-    have 4, 13m has 8, 24heads has 24."""
+    have 4, 8layers and 13m have 8, 24heads has 24."""
     overlap: bool = True
     """Hide the reductions in the backward (overlapped.py); --no-overlap runs what layers.py shows."""
     metronome: NotOffered = None  # it runs no layer, so there is nothing to divide

@@ -236,7 +236,7 @@ class Args(TrainArgs):
 
     size: Size = "24heads"
     """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
-    have 4, 13m has 8, 24heads has 24."""
+    have 4, 8layers and 13m have 8, 24heads has 24."""
     sequence_parallel: bool = False
     """Also divide norms, dropout and residuals among the ranks, by tokens."""
     pattern: Literal["torch"] = "torch"

@@ -34,7 +34,7 @@ MISTAKES = {
     "num_gpus: 8\nlr: .inf": "c.yaml, line 2: lr is .inf; it must be a number.",
     "num_gpus: 8\ndata: two": "c.yaml, line 2: data is 'two'; it must be an integer or None.",
     "num_gpus: 8\nrecompute: 1": "c.yaml, line 2: recompute is 1; it must be True or False.",
-    "num_gpus: 8\nmodel: gpt2": "c.yaml, line 2: model is 'gpt2'; it must be tiny, small, 24heads, 13m, ...",
+    "num_gpus: 8\nmodel: gpt2": "c.yaml, line 2: model is 'gpt2'; it must be tiny, small, 24heads, ...",
     "num_gpus: 8\ncheckpoint: True": "c.yaml, line 2: checkpoint is True; it must be None or a line of text.",
     "num_gpus: 8\nlink: |\n  1gbit\n": r"c.yaml, line 2: link is '1gbit\n'; ...",
     "num_gpus: 8\nlink: ' '": "c.yaml, line 2: link is ' '; it must be None or a line of text.",

@@ -170,7 +170,7 @@ def test_a_named_config_takes_changes_of_single_fields():
         (lambda: GPTConfig(width=30, num_heads=4), "width 30 .* multiple of the 4 heads"),
         (lambda: GPTConfig(num_heads=4, num_kv_heads=3), "num_kv_heads 3 must divide the 4"),
         (lambda: GPTConfig(num_heads=4, num_kv_heads=0), "num_kv_heads 0 must divide the 4"),
-        (lambda: GPTConfig.named("huge"), "no GPT size 'huge': choose one of tiny, small, 24heads, 13m"),
+        (lambda: GPTConfig.named("huge"), "no GPT size 'huge': choose one of tiny, small, 24heads, 8layers"),
         (lambda: GPT(TINY)(tokens_of(1, 33)), "33 tokens in a row exceed block_size 32"),
         (lambda: BabyCNN(image_size=32), "8x8 or 28x28 pixels, not 32x32"),
     ],
