@@ -22,7 +22,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test exercises notebooks check-exercises check-notebooks site check-site containers slurm rehearse lint clean
+.PHONY: help setup run test check-runs exercises notebooks check-exercises check-notebooks site check-site containers slurm rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
@@ -37,6 +37,9 @@ run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
+
+check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments (2 minutes)
+	@$(PY) -m pytest tests/end_to_end $(or $(ARGS),-n 2 --dist loadfile)
 
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
 	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)

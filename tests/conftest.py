@@ -17,10 +17,32 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
 )
 
+# What a target of its own runs, and the folder or file for which pytest must be asked to collect it.
+ON_REQUEST = {
+    "containers": "containers",
+    "end_to_end": "end_to_end",
+    "exercises/end_to_end": "exercises/end_to_end",
+    "notebooks/test_execution.py": "notebooks",
+    "notebooks/test_jupyterlab.py": "notebooks",
+    "site/built": "site",
+    "slurm": "slurm",
+}
+
 settings.register_profile(
     "workbook", deadline=None, max_examples=20, derandomize=bool(os.environ.get("CI")), print_blob=True
 )
 settings.load_profile("workbook")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what a make target of its own runs, unless it was asked for."""
+    tests = Path(__file__).parent
+    if not collection_path.is_relative_to(tests):
+        return None
+    asking = ON_REQUEST.get(collection_path.relative_to(tests).as_posix())
+    asked_for = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    is_left_out = asking is not None and not any(arg.is_relative_to(tests / asking) for arg in asked_for)
+    return True if is_left_out else None
 
 
 def pytest_sessionstart(session):

@@ -28,12 +28,6 @@ SETTINGS |= {
 }
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    here = Path(__file__).parent
-    asked_for = [config.invocation_params.dir / arg.split("::")[0] for arg in config.args]
-    return None if any(path.resolve().is_relative_to(here) for path in asked_for) else True
-
-
 @dataclasses.dataclass
 class Node:
     exit_code: int

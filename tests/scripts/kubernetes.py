@@ -47,14 +47,11 @@ def command_of_pod(job: dict[str, Any], index: int) -> tuple[list[str], dict[str
 
 
 def small_job(job: dict[str, Any], steps: int, changes: dict[str, str]) -> dict[str, Any]:
-    """Return the Job with a script that takes `steps` short steps, and with other values for some options."""
+    """Return the Job with a rank in each pod, short steps, and other values for some options."""
     job = copy.deepcopy(job)
     args: list[str] = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    [script] = (n for n, arg in enumerate(args) if arg.endswith(".py"))
-    [config] = (n for n, arg in enumerate(args) if arg.startswith("--config="))
-    args[script], args[config] = "data_parallel/train_naive.py", f"--steps={steps}"
-    args.append("--size=tiny")
-    for option, value in changes.items():
+    for option, value in {"--nproc-per-node=": "1", **changes}.items():
         [position] = (n for n, arg in enumerate(args) if arg.startswith(option))
         args[position] = option + value
+    args += [f"--num_gpus={job['spec']['completions']}", "--model=tiny", "--layers=2", f"--steps={steps}"]
     return job

@@ -1,19 +1,12 @@
 """scripts/kubernetes.yaml is valid, fits the image, and its command trains, is evicted and goes on."""
 
 import copy
-import os
-import re
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from lab import checkpoint
 from lab.errors import Stopped
-from tests.scripts.kubernetes import ROOT, command_of_pod, errors_of, objects, small_job
+from tests.scripts.kubernetes import ROOT, errors_of, objects
 
 OBJECTS = objects()
 JOB, SERVICE, POLICY = (OBJECTS[kind] for kind in ("Job", "Service", "NetworkPolicy"))
@@ -86,53 +79,3 @@ def test_a_pod_that_saved_and_stopped_is_no_failure_and_a_wrong_command_line_is_
     assert POD["restartPolicy"] == "Never"  # only then a policy is allowed
     [timeout] = (int(arg.partition("=")[2]) for arg in CONTAINER["args"] if "--shutdown-timeout" in arg)
     assert timeout < POD["terminationGracePeriodSeconds"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def start_pods(folder: Path, steps: int) -> list[subprocess.Popen[str]]:
-    """Start the command of each pod as a process, with a script that is small."""
-    meeting = {"--master-addr=": "127.0.0.1", "--master-port=": str(free_port())}
-    job = small_job(JOB, steps, meeting | {"--checkpoint=": str(folder)})
-    pods = []
-    for index in range(SPEC["completions"]):
-        (program, *rest), environment = command_of_pod(job, index)
-        assert program == "python"
-        pods.append(
-            subprocess.Popen(
-                [sys.executable, *rest],
-                cwd=ROOT,
-                env=os.environ | environment | {"HOME": os.environ.get("HOME", "/tmp")},
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    return pods
-
-
-def ended(pods: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    try:
-        outputs = [pod.communicate(timeout=120)[0] for pod in pods]
-        return [(pod.returncode, output) for pod, output in zip(pods, outputs, strict=True)]
-    finally:
-        for pod in pods:
-            pod.kill()
-
-
-def test_when_a_pod_is_evicted_all_save_and_stop_and_their_successors_go_on(tmp_path):
-    pods = start_pods(tmp_path, 1_000_000)
-    assert pods[0].stdout is not None
-    assert any("step 1/" in line for line in pods[0].stdout)
-    pods[1].send_signal(signal.SIGTERM)
-    (code, output), (code_of_evicted, _) = ended(pods)
-    assert {code, code_of_evicted} <= {Stopped.BY_USER, 128 + signal.SIGTERM}, output
-    saved = checkpoint.unpack(checkpoint.read(tmp_path), "")["step"]
-    assert f"stopped after step {saved} of" in output
-    (code, output), (other, _) = ended(start_pods(tmp_path, saved + 5))
-    assert (code, other) == (0, 0), output
-    assert re.search(rf"step {saved + 5}/{saved + 5} ", output) and "replicas_equal" in output

@@ -1,11 +1,7 @@
 """After Ctrl-C all ranks end their step together, save, and can go on."""
 
 import os
-import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,8 +12,6 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.data_parallel.test_scripts import STEPS, everyones_summaries, train
 from tests.training.attempts import interrupted
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -71,43 +65,3 @@ def test_ranks_ask_each_other_to_stop_only_where_there_is_a_checkpoint_and_outsi
     for (asked, sent), (asked_with_checkpoint, sent_with_checkpoint) in run_ranks(work, 2):
         assert (asked, asked_with_checkpoint) == (0, 2)  # the last step ends the run anyway
         assert sent == sent_with_checkpoint
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_ctrl_c_at_the_launcher_saves_and_leaves_no_process(tmp_path):
-    folder, errors = tmp_path / "run", tmp_path / "errors"
-    command = [sys.executable, "-m", "lab.torchrun"]
-    command += ["--nproc-per-node=2", "data_parallel/train_naive.py", "--size", "tiny", "--steps", "100000"]
-    command += ["--checkpoint", str(folder)]
-
-    def pids() -> list[int]:
-        return [int(pid) for pid in re.findall(r"here as process (\d+)", errors.read_text())]
-
-    with (
-        errors.open("w") as err,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, text=True) as torchrun,
-    ):
-        try:
-            assert torchrun.stdout is not None
-            assert any("step 1/100000" in line for line in torchrun.stdout)
-            assert len(pids()) == 2
-            torchrun.send_signal(signal.SIGINT)
-            torchrun.communicate(timeout=30)
-            assert not any(alive(pid) for pid in pids())
-        finally:
-            torchrun.kill()
-            for pid in filter(alive, pids()):
-                os.kill(pid, signal.SIGKILL)
-    assert torchrun.returncode > 0
-    said = errors.read_text()
-    assert "Traceback" not in said
-    [step] = set(re.findall(r"^rank [01]: stopped after step (\d+) of 100000;", said, re.MULTILINE))
-    assert os.listdir(folder) == [checkpoint.NAME]
-    assert checkpoint.unpack(checkpoint.read(folder), "")["step"] == int(step)
