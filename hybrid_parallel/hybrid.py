@@ -6,10 +6,11 @@
 A step runs forwards and backwards of all microbatches, and then completes the gradients, each in its group:
 
       pipeline    the gradients of an embedding that the first and the last stage share are added up
+      data        the mean over replicas; with ZeRO each rank keeps its shard of it
       tensor      gradients of which each rank has a term, as norms have with sequence parallelism
-      data        the mean over replicas
 
-All three are sums, so their order does not matter. Without a pipeline, the mean over replicas starts in the
+All three are sums, so their order would not matter; but with ZeRO only shards are left after the second one,
+and stages that share an embedding have other shards. Without a pipeline, the mean over replicas starts in the
 backward of the last microbatch. In a pipeline it follows the last backward: each stage ends at another time.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from comm.chosen_pattern import use_pattern
 from comm.collectives import all_reduce
+from data_parallel.flat import Piece
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
@@ -34,7 +36,9 @@ from lab.text import microbatches
 from lab.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
+from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
+from tensor_parallel.pieces import TermsInPieces
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -70,6 +74,10 @@ class HybridParallel:
             )
             _free_other_stages(model, self.pipeline)
         self._replicate(optimizer_class, options)
+        self.terms: TensorParallel | TermsInPieces | None = self.tensor  # of gradients, along the tensor axis
+        if self.tensor is not None and sizes.zero:
+            pieces = {piece.parameter: piece.tensor for piece in self.pieces}
+            self.terms = TermsInPieces(self.tensor, pieces)
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
@@ -94,21 +102,19 @@ class HybridParallel:
             loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
         if self.pipeline is not None:
             self.pipeline.finish_gradient_sync()
-        if self.tensor is not None:
-            self.tensor.finish_gradient_sync()
         if self.data is not None:
             self.data.finish_gradient_sync()
+        if self.terms is not None:
+            self.terms.finish_gradient_sync()
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model: each number counts once (clipping.py)."""
-        if self.sizes.zero == 3:
-            return self.data.clip_grad_norm_(max_norm)
         axes = [self.mesh.pipeline, self.mesh.tensor]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         if self.sizes.zero:
             axes.append(self.mesh.data)
-            gradients = [(piece.parameter, piece.tensor.grad) for piece in self.data.pieces]
+            gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
         return clip_over(axes, gradients, uncounted, max_norm, self.sizes.pattern)
 
@@ -116,7 +122,7 @@ class HybridParallel:
         parts = microbatches(x, y, self.sizes.microbatches)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for i, (part, targets) in enumerate(parts):
-            with contextlib.nullcontext() if self._overlaps(i == len(parts) - 1) else self._no_sync():
+            with contextlib.nullcontext() if i == len(parts) - 1 else self._no_sync():
                 with span("forward", "forward"):
                     loss = self.loss_of(self.module(part), targets) / len(parts)
                 with span("backward", "backward"):
@@ -140,35 +146,34 @@ class HybridParallel:
             return contextlib.nullcontext()
         return torch.autocast(self.mesh.device_mesh.device_type, torch.bfloat16)
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """Return, with ZeRO, what this rank has of each parameter that is trained on it."""
+        return list(self.data.pieces.values() if self.sizes.zero == 3 else self.data.pieces)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's state dict, full on every rank. All ranks must call it."""
-        if self.sizes.zero == 3:
-            with self.data.gathered() as full:
-                return {name: tensor.clone() for name, tensor in full.state_dict().items()}
-        model = self.tensor.module if self.tensor is not None else self.plain
-        state = self.pipeline.full_state_dict() if self.pipeline is not None else model.state_dict()
-        if self.tensor is None:
-            return {name: tensor.clone() for name, tensor in state.items()}
-        return {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
+        with self.gathered():
+            state = self.pipeline.full_state_dict() if self.pipeline is not None else self.plain.state_dict()
+            if self.tensor is None:
+                return {name: tensor.clone() for name, tensor in state.items()}
+            return {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
 
-    def _overlaps(self, is_last: bool) -> bool:
-        """Return whether the mean over replicas may start in this backward."""
-        return is_last and not self.sizes.sequence_parallel
+    def gathered(self) -> contextlib.AbstractContextManager[Any]:
+        """Gather the parameters along the data axis in the block, where ZeRO 3 has shards of them."""
+        return self.data.gathered() if self.sizes.zero == 3 else contextlib.nullcontext()
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.data is None else self.data.no_sync()
 
-    def named_parameters(self) -> dict[str, Tensor]:
+    def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their names in the full model; a tied one has both names.
 
-        With ZeRO 3 these are copies of the full parameters, and all ranks must call it.
+        With ZeRO 3 they have numbers only inside of `gathered()`.
         """
-        if self.sizes.zero == 3:
-            return self.full_state_dict()
         if self.pipeline is not None:
             return self.pipeline.named_own_parameters()
-        model = self.tensor.module if self.tensor is not None else self.plain
-        return dict(model.named_parameters(remove_duplicate=False))
+        return dict(self.plain.named_parameters(remove_duplicate=False))
 
 
 def _free_other_stages(model: nn.Module, pipeline: Pipeline) -> None:

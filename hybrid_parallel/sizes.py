@@ -75,13 +75,6 @@ def refuse_sizes(
             f"zero is {sizes.zero} beside a pipeline: gradients of a stage add up over all microbatches, so "
             "they must stay until the last one; take zero 1, or one pipeline stage."
         )
-    if sizes.zero == 2 and sizes.sequence_parallel:
-        raise WorkbookError(
-            "zero is 2 beside sequence_parallel: gradients of norms are divided before their terms are added "
-            "up; take zero 1."
-        )
-    if sizes.zero == 3 and sizes.tensor > 1:
-        raise WorkbookError("zero is 3 beside tensor parallelism: take zero 1 or 2, or tensor 1.")
     if isinstance(config, MLPConfig):
         _refuse_for_mlp(sizes)
     if sizes.sequence_parallel and sizes.tensor == 1:

@@ -41,12 +41,9 @@ def first_names(hybrid: HybridParallel) -> dict[str, str]:
 def held(hybrid: HybridParallel) -> list[Held]:
     """Return what this rank's optimizer trains, each parameter once."""
     first = first_names(hybrid)
-    if hybrid.sizes.zero == 3:
-        pieces = hybrid.data.pieces.items()
-        return [Held(first.get(name, name), p.parameter, p.tensor, p.start) for name, p in pieces]
     names = {p: first.get(name, name) for name, p in hybrid.named_parameters().items()}
     if hybrid.sizes.zero:
-        return [Held(names[p.parameter], p.parameter, p.tensor, p.start) for p in hybrid.data.pieces]
+        return [Held(names[p.parameter], p.parameter, p.tensor, p.start) for p in hybrid.pieces]
     return [Held(name, parameter, parameter, 0) for parameter, name in names.items()]
 
 

@@ -87,7 +87,6 @@ class TensorParallel(nn.Module):
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.dims = {name: self._sharded[p] for name, p in parameters.items() if p in self._sharded}
         self._sharded.clear()
-        self._partial.track(self._with_own_tokens_only())
 
     def _with_own_tokens_only(self) -> list[nn.Parameter]:
         """Return the replicated parameters whose gradient covers only this rank's tokens."""

@@ -57,8 +57,8 @@ EXERCISES = (
         doc="""
             Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
-            `self.pipeline`, `self.tensor` and `self.data` are the classes of lessons 4, 3 and 2, or None for
-            an axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
+            `self.pipeline`, `self.data` and `self.terms` are classes of lessons 4, 2 and 3, or None for an
+            axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
             all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
             the gradients of this rank, and return the loss. Only they run in `with self.in_precision():`.
         """,
@@ -66,8 +66,9 @@ EXERCISES = (
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "
             "same embedding, the terms of other ranks of the tensor group, and the mean over replicas.",
             "Each class completes the gradients in its own group. A class that is None has nothing to do.",
-            "The mean over replicas comes last, because ZeRO leaves no full gradient behind: after "
-            "self.data.finish_gradient_sync() each rank may have a shard only.",
+            "The terms of the tensor group come last: with ZeRO they are added up in the shards that "
+            "self.data.finish_gradient_sync() leaves. The embedding comes first, because stages that share "
+            "it have other shards.",
         ),
     ),
     Exercise(

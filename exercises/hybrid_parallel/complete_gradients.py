@@ -11,7 +11,8 @@ You may use:
     self.in_precision() -> contextlib.AbstractContextManager[Any]
         Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are.
     self.pipeline: Pipeline | None
-    self.tensor
+    self.terms: TensorParallel | TermsInPieces | None
+        Of gradients, along the tensor axis.
 
 Check it with `python -m exercises check complete_gradients`.
 """
@@ -22,8 +23,8 @@ from torch import Tensor
 def backward(self, x: Tensor, y: Tensor) -> Tensor:
     """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
-    `self.pipeline`, `self.tensor` and `self.data` are the classes of lessons 4, 3 and 2, or None for
-    an axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
+    `self.pipeline`, `self.data` and `self.terms` are classes of lessons 4, 2 and 3, or None for an
+    axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
     all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
     the gradients of this rank, and return the loss. Only they run in `with self.in_precision():`.
     """

@@ -17,8 +17,8 @@ def mutant(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:
         for parameter, _ in self.pipeline._shared():
             all_reduce(parameter.grad, op="mean", group=self.mesh.data)
         self.pipeline._new.forget()
-    if self.tensor is not None:
-        self.tensor.finish_gradient_sync()
     if self.data is not None:
         self.data.finish_gradient_sync()
+    if self.terms is not None:
+        self.terms.finish_gradient_sync()
     return loss

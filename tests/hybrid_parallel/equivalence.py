@@ -77,6 +77,18 @@ def full(hybrid: HybridParallel, name: str, tensor: Tensor) -> Tensor:
     return InFlightAllGather(plain.clone(), dim, hybrid.mesh.tensor).wait().narrow(dim, 0, size)
 
 
+def gradients_of(hybrid: HybridParallel) -> Tensors:
+    """Return the full gradients; ZeRO's pieces of them are put together from the data axis."""
+    named, zero = hybrid.named_parameters(), hybrid.sizes.zero
+    local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
+    for piece in hybrid.pieces if zero else ():
+        flat = torch.zeros(piece.parameter.numel(), dtype=torch.float64)
+        flat[piece.start : piece.start + piece.tensor.numel()] = piece.tensor.grad
+        all_reduce(flat, group=hybrid.mesh.data)
+        local[piece.parameter] = flat.view(piece.parameter.shape)
+    return {name: full(hybrid, name, local[p]) for name, p in named.items() if local[p] is not None}
+
+
 def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
     """Train as `sizes` says, from other weights on each replica, and compare with one process."""
     mesh = Mesh(cluster, sizes)
@@ -91,17 +103,15 @@ def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
         loss = hybrid.backward(x, y)
         all_reduce(loss, op="mean", group=mesh.data)
         assert_same({"loss": loss}, {"loss": step.loss}, RTOL, f"loss of step {number}, {what},")
-        if not sizes.zero:  # with ZeRO no gradient stays in the model
-            named = hybrid.named_parameters()
-            ours: Tensors = {n: full(hybrid, n, p.grad) for n, p in named.items() if p.grad is not None}
-            expected = {name: step.gradients[name] for name in named}
-            assert_same(ours, expected, RTOL, f"gradient of step {number}, {what},")
+        ours = gradients_of(hybrid)
+        expected = {name: step.gradients[name] for name in hybrid.named_parameters()}
+        assert_same(ours, expected, RTOL, f"gradient of step {number}, {what},")
         norm = hybrid.clip_grad_norm_(CLIP)
         assert_same(
             {"norm": norm}, {"norm": step.norm}, RTOL, f"norm of all gradients in step {number}, {what},"
         )
         hybrid.optimizer.step()
-        named = hybrid.named_parameters()
-        ours = {name: full(hybrid, name, p.detach()) for name, p in named.items()}
-        expected = {name: step.parameters[name] for name in named}
+        with hybrid.gathered():
+            ours = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_parameters().items()}
+        expected = {name: step.parameters[name] for name in ours}
         assert_same(ours, expected, RTOL, f"parameter after step {number}, {what},")

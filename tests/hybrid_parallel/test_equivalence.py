@@ -53,6 +53,8 @@ def test_replicas_of_divided_layers():
         Sizes(data=2, tensor=2, microbatches=2),
         Sizes(data=2, tensor=2, zero=1, microbatches=2),
         Sizes(data=2, tensor=2, zero=2),
+        Sizes(data=2, tensor=2, zero=3, microbatches=2),
+        Sizes(data=2, tensor=2, zero=3, recompute=True),
     )
 
 
@@ -60,6 +62,8 @@ def test_replicas_of_divided_tokens():
     check(
         Sizes(data=2, tensor=2, sequence_parallel=True, microbatches=2),
         Sizes(data=2, tensor=2, sequence_parallel=True, zero=1),
+        Sizes(data=2, tensor=2, sequence_parallel=True, zero=2, microbatches=2),
+        Sizes(data=2, tensor=2, sequence_parallel=True, zero=3, microbatches=2),
     )
 
 

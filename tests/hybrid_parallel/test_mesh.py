@@ -72,8 +72,6 @@ def test_the_picture_has_every_rank_at_its_coordinates():
         (ParallelSizes(data=0), "data is 0"),
         (ParallelSizes(pipeline=2, data=2, zero=2), "zero is 2 beside a pipeline"),
         (ParallelSizes(data=4, sequence_parallel=True), "sequence_parallel divides tokens"),
-        (ParallelSizes(data=2, tensor=2, zero=3), "zero is 3 beside tensor parallelism"),
-        (ParallelSizes(data=2, tensor=2, zero=2, sequence_parallel=True), "zero is 2 beside sequence_par"),
         (
             ParallelSizes(pipeline=4, schedule="interleaved", chunks=3),
             "12 stages need at least as many layers",

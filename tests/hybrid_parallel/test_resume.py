@@ -29,7 +29,7 @@ def resumed(folder: Path, first: tuple[int, Way], second: tuple[int, Way]) -> di
     [
         (1, {}),
         (2, {"pipeline": 2, "microbatches": 2}),
-        (4, {"tensor": 2, "zero": 1, "sequence_parallel": True}),
+        (4, {"tensor": 2, "zero": 3, "sequence_parallel": True}),
     ],
     ids=str,
 )
@@ -44,7 +44,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, way: tuple[i
 
 OTHER_MESHES: list[tuple[tuple[int, Way], tuple[int, Way]]] = [
     ((2, {"tensor": 2}), (4, {"pipeline": 2, "microbatches": 2, "zero": 1})),
-    ((2, {"zero": 3}), (4, {"tensor": 2, "zero": 1})),
+    ((4, {"tensor": 2, "zero": 3}), (4, {"tensor": 2, "zero": 2, "sequence_parallel": True})),
     ((4, {"pipeline": 2, "tensor": 2, "microbatches": 2}), (2, {"zero": 2})),
     ((2, {"model": "mlp", "pipeline": 2, "microbatches": 2}), (2, {"model": "mlp", "tensor": 2})),
 ]
