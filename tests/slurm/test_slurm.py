@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lab import checkpoint
+from hybrid_parallel.checkpoint_folder import complete_steps
 from tests.slurm.cluster import SlurmCluster, last_step, processes_of
 
 STEPS = 300
+CONFIG = "configs/pipeline_and_data.yaml"
+SMALL = ["--config", CONFIG, "--num_gpus=2", "--model=tiny", "--layers=2", "--json"]  # 2 stages, ZeRO 1
 TWO_MACHINES = ("--nodes=2", "1")  # each with so many ranks
 ONE_MACHINE = ("--nodes=1", "2")
 
@@ -23,14 +25,12 @@ class Job:
         self.slurm, self.checkpoint, self.file = slurm, folder / "checkpoint", folder / "output"
         nodes, ranks_per_node = layout
         environment = {
-            "TRAIN_SCRIPT": "data_parallel/train_naive.py",
             "MASTER_ADDR": "127.0.0.1",  # n0 and n1 are no names of this machine
             "RANKS_PER_NODE": ranks_per_node,
             "CHECKPOINT": str(self.checkpoint),
         }
         command = ["sbatch", "--parsable", nodes, "--cpus-per-task=1", f"--output={self.file}", *options]
-        arguments = ["scripts/slurm.sbatch", "--size", "tiny", "--steps", str(steps), "--json"]
-        self.id = slurm.call(*command, *arguments, **environment)
+        self.id = slurm.call(*command, "scripts/slurm.sbatch", *SMALL, "--steps", str(steps), **environment)
 
     @property
     def output(self) -> str:
@@ -60,7 +60,7 @@ class Job:
         return json.loads(next(line for line in self.output.splitlines() if line.startswith("{")))
 
     def saved_step(self) -> int:
-        return checkpoint.unpack(checkpoint.read(self.checkpoint), "")["step"]
+        return complete_steps(self.checkpoint)[-1]
 
 
 @pytest.fixture(scope="session")
@@ -122,4 +122,4 @@ def test_scancel_ends_the_job_for_good_and_leaves_no_process(slurm, tmp_path, la
 def test_a_job_whose_script_refuses_its_arguments_fails_and_is_not_requeued(slurm, tmp_path):
     job = Job(slurm, tmp_path, ONE_MACHINE, steps=0)
     job.wait_for(lambda job: job.state == "FAILED")
-    assert "--steps" in job.output and "Traceback" not in job.output
+    assert "steps" in job.output and "Traceback" not in job.output
