@@ -3,7 +3,7 @@
       axis        what is left of a parameter         as a piece
       pipeline    the parameters of own stages        only those; a later copy of a tied one is a replica
       tensor      an n-th along one dimension         the box, without rows that pad a vocabulary
-      data        with ZeRO a range of elements       the range; without ZeRO the first replica saves all
+      data        with ZeRO a range of elements       the range; without ZeRO each replica saves about an n-th
 
 The optimizer's state has the same elements. The number of steps that it has made is one number for all.
 """
@@ -50,9 +50,9 @@ def held(hybrid: HybridParallel) -> list[Held]:
 def pieces_of(hybrid: HybridParallel) -> list[Piece]:
     """Return this rank's pieces of the model and of AdamW's state, whose missing tensors are made here."""
     is_copy = counted_elsewhere(hybrid.pipeline, hybrid.tensor)
-    is_replica = not hybrid.sizes.zero and hybrid.mesh.coordinate("data") > 0
+    own = hybrid.mesh.coordinate("data")
     pieces: list[Piece] = []
-    for one in held(hybrid):
+    for one, saved_by in _with_replicas(hybrid):
         state = hybrid.optimizer.state[one.tensor]
         if not state:
             zeros = {name: torch.zeros_like(one.tensor) for name in STATES}
@@ -60,9 +60,21 @@ def pieces_of(hybrid: HybridParallel) -> list[Piece]:
         for kind, tensor in [("model", one.tensor), *((f"optimizer/{name}", state[name]) for name in STATES)]:
             shape, box, numel = _place(hybrid, one)
             flat = tensor.detach().view(-1)[:numel]
-            replica = is_replica or one.parameter in is_copy
-            pieces.append(Piece(f"{kind}/{one.name}", flat, shape, box, one.start, replica))
+            is_replica = saved_by != own or one.parameter in is_copy
+            pieces.append(Piece(f"{kind}/{one.name}", flat, shape, box, one.start, is_replica))
     return pieces
+
+
+def _with_replicas(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
+    """Yield what this rank trains, each with the coordinate on the data axis of the rank that saves it.
+
+    Without ZeRO all replicas hold the same, and the next parameter goes to the one that saves least so far.
+    """
+    elements = [0] * hybrid.sizes.data
+    for one in held(hybrid):
+        replica = elements.index(min(elements))
+        elements[replica] += one.tensor.numel()
+        yield one, hybrid.mesh.coordinate("data") if hybrid.sizes.zero else replica
 
 
 def _place(hybrid: HybridParallel, one: Held) -> tuple[tuple[int, ...], Box | None, int]:

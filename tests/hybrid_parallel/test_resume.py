@@ -60,10 +60,14 @@ def test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was():
             assert going_on[what] == pytest.approx(expected[what], rel=1e-5), (first, second)
 
 
-def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay(tmp_path):
+def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay_of_which_each_replica_saves_a_half(
+    tmp_path,
+):
     every = {"steps": 5, "checkpoint": str(tmp_path), "checkpoint_every": 1, "checkpoint_keep": 2}
     summaries(2, [every])
     assert complete_steps(tmp_path) == [4, 5]
+    of_rank_0, of_rank_1 = (path.stat().st_size for path in tmp_path.glob("step-5/*.safetensors"))
+    assert of_rank_0 == pytest.approx(of_rank_1, rel=0.1)
 
 
 def test_plain_pytorch_loads_what_is_exported(tmp_path):
