@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoints.py            a table; --json for one JSON line
     python benchmarks/checkpoints.py --quick    data parallelism only, and fewer runs
-    python benchmarks/checkpoints.py --every 5  other numbers of steps between two checkpoints
+    python benchmarks/checkpoints.py --every 5  another number of steps between two checkpoints
 
-2 ranks train a GPT of 12.9 million parameters with AdamW on the hybrid lesson's mesh; a checkpoint has 155 MB.
+2 ranks train a GPT of 12.9 million parameters with AdamW on the hybrid lesson's mesh. A checkpoint has 155 MB.
 Three variants of the same training take turns in one process group (benchmarks/side_by_side.py), each for
 `--every` steps:
 
@@ -13,9 +13,8 @@ Three variants of the same training take turns in one process group (benchmarks/
     waiting       the same, but the second step begins when the checkpoint is complete
 
 The first row compares the seconds of a step, `background` with `without`. The others compare the seconds that
-one checkpoint adds with the seconds of a step: their ratio says how many steps a checkpoint costs. Both cores
-of a 2-core machine compute, so what is written in the background takes their time; copies are the cost on a
-machine with cores to spare.
+one checkpoint adds with the seconds of a step: their ratio says how many steps a checkpoint costs. On a
+machine with 2 cores the ranks compute on both, and writing takes time from them, also in the background.
 """
 
 import dataclasses
