@@ -4,8 +4,8 @@
     python benchmarks/checkpoints.py --quick    data parallelism only, and fewer runs
     python benchmarks/checkpoints.py --every 5  another number of steps between two checkpoints
 
-2 ranks train a GPT of 12.9 million parameters with AdamW on the hybrid lesson's mesh. A checkpoint has 155 MB.
-Three variants of the same training take turns in one process group (benchmarks/side_by_side.py), each for
+2 ranks train a GPT of 12.9 million parameters with AdamW on the hybrid lesson's mesh. A checkpoint has 155
+MB. Three variants of the same training take turns in one process group (benchmarks/side_by_side.py), each for
 `--every` steps:
 
     without       no checkpoint
