@@ -32,6 +32,7 @@ from collections import deque
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
@@ -107,6 +108,7 @@ class BucketDataParallel(nn.Module):
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.order = BucketOrder(self.trained)
         self._make_buckets()
+        self.sizes_on_wire = [size_on_wire(bucket.flat, self.wire_dtype) for bucket in self.buckets]
         for parameter in self.trained:
             replace_hook(parameter, self._on_gradient)
 
@@ -210,13 +212,13 @@ class BucketArgs(AccumulationArgs):
     own type."""
 
 
-def traffic_per_step(cluster: Cluster, model: BucketDataParallel, pattern: str) -> Traffic:
+def traffic_per_step(model: BucketDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: buckets, and their order if it was sent."""
-    place = (cluster.world_size, cluster.rank)
+    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
     sizes = model.sizes_on_wire
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
     if model.order.was_sent:
-        pattern = default_pattern("broadcast")
+        pattern = default_pattern("broadcast", model.group)
         traffic += cost.per_rank("broadcast", pattern, len(model.trained), 8, *place)
     return traffic
 
@@ -245,7 +247,7 @@ def main(cluster: Cluster, args: BucketArgs) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.expect_traffic(traffic_per_step(model, run.pattern))
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, buckets=len(model.buckets))

@@ -22,6 +22,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from comm import cost
@@ -82,11 +83,11 @@ class NaiveDataParallel(nn.Module):
         self._guard.synchronised()
 
 
-def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:
+def traffic_per_step(model: NaiveDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: a flag for each parameter, and the gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained if p.grad is not None)]
-    place = (cluster.world_size, cluster.rank)
+    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
     return sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
 
 
@@ -107,7 +108,7 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
-            run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.expect_traffic(traffic_per_step(model, run.pattern))
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model)

@@ -23,6 +23,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
@@ -122,11 +123,11 @@ class OverlapDataParallel(nn.Module):
         self._guard.synchronised()
 
 
-def traffic_per_step(cluster: Cluster, model: nn.Module, pattern: str) -> Traffic:
+def traffic_per_step(model: OverlapDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for a step: all gradients, and a flag for each parameter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [*((p.numel(), p.element_size()) for p in trained), (len(trained), 1)]
-    place = (cluster.world_size, cluster.rank)
+    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
     return sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
 
 
@@ -152,7 +153,7 @@ def main(cluster: Cluster, args: AccumulationArgs) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(cluster, model, run.pattern))
+            run.expect_traffic(traffic_per_step(model, run.pattern))
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model)

@@ -122,6 +122,15 @@ MESSAGES = (
         "last number part of it?",
     ),
     (
+        "count for another axis",
+        "A message belongs to the axis along which it travels: does each group have its own axis's name?",
+    ),
+    (
+        "sends .* by the formulas",
+        "The formulas and the counted bytes of an axis differ: is what this rank itself sends expected, with "
+        "its own stages, microbatches and groups, and nothing of another rank?",
+    ),
+    (
         "still held",
         "Something is needed no longer and still referred to: does a computed gradient keep its graph, or a "
         "list or dict its entry?",

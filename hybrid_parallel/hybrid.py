@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comm.chosen_pattern import use_pattern
+from comm.chosen_pattern import chosen_pattern, use_pattern
 from comm.collectives import all_reduce
 from data_parallel.flat import Piece
 from data_parallel.train_bucket_overlap import BucketDataParallel
@@ -59,8 +59,10 @@ class HybridParallel:
         **options: Any,
     ) -> None:
         self.mesh, self.plain, self.sizes, sizes = mesh, model, mesh.sizes, mesh.sizes
+        self.example_shape = example.shape
         for axis in (mesh.pipeline, mesh.data, mesh.tensor):
             use_pattern(sizes.pattern, axis)
+        self.pattern = chosen_pattern("all_reduce", mesh.data)  # the other axes have the same
         self.tensor = parallelize(model, mesh.tensor, sizes.sequence_parallel) if sizes.tensor > 1 else None
         self.loss_of: Callable[[Tensor, Tensor], Tensor] = self.tensor.loss if self.tensor else loss_of
         self.pipeline: Pipeline | None = None
@@ -81,7 +83,7 @@ class HybridParallel:
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
-        group, pattern, zero = self.mesh.data, self.sizes.pattern, self.sizes.zero
+        group, pattern, zero = self.mesh.data, self.pattern, self.sizes.zero
         self.data: Any
         if zero in (1, 2):
             sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
@@ -97,7 +99,10 @@ class HybridParallel:
         self.optimizer = optimizer_class(self.module.parameters(), **options)
 
     def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add the gradients of this replica's batch, complete them, and return the replica's mean loss."""
+        """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
+
+        In a pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
+        """
         with self.in_precision():
             loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
         if self.pipeline is not None:
@@ -108,15 +113,24 @@ class HybridParallel:
             self.terms.finish_gradient_sync()
         return loss
 
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Return, on all ranks, the mean over replicas of what `backward` has returned on each rank."""
+        mean = loss.clone()
+        for axis, op in (("pipeline", "sum"), ("data", "mean")):  # all tensor ranks have the same
+            if getattr(self.sizes, axis) > 1:
+                all_reduce(mean, op, self.mesh.group(axis), pattern=self.pattern)
+        return mean
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model: each number counts once (clipping.py)."""
-        axes = [self.mesh.pipeline, self.mesh.tensor]
+        axes = ["pipeline", "tensor"]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         if self.sizes.zero:
-            axes.append(self.mesh.data)
+            axes.append("data")
             gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
-        return clip_over(axes, gradients, uncounted, max_norm, self.sizes.pattern)
+        groups = [self.mesh.group(axis) for axis in axes if getattr(self.sizes, axis) > 1]
+        return clip_over(groups, gradients, uncounted, max_norm, self.pattern)
 
     def _in_one_stage(self, x: Tensor, y: Tensor) -> Tensor:
         parts = microbatches(x, y, self.sizes.microbatches)
@@ -137,7 +151,6 @@ class HybridParallel:
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         if outcome.loss is not None:
             total += outcome.loss
-        all_reduce(total, group=self.mesh.pipeline)  # the other stages' ranks add zero
         return total
 
     def in_precision(self) -> contextlib.AbstractContextManager[Any]:

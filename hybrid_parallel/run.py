@@ -13,13 +13,16 @@ import training.run
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.mesh import Mesh, coordinates_of, drawn
+from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_optimizer_steps
+from hybrid_parallel.traffic import ByAxis, traffic_of_axes
+from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic, figures
 from lab.cluster import Cluster
 from lab.errors import Complete, Stopped, WorkbookError
 from lab.interrupt import StopRequest
 from lab.launcher import restart_count
+from lab.ledger import Traffic
 from lab.model import GPT, MLP, MLPConfig
 from training.arguments import TrainArgs
 from training.evaluation import Sums, sums_of
@@ -38,15 +41,12 @@ def stream_of(rank: int, sizes: ParallelSizes) -> int:
 class Run(training.run.Run):
     """One rank's side of a training on a mesh."""
 
-    has_formula = False
-
     def __init__(self, cluster: Cluster, args: HybridArgs) -> None:
         super().__init__(cluster, args, "hybrid", args.model)
         self._args: HybridArgs = args
         self.mesh = Mesh(cluster, self.sizes)
         self.not_measured = "the axes share a rank's time, and their spans overlap"
-        if cluster.is_main and not args.json:
-            print(drawn(self.sizes), flush=True)
+        self._expected_of_axes: ByAxis = dict.fromkeys(AXES, Traffic())
 
     def _validate(self, args: TrainArgs) -> None:
         assert isinstance(args, HybridArgs)
@@ -72,6 +72,9 @@ class Run(training.run.Run):
         x, _ = self.batch(0)
         example = x[: len(x) // self.sizes.microbatches]
         self._hybrid = HybridParallel(model, self.mesh, example, torch.optim.AdamW, lr=self._args.lr)
+        sent = drawn_traffic(self._hybrid, traffic_of_axes(self._hybrid, self._args.clip is not None))
+        if self._cluster.is_main and not self._args.json:
+            print("\n".join([drawn(self.sizes), "", sent]), flush=True)
         return self._hybrid
 
     def _built(self, seed: int = 0) -> GPT | MLP:
@@ -92,11 +95,25 @@ class Run(training.run.Run):
             self._stop_request = handlers.enter_context(StopRequest())
             try:
                 yield self._first_step
-            finally:
-                if sys.exc_info()[0] in (None, Stopped):
-                    self.save()
-                    self._saved.wait()
+            except Stopped:
+                self._save_and_wait()
+                raise
+            self._save_and_wait()
             self._until_reported = handlers.pop_all()
+
+    def _save_and_wait(self) -> None:
+        self.save()
+        self._saved.wait()
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """Return the mean over replicas of what `HybridParallel.backward` has returned on each rank."""
+        return self._hybrid.mean_loss(loss)
+
+    def expect_traffic_of_axes(self, of_the_step: ByAxis) -> None:
+        """Add what this rank should send along each axis in a step by the lessons' formulas."""
+        for axis, traffic in of_the_step.items():
+            self._expected_of_axes[axis] += traffic
+            self._expected += traffic
 
     def save_if_due(self, step: int) -> None:
         """Begin to save after every --checkpoint-every steps; the training goes on meanwhile."""
@@ -169,4 +186,6 @@ class Run(training.run.Run):
         full = self._built()
         full.load_state_dict(self._hybrid.full_state_dict())
         sizes = {f"axis_{name}": value for name, value in dataclasses.asdict(self.sizes).items()}
-        return super().finish(full, **sizes, **extras)
+        assert self._meter is not None, "there was no step"
+        sent = figures(counted_by_axis(self._meter.traffic), self._expected_of_axes, self.sizes)
+        return super().finish(full, **sizes, **sent, **extras)

@@ -14,7 +14,8 @@ What to read, in this order:
   1. mesh.py: which ranks form which group, and why the axes have this order.
   2. hybrid.py: `HybridParallel` puts the classes of lessons 2 to 4 around one model, each with its group.
   3. clipping.py: the norm of all gradients, in which each number counts once.
-  4. `main` below, which is the loop of the other lessons.
+  4. traffic.py: what each axis sends in a step.
+  5. `main` below, which is the loop of the other lessons.
 
 sizes.py says which sizes make sense together.
 """
@@ -23,6 +24,7 @@ from comm.script import start
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.auto import read_arguments
 from hybrid_parallel.run import Run
+from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
 from lab.timeline import span
 
@@ -41,6 +43,7 @@ def main(cluster: Cluster, args: HybridArgs) -> None:
                 with span("step", "optimizer"):
                     hybrid.optimizer.step()
                 record.loss = run.mean_loss(loss)
+            run.expect_traffic_of_axes(traffic_of_axes(hybrid, is_clipped=args.clip is not None))
             run.evaluate(step, hybrid.module)
             run.save_if_due(step)
             run.stop_if_asked(step)

@@ -193,6 +193,7 @@ class MLP(nn.Module):
         super().__init__()
         with seeded(seed):
             self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+        self.sizes = tuple(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)

@@ -1,4 +1,4 @@
-"""Compute by formula what a rank sends in a step of a tensor-parallel GPT.
+"""Compute by formula what a rank sends in a step of a tensor-parallel GPT or MLP.
 
 A is the number of bytes that a rank sends to all-reduce batch * time * width numbers.
 
@@ -8,9 +8,16 @@ A is the number of bytes that a rank sends to all-reduce batch * time * width nu
     embedding and head   A forward, A backward   2 gathers and 2 scatters; with overlap 3 gathers
     loss                 4 numbers per token     4 numbers per token
     gradients            nothing                 an all-reduce of the replicated parameters
+
+A backward that recomputes blocks sends again what their forward has sent, except for the last all-reduce or
+scatter. No backward needs its result, so torch.utils.checkpoint stops before it.
+
+A row layer of an MLP all-reduces its outputs, a column layer the gradient of its inputs. A column layer at
+the end gathers its outputs.
 """
 
 import dataclasses
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -20,38 +27,81 @@ from comm.collectives import Group
 from lab.ledger import Traffic
 from lab.model import GPTConfig
 
+_LISTS = ("blocks.", "layers.")
+Ops = list[tuple[str, int]]  # collectives, each with the number of elements of its full tensor
+
 
 @dataclasses.dataclass
 class ExpectedTraffic:
-    """The expected traffic of this rank for a GPT; `itemsize` is the bytes of each number of a parameter."""
+    """The expected traffic of this rank; `itemsize` is the bytes of each number of a parameter.
+
+    `parts` are names of modules of the model (`parts_of`): "token_embedding", "blocks.0" or "layers.0". The
+    loss belongs to the head. `shape` is that of the input: batch, time for a GPT. Linear layers compute and
+    send numbers of `computed_itemsize` bytes, which are fewer under torch.autocast.
+    """
+
+    group: Group
+    itemsize: int
+    computed_itemsize: int
+
+    def of_parts(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
+        """Return the traffic of these parts, forward and backward."""
+        raise NotImplementedError
+
+    def of_recomputing(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
+        """Return what is added where the backward computes the forward of these parts again, in one go."""
+        raise NotImplementedError
+
+    def of_gradients(self, summed_numel: int) -> Traffic:
+        """Return the traffic of gradients of which each rank has a term: together `summed_numel` numbers."""
+        return Traffic()
+
+    def sum(self, ops: Ops, itemsize: int) -> Traffic:
+        """Return what this rank sends in the collectives, with the patterns that the group has chosen."""
+        place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        each = (
+            cost.per_rank(op, chosen_pattern(op, self.group), numel, itemsize, *place) for op, numel in ops
+        )
+        return sum(each, Traffic())
+
+
+@dataclasses.dataclass
+class ExpectedGPTTraffic(ExpectedTraffic):
+    """The expected traffic of this rank for a GPT.
+
+    A block has two column and two row layers. The embedding communicates as a row layer, the head as a column
+    layer.
+    """
 
     config: GPTConfig
-    group: Group
     sequence_parallel: bool
     overlap: bool
-    itemsize: int
 
-    def of_block(self, batch: int, time: int) -> Traffic:
-        """Return the traffic of one block, forward and backward."""
-        stream = self._stream_numel(batch, time)
-        if not self.sequence_parallel:
-            return self._sum([("all_reduce", stream)] * 4)
-        # Two column layers gather and scatter, with overlap gather again; two row layers scatter and gather.
-        gathers = 6 if self.overlap else 4
-        return self._sum([("all_gather", stream)] * gathers + [("reduce_scatter", stream)] * 4)
-
-    def of_step(self, batch: int, time: int, summed_numel: int, is_clipped: bool) -> Traffic:
-        """Return the traffic of a step that all-reduces gradients of `summed_numel` numbers at its end."""
-        stream, tokens = self._stream_numel(batch, time), batch * time
-        # The embedding communicates as a row layer does, the head as a column layer.
-        rest = [("all_reduce", stream)] * 2
+    def of_parts(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
+        stream, blocks = self._stream_numel(*shape), _num_blocks(parts)
+        row, column = [("all_reduce", stream)], [("all_reduce", stream)]
         if self.sequence_parallel:
-            rest = [("all_gather", stream)] * (3 if self.overlap else 2) + [("reduce_scatter", stream)] * 2
-            rest += [("all_reduce", summed_numel)]
-        rest += [("all_reduce", tokens), ("all_reduce", 3 * tokens)]  # the cross entropy
-        blocks = [self.of_block(batch, time)] * self.config.num_layers
-        norm = self._sum([("all_reduce", 1)] * is_clipped, itemsize=8)
-        return sum(blocks, self._sum(rest) + norm)
+            scatter_and_gather = [("reduce_scatter", stream), ("all_gather", stream)]
+            row, column = scatter_and_gather, scatter_and_gather + [("all_gather", stream)] * self.overlap
+        layers = row * (2 * blocks) + column * (2 * blocks + ("head" in parts))
+        ends = row * ("token_embedding" in parts) + self._loss(shape, parts)
+        return self.sum(layers, self.computed_itemsize) + self.sum(ends, self.itemsize)
+
+    def of_recomputing(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
+        stream, blocks, has_head = self._stream_numel(*shape), _num_blocks(parts), "head" in parts
+        row, column = [("all_reduce", stream)], []
+        if self.sequence_parallel:
+            row, column = [("reduce_scatter", stream)], [("all_gather", stream)]
+        layers = row * (2 * blocks - (not has_head)) + column * (2 * blocks + has_head)
+        ends = row * ("token_embedding" in parts) + self._loss(shape, parts)
+        return self.sum(layers, self.computed_itemsize) + self.sum(ends, self.itemsize)
+
+    def of_gradients(self, summed_numel: int) -> Traffic:
+        return self.sum([("all_reduce", summed_numel)] * self.sequence_parallel, self.itemsize)
+
+    def _loss(self, shape: Sequence[int], parts: Collection[str]) -> Ops:
+        batch, time = shape
+        return [("all_reduce", batch * time), ("all_reduce", 3 * batch * time)] * ("head" in parts)
 
     def _stream_numel(self, batch: int, time: int) -> int:
         """Return the number of elements of the residual stream, including padding tokens."""
@@ -59,10 +109,38 @@ class ExpectedTraffic:
         padded = time + -time % ranks if self.sequence_parallel else time
         return batch * padded * self.config.width
 
-    def _sum(self, ops: list[tuple[str, int]], itemsize: int | None = None) -> Traffic:
-        place = dist.get_world_size(self.group), dist.get_rank(self.group)
-        itemsize = itemsize or self.itemsize
-        each = (
-            cost.per_rank(op, chosen_pattern(op, self.group), numel, itemsize, *place) for op, numel in ops
-        )
-        return sum(each, Traffic())
+
+@dataclasses.dataclass
+class ExpectedMLPTraffic(ExpectedTraffic):
+    """The expected traffic of this rank for an MLP of linear layers with these sizes."""
+
+    sizes: Sequence[int]
+
+    def of_parts(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
+        backward = [("all_reduce", shape[0] * self.sizes[i]) for i in _numbers(parts) if i % 2 == 0 and i]
+        return self._forward(shape[0], parts) + self.sum(backward, self.computed_itemsize)
+
+    def of_recomputing(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
+        return self._forward(shape[0], parts)
+
+    def _forward(self, rows: int, parts: Collection[str]) -> Traffic:
+        last = len(self.sizes) - 2
+        ops = [
+            ("all_reduce" if i % 2 else "all_gather", rows * self.sizes[i + 1])
+            for i in _numbers(parts)
+            if i % 2 or i == last
+        ]
+        return self.sum(ops, self.computed_itemsize)
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """Return the modules that parameters of these names belong to: blocks and layers with their numbers."""
+    return {".".join(name.split(".")[: 2 if name.startswith(_LISTS) else 1]) for name in names}
+
+
+def _num_blocks(parts: Collection[str]) -> int:
+    return sum(part.startswith("blocks.") for part in parts)
+
+
+def _numbers(parts: Collection[str]) -> list[int]:
+    return [int(part.removeprefix("layers.")) for part in parts if part.startswith("layers.")]

@@ -17,11 +17,16 @@ from comm.collectives import Group, all_reduce
 from comm.functions import InFlightAllGather, own_shard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
-from lab.model import GPT, loss_of
+from lab.model import GPT, MLP, loss_of
 from tensor_parallel.accumulation import PartialGradients
 from tensor_parallel.arguments import the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tensor_parallel.expected_traffic import ExpectedTraffic
+from tensor_parallel.expected_traffic import (
+    ExpectedGPTTraffic,
+    ExpectedMLPTraffic,
+    ExpectedTraffic,
+    parts_of,
+)
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, pad_vocabulary
 from tensor_parallel.randomness import RankRandomness
 from training.clipping import clip_grad_norm_
@@ -46,6 +51,7 @@ class TensorParallel(nn.Module):
         self.randomness = RankRandomness(group)
         self._sharded: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its full size there
         self.dims: dict[str, tuple[int, int]] = {}  # the same by name
+        self._mlp_sizes = module.sizes if isinstance(module, MLP) else ()
         self._partial, self._pattern = PartialGradients(), chosen_pattern("all_reduce", group)
 
     def shard(self, parameter: nn.Parameter, dim: int, padded: Tensor | None = None) -> nn.Parameter:
@@ -132,17 +138,23 @@ class TensorParallel(nn.Module):
 
     def traffic_per_block(self, batch: int, time: int) -> Traffic:
         """Return this rank's expected traffic for one block of a GPT, forward and backward."""
-        return self._expected_traffic().of_block(batch, time)
+        return self.expected_traffic().of_parts((batch, time), ["blocks.0"])
 
     def traffic_per_step(self, batch: int, time: int, is_clipped: bool = False) -> Traffic:
         """Return this rank's expected traffic for a step of a GPT: all layers, loss and gradients."""
+        expected, names = self.expected_traffic(), self.module.state_dict()
         summed = sum(parameter.numel() for parameter in self._with_own_tokens_only())
-        return self._expected_traffic().of_step(batch, time, summed, is_clipped)
+        norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
+        return expected.of_parts((batch, time), parts_of(names)) + expected.of_gradients(summed) + norm
 
-    def _expected_traffic(self) -> ExpectedTraffic:
+    def expected_traffic(self, computed_itemsize: int | None = None) -> ExpectedTraffic:
+        """Return the formulas of what this rank sends; for `computed_itemsize` None as without autocast."""
         itemsize = next(self.module.parameters()).itemsize
-        config = self.module.config
-        return ExpectedTraffic(config, self.group, self.sequence_parallel, self.overlap, itemsize)
+        place = self.group, itemsize, itemsize if computed_itemsize is None else computed_itemsize
+        if isinstance(self.module, GPT):
+            config = self.module.config
+            return ExpectedGPTTraffic(*place, config, self.sequence_parallel, self.overlap)
+        return ExpectedMLPTraffic(*place, self._mlp_sizes)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the plain model, full on every rank; every rank must call it."""

@@ -64,7 +64,6 @@ class Run:
     """
 
     not_measured: str | None = None
-    has_formula = True  # of the traffic
     _all_ranks_save = False  # in a folder that they share
 
     def __init__(
@@ -270,8 +269,8 @@ class Run:
             predicted_step_seconds=self._predicted_seconds(by_step),
             alpha_seconds=self._link.alpha,
             beta_seconds_per_byte=self._link.beta,
-            bytes_formula=self._expected.bytes_sent if self.has_formula else None,
-            messages_formula=self._expected.messages_sent if self.has_formula else None,
+            bytes_formula=self._expected.bytes_sent,
+            messages_formula=self._expected.messages_sent,
             **self._validation,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],

@@ -11,6 +11,6 @@ CAUSE = "never pass from one group of ranks to the other"
 
 
 def mutant(self: HybridParallel, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
-    self.data = BucketDataParallel(self.module, self.mesh.data, self.sizes.pattern)
+    self.data = BucketDataParallel(self.module, self.mesh.data, self.pattern)
     self.data.group = self.mesh.tensor
     self.optimizer = optimizer_class(self.module.parameters(), **options)

@@ -226,7 +226,7 @@ def test_a_step_sends_exactly_what_the_formula_says():
             for microbatches in (1, 2):  # the first step sends the order of the buckets, too
                 before = LEDGER.total()
                 accumulate(model, text_loss, mine(cluster, text()), microbatches)
-                sent, formula = LEDGER.total() - before, lesson.traffic_per_step(cluster, model, pattern)
+                sent, formula = LEDGER.total() - before, lesson.traffic_per_step(model, pattern)
                 assert sent == formula, f"{lesson.__name__}, {options}, {microbatches} microbatches"
 
     for world_size in (1, 2, 3, 4):

@@ -1,5 +1,7 @@
 """Compare a GPT or an MLP on a mesh with one process: each gradient and each parameter, in each step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,8 +13,11 @@ from comm.functions import InFlightAllGather
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.traffic_report import counted_by_axis
 from lab.check import assert_same
 from lab.cluster import Cluster
+from lab.ledger import LEDGER, Entry, Traffic
 from lab.model import GPT, MLP, GPTConfig, loss_of
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 3
@@ -89,8 +94,20 @@ def gradients_of(hybrid: HybridParallel) -> Tensors:
     return {name: full(hybrid, name, local[p]) for name, p in named.items() if local[p] is not None}
 
 
+@contextmanager
+def counting(sent: dict[Entry, Traffic]) -> Iterator[None]:
+    """Add what this rank sends inside of the block."""
+    before = LEDGER.rows()
+    yield
+    for entry, traffic in LEDGER.rows().items():
+        sent[entry] = sent.get(entry, Traffic()) + traffic - before.get(entry, Traffic())
+
+
 def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
-    """Train as `sizes` says, from other weights on each replica, and compare with one process."""
+    """Train as `sizes` says, and compare with one process; compare what is sent with the formulas.
+
+    Each replica begins with other weights.
+    """
     mesh = Mesh(cluster, sizes)
     replica, what = mesh.coordinate("data"), f"{sizes}, zero {sizes.zero}, {sizes.schedule}"
     rows = 2 * sizes.data * sizes.microbatches
@@ -99,18 +116,23 @@ def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
     model = built(seed=replica, **changes)
     hybrid = HybridParallel(model, mesh, example, torch.optim.SGD, lr=LEARNING_RATE)
     for number, step in enumerate(of_one_process(rows, tuple(changes.items()))):
-        hybrid.optimizer.zero_grad()
-        loss = hybrid.backward(x, y)
-        all_reduce(loss, op="mean", group=mesh.data)
+        sent: dict[Entry, Traffic] = {}
+        with counting(sent):
+            hybrid.optimizer.zero_grad()
+            loss = hybrid.mean_loss(hybrid.backward(x, y))
         assert_same({"loss": loss}, {"loss": step.loss}, RTOL, f"loss of step {number}, {what},")
         ours = gradients_of(hybrid)
         expected = {name: step.gradients[name] for name in hybrid.named_parameters()}
         assert_same(ours, expected, RTOL, f"gradient of step {number}, {what},")
-        norm = hybrid.clip_grad_norm_(CLIP)
+        with counting(sent):
+            norm = hybrid.clip_grad_norm_(CLIP)
         assert_same(
             {"norm": norm}, {"norm": step.norm}, RTOL, f"norm of all gradients in step {number}, {what},"
         )
-        hybrid.optimizer.step()
+        with counting(sent):
+            hybrid.optimizer.step()
+        counted, by_formula = counted_by_axis(sent), traffic_of_axes(hybrid, is_clipped=True)
+        assert counted == by_formula, f"step {number}, {what}: sends {counted}, by the formulas {by_formula}"
         with hybrid.gathered():
             ours = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_parameters().items()}
         expected = {name: step.parameters[name] for name in ours}

@@ -8,6 +8,7 @@ import pytest
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.auto import Planner
+from hybrid_parallel.mesh import AXES
 from hybrid_parallel.run import Run, stream_of
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
@@ -44,6 +45,12 @@ def test_every_way_trains_the_same_model():
     alone, *others = [one for size, ways in WAYS.items() for one in summaries(size, ways)]
     for one in others:
         assert one["replicas_equal"]
+        axes = [axis for axis in AXES if one[f"axis_{axis}"] > 1]
+        for what in ("bytes", "messages"):
+            assert one[f"{what}_sent"] == one[f"{what}_formula"]
+            assert one[f"{what}_sent"] == sum(one[f"axis_{axis}_{what}_sent"][0] for axis in axes)
+            for axis in axes:
+                assert one[f"axis_{axis}_{what}_sent"] == one[f"axis_{axis}_{what}_formula"], one
         for loss in ("first_loss", "last_loss", "validation_loss"):
             assert one[loss] == pytest.approx(alone[loss], rel=1e-4), one
 
@@ -55,6 +62,12 @@ def test_the_mlp_trains_the_same_in_every_way():
     assert alone["validation_loss"] < alone["first_loss"]
     for one in others:
         assert one["replicas_equal"]
+        axes = [axis for axis in AXES if one[f"axis_{axis}"] > 1]
+        for what in ("bytes", "messages"):
+            assert one[f"{what}_sent"] == one[f"{what}_formula"]
+            assert one[f"{what}_sent"] == sum(one[f"axis_{axis}_{what}_sent"][0] for axis in axes)
+            for axis in axes:
+                assert one[f"axis_{axis}_{what}_sent"] == one[f"axis_{axis}_{what}_formula"], one
         for what in ("first_loss", "last_loss", "validation_loss", "validation_accuracy"):
             assert one[what] == pytest.approx(alone[what], rel=1e-4), one
 

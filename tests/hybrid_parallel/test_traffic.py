@@ -4,11 +4,15 @@ import torch
 
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
+from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import AXES, Mesh
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.traffic import ByAxis, traffic_of_axes
+from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
+from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from tests.hybrid_parallel.equivalence import batch, counting, gpt
 
 
 def test_each_message_counts_for_the_axis_along_which_it_travels():
@@ -24,7 +28,8 @@ def test_each_message_counts_for_the_axis_along_which_it_travels():
             for pattern in ("cma", "pipelined_ring", "tree", "torch"):
                 LEDGER.clear()
                 all_reduce(torch.ones(3), group=group, pattern=pattern)
-                assert {entry.axis for entry in LEDGER.rows()} == {axis}, (axis, pattern)
+                axes = {entry.axis for entry in LEDGER.rows()}
+                assert axes == {axis}, f"messages of {pattern} along {axis} count for another axis: {axes}"
         LEDGER.clear()
         send(torch.ones(1), 1, square.pipeline) if cluster.rank < 2 else recv(
             torch.ones(1), 0, square.pipeline
@@ -32,3 +37,67 @@ def test_each_message_counts_for_the_axis_along_which_it_travels():
         assert {entry.axis for entry in LEDGER.rows()} <= {"pipeline"}
 
     run_ranks(counted, 4)
+
+
+def sent_and_expected(cluster: Cluster, sizes: ParallelSizes) -> tuple[ByAxis, ByAxis]:
+    """Return what this rank sends along each axis in a step without clipping, and the formulas'."""
+    hybrid = a_hybrid(cluster, sizes)
+    x, y = batch(2 * sizes.data * sizes.microbatches)
+    rows = slice(len(x) // sizes.data)
+    sent: dict[Entry, Traffic] = {}
+    with counting(sent):
+        hybrid.optimizer.zero_grad()
+        hybrid.mean_loss(hybrid.backward(x[rows], y[rows]))
+        hybrid.optimizer.step()
+    return counted_by_axis(sent), traffic_of_axes(hybrid, is_clipped=False)
+
+
+def a_hybrid(cluster: Cluster, sizes: ParallelSizes) -> HybridParallel:
+    example = batch(2)[0]
+    return HybridParallel(gpt().float(), Mesh(cluster, sizes), example, torch.optim.SGD, lr=0.1)
+
+
+def test_an_axis_sends_what_the_formulas_say_with_each_pattern_in_16_bits_and_when_blocks_are_recomputed():
+    every = [
+        ParallelSizes(data=2, pattern="tree"),
+        ParallelSizes(data=2, zero=1, pattern="torch"),
+        ParallelSizes(data=2, zero=3, recompute=True, pattern="tree"),
+        ParallelSizes(tensor=2, precision="bf16"),
+        ParallelSizes(tensor=2, precision="bf16", sequence_parallel=True, recompute=True),
+        ParallelSizes(pipeline=2, precision="bf16", microbatches=2, pattern="tree"),
+    ]
+    for of_rank in run_ranks(lambda cluster: [sent_and_expected(cluster, sizes) for sizes in every], 2):
+        for sizes, (sent, expected) in zip(every, of_rank, strict=True):
+            assert sent == expected, sizes
+
+
+def test_a_stage_recomputes_its_forward_up_to_the_last_collective():
+    every = [
+        ParallelSizes(
+            pipeline=2,
+            tensor=2,
+            microbatches=2,
+            recompute=True,
+            schedule=schedule,
+            sequence_parallel=schedule == "1f1b",
+        )
+        for schedule in ("1f1b", "interleaved")
+    ]
+    for of_rank in run_ranks(lambda cluster: [sent_and_expected(cluster, sizes) for sizes in every], 4):
+        for sizes, (sent, expected) in zip(every, of_rank, strict=True):
+            assert sent == expected, sizes
+
+
+def test_the_picture_has_the_bytes_of_each_axis_beside_its_formula():
+    def drawn_by(cluster: Cluster) -> str:
+        hybrid = a_hybrid(cluster, ParallelSizes(pipeline=2, data=2, microbatches=4, pattern="ring"))
+        return drawn_traffic(hybrid, traffic_of_axes(hybrid, is_clipped=True))
+
+    assert run_ranks(drawn_by, 4)[0].splitlines() == [
+        "a rank sends in a step   stage 0   stage 1   by formula",
+        "pipeline                 3.6 kB    3.6 kB    4 x 768 bytes over each boundary of the stage, and the "
+        "gradient of the tied embedding",
+        "data                     8.0 kB    7.7 kB    all-reduce of the gradients",
+        "In a ring of n ranks a rank sends 2 (n-1)/n of what it all-reduces, and (n-1)/n of what it gathers "
+        "or reduce-scatters.",
+    ]

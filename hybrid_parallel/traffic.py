@@ -1,0 +1,103 @@
+"""Compute by formula what a rank sends along each axis in a step, from the formulas of lessons 2 to 4.
+
+    axis       a rank sends in a step                                            formula
+    pipeline   over each boundary of its stages m activations or m gradients;    Pipeline
+               the gradient of a tied embedding
+    data       zero 0   all-reduce of the gradients                              train_bucket_overlap.py
+               zero 1   reduce-scatter of the gradients, all-gather of the       ShardedOptimizer
+                        parameters
+               zero 2   the same, with m reduce-scatters                         ShardedOptimizer
+               zero 3   m reduce-scatters, 2 m all-gathers                       ShardedModule
+    tensor     for each microbatch 4 all-reduces in a block, 2 for the           expected_traffic.py
+               embedding and the head, 2 for the loss
+
+m is the number of microbatches. The loss is one number along pipeline and data, the norm for clipping one
+along each axis whose ranks have different gradients. comm/cost.py says what each of a pattern's collectives
+sends.
+"""
+
+from collections.abc import Collection, Iterator
+
+import torch.distributed as dist
+
+from comm import cost
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group
+from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
+from hybrid_parallel.hybrid import HybridParallel
+from lab.ledger import Traffic
+from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
+
+ByAxis = dict[str, Traffic]
+
+
+def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool) -> ByAxis:
+    """Return what this rank sends along each axis in a step such as the last one."""
+    mesh = hybrid.mesh
+    numbers = 1 + is_clipped  # the loss, the norm
+    return {
+        "pipeline": _of_pipeline(hybrid) + _of_numbers(numbers, mesh.pipeline),
+        "data": _of_data(hybrid, is_clipped) + _of_numbers(1, mesh.data),
+        "tensor": _of_tensor(hybrid) + _of_numbers(is_clipped, mesh.tensor),
+    }
+
+
+def _of_pipeline(hybrid: HybridParallel) -> Traffic:
+    return Traffic() if hybrid.pipeline is None else hybrid.pipeline.traffic_per_step()
+
+
+def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
+    """Return the traffic of gradients and parameters; with ZeRO the norm needs one more number."""
+    if hybrid.data is None:
+        return Traffic()
+    if isinstance(hybrid.data, BucketDataParallel):
+        return traffic_per_step(hybrid.data, hybrid.pattern)
+    reductions = hybrid.sizes.microbatches if hybrid.sizes.zero > 1 else 1
+    return hybrid.data.traffic_per_step(reductions, is_clipped)
+
+
+def expected_of_tensor(hybrid: HybridParallel) -> ExpectedTraffic:
+    """Return the formulas of the tensor axis, which must have several ranks."""
+    assert hybrid.tensor is not None
+    return hybrid.tensor.expected_traffic(2 if hybrid.sizes.precision == "bf16" else None)
+
+
+def _of_tensor(hybrid: HybridParallel) -> Traffic:
+    if hybrid.tensor is None:
+        return Traffic()
+    expected, shape = expected_of_tensor(hybrid), hybrid.example_shape
+    layers = [expected.of_parts(shape, parts) for parts in _stages(hybrid)]
+    layers += [expected.of_recomputing(shape, parts) for parts in _recomputed(hybrid)]
+    gradients = expected.of_gradients(_replicated_numel(hybrid, hybrid.tensor.dims))
+    return sum(layers * hybrid.sizes.microbatches, gradients)
+
+
+def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
+    """Yield the modules of each stage of this rank."""
+    stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
+    for stage in stages:
+        yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
+
+
+def _recomputed(hybrid: HybridParallel) -> Iterator[set[str]]:
+    """Yield the modules of each part of the model that a backward recomputes: a stage, or a block."""
+    for parts in _stages(hybrid) if hybrid.sizes.recompute else ():
+        if hybrid.pipeline is not None:
+            yield parts
+        else:
+            yield from ({part} for part in parts if part.startswith("blocks."))
+
+
+def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
+    """Return the number of elements that this rank trains of parameters that no tensor rank divides."""
+    replicated = [parameter for name, parameter in hybrid.named_parameters().items() if name not in divided]
+    if not hybrid.sizes.zero:
+        return sum(parameter.numel() for parameter in replicated)
+    of_pieces = {piece.parameter: piece.tensor.numel() for piece in hybrid.pieces}
+    return sum(of_pieces[parameter] for parameter in replicated)
+
+
+def _of_numbers(count: int, group: Group) -> Traffic:
+    """Return the traffic of all-reduces of one number in float64."""
+    pattern, place = chosen_pattern("all_reduce", group), (dist.get_world_size(group), dist.get_rank(group))
+    return sum([cost.per_rank("all_reduce", pattern, 1, 8, *place)] * count, Traffic())
