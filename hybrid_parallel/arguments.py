@@ -78,3 +78,15 @@ def model_of(args: HybridArgs) -> GPTConfig | MLPConfig:
             raise WorkbookError(f"--{option} {number}: it must be from 1 to {MOST}.")
     gpt = GPTConfig.named(args.size, num_layers=args.layers)
     return gpt if args.model == "gpt" else MLPConfig(args.layers, gpt.width)
+
+
+def refuse_options(args: HybridArgs) -> None:
+    """Raise WorkbookError for options that the hybrid training does not offer, or has no use for."""
+    if args.metronome is not None:
+        raise WorkbookError(
+            f"--metronome {args.metronome}: the hybrid training does not offer it; leave it out."
+        )
+    if args.checkpoint_every < 0:
+        raise WorkbookError(f"--checkpoint-every {args.checkpoint_every}: it is a number of steps, or 0.")
+    if args.checkpoint_keep < 1:
+        raise WorkbookError(f"--checkpoint-keep {args.checkpoint_keep}: at least 1 checkpoint must stay.")

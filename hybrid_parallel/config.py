@@ -22,12 +22,12 @@ from typing import Any
 
 from comm.script import command_line
 from comm.transport import slow_link
-from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
+from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
 from hybrid_parallel.config_file import allowed
 from hybrid_parallel.settings import KEYS, OPTIONS, Settings
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.errors import WorkbookError
-from training.validate import MAX_BATCH, tick_seconds, validate_arguments
+from training.validate import MAX_BATCH, validate_arguments
 
 BATCH_SIZE = 8  # examples per device
 MAX_PROCESSES = 1 << 20
@@ -113,8 +113,7 @@ def _validate_options(args: HybridArgs) -> None:
     validate_arguments(args, args.data or 1, args.model)
     if args.link is not None:
         slow_link.parse(args.link)
-    if args.metronome is not None:
-        tick_seconds(args.metronome)
+    refuse_options(args)
     model_of(args)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import training.run
-from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
+from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn
@@ -56,10 +56,7 @@ class Run(training.run.Run):
         refuse_sizes(sizes, self._shape, args.batch_size, cluster.world_size)
         self._share = (coordinates_of(cluster.rank, sizes)["data"], sizes.data)
         self._stream = stream_of(cluster.rank, sizes)
-        if args.metronome is not None:
-            raise WorkbookError("--metronome is not offered by the hybrid training yet; leave it out.")
-        if args.checkpoint_every < 0:
-            raise WorkbookError(f"--checkpoint-every {args.checkpoint_every}: it is a number of steps, or 0.")
+        refuse_options(args)
         validate_arguments(args, sizes.data, args.model)
         super()._validate(dataclasses.replace(args, checkpoint=None, resume=False, auto_resume=False))
         if args.checkpoint is not None:

@@ -71,9 +71,10 @@ def refuse_sizes(
     if sizes.zero not in (0, 1, 2, 3):
         raise WorkbookError(f"zero is {sizes.zero}; the stages of ZeRO are 1, 2 and 3, and 0 means none.")
     if sizes.zero > 1 and sizes.pipeline > 1:
+        what = "send all gradients" if sizes.zero == 2 else "gather all parameters"
         raise WorkbookError(
-            f"zero is {sizes.zero} beside a pipeline: gradients of a stage add up over all microbatches, so "
-            "they must stay until the last one; take zero 1, or one pipeline stage."
+            f"zero is {sizes.zero} beside a pipeline: each microbatch would {what} of its stage, or they "
+            "would stay in full during the step, as with zero 1; take zero 1, or one pipeline stage."
         )
     if isinstance(config, MLPConfig):
         _refuse_for_mlp(sizes)

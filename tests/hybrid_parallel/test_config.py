@@ -86,6 +86,8 @@ def test_the_axes_are_what_is_given_and_data_is_what_is_left(read, text: str, ex
 def test_zero_redundancy_without_a_number_depends_on_the_pipeline(read, zero, pipeline, expected):
     config = read(f"num_gpus: 4\nzero_redundancy: {zero}\npipeline_parallelism: {pipeline}")
     assert config.args.zero == expected
+    beside_tokens = "num_gpus: 4\nzero_redundancy: True\ntensor: 2\nsequence_parallel: True"
+    assert read(beside_tokens).args.zero == 2
 
 
 def test_the_batch_is_per_device_and_the_devices_of_a_replica_share_theirs(read):
@@ -103,7 +105,7 @@ def test_a_pipeline_has_about_four_microbatches_per_stage_unless_their_number_is
 def test_every_other_key_sets_the_option_of_its_name(read):
     lines = {
         "model": "tiny", "num_gpus": "2", "layers": "3", "lr": "1e-3", "clip": "0.5", "seed": "7",
-        "steps": "5", "link": "200mbit,1ms", "metronome": "20ms", "eval_every": "2", "checkpoint": "folder",
+        "steps": "5", "link": "200mbit,1ms", "eval_every": "2", "checkpoint": "folder",
         "resume": "yes", "trace": "None", "json": "true", "schedule": "gpipe", "chunks": "3",
         "recompute": "on", "precision": "bf16", "communication_pattern": "tree", "tensor": "2",
         "sequence_parallel": "True",
@@ -111,7 +113,7 @@ def test_every_other_key_sets_the_option_of_its_name(read):
     args = read("".join(f"{key}: {value}\n" for key, value in lines.items())).args
     assert args == HybridArgs(
         size="tiny", batch_size=8, layers=3, lr=1e-3, clip=0.5, seed=7, steps=5, link="200mbit,1ms",
-        metronome="20ms", eval_every=2, checkpoint="folder", resume=True, trace=None, json=True,
+        eval_every=2, checkpoint="folder", resume=True, trace=None, json=True,
         schedule="gpipe", chunks=3, recompute=True, precision="bf16", pattern="tree", data=1, tensor=2,
         sequence_parallel=True,
     )  # fmt: skip

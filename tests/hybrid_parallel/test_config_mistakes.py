@@ -80,7 +80,6 @@ MISTAKES = {
     "num_gpus: 2\nmodel: mlp\nrecompute: True": (
         "c.yaml, line 3: recompute would save no memory: a layer of an MLP keeps only its input. ..."
     ),
-    "num_gpus: 2\nmodel: mlp\nmetronome: 20ms": "c.yaml, line 3: --metronome works with the GPT only; ...",
     "num_gpus: 4\nmicrobatches: 3": "c.yaml, line 2: 32 examples in a step cannot be divided evenly ...",
     "num_gpus: 16\npipeline_parallelism: 16": (
         "c.yaml, line 2 (pipeline_parallelism): 16 stages need at least as many layers, and the model has 8."
@@ -97,7 +96,11 @@ MISTAKES = {
     "num_gpus: 4\nclip: -1": "c.yaml, line 2: clip is -1: the largest norm is a number above 0.",
     "num_gpus: 4\nresume: True": "c.yaml, line 2: --resume needs to know from where: ...",
     "num_gpus: 4\nlink: fast": "c.yaml, line 2: link is fast: 'fast' is not a rate; ...",
-    "num_gpus: 4\nmetronome: fast": "c.yaml, line 2: metronome is fast: 'fast' is not a time; ...",
+    "num_gpus: 4\nmetronome: 20ms": (
+        "c.yaml, line 2: metronome is 20ms: the hybrid training does not offer it; leave it out."
+    ),
+    "num_gpus: 4\ncheckpoint_every: -1": "c.yaml, line 2: checkpoint_every is -1: it is a number ...",
+    "num_gpus: 4\ncheckpoint_keep: 0": "c.yaml, line 2: checkpoint_keep is 0: at least 1 checkpoint ...",
     "num_gpus: 4\nlayers: 5000": "c.yaml, line 2: layers is 5000: it must be from 1 to 4096.",
     # Files
     "": "c.yaml, line 1: the file is empty; write one key and its value a line, such as num_gpus: 8.",

@@ -91,7 +91,7 @@ def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given
 
 
 def test_an_option_without_effect_is_refused():
-    with pytest.raises(RankError, match="--metronome is not offered by the hybrid training yet"):
+    with pytest.raises(RankError, match="--metronome 20ms: the hybrid training does not offer it"):
         run_ranks(lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, metronome="20ms")), 1)
 
 

@@ -1,0 +1,118 @@
+"""A configuration is refused when it is read, or its first step has loss and gradients of one process.
+
+The test tries 25 configurations, always the same. To try others, as many as you like:
+
+    CONFIGURATIONS=300 .venv/bin/python -m pytest tests/hybrid_parallel/test_any_config.py
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, note, settings
+from hypothesis import strategies as st
+
+from hybrid_parallel import planner
+from hybrid_parallel.arguments import HybridArgs, model_of
+from hybrid_parallel.config import load
+from hybrid_parallel.machine import machine_of
+from hybrid_parallel.run import Run
+from hybrid_parallel.shapes import shape_of
+from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
+from lab.ranks import run_ranks
+from training.data import TrainingData
+
+WANTED = os.environ.get("CONFIGURATIONS")
+VALUES: dict[str, list[Any]] = {
+    "model": ["tiny", "mlp"],
+    "num_gpus": [1, 2, 3, 4, 4, 4],
+    "layers": [4, 1, 2, 3, 5, 6],
+    "batch_size": [4, 1, 2, 6],
+    "pipeline_parallelism": [True, False, 1, 2, 3, 4],
+    "zero_redundancy": [True, False, 1, 2, 3],
+    "sharding_strategy": ["manual", "auto"],
+    "communication_pattern": ["ring", "tree", "torch"],
+    "data": [1, 2, 3, 4],
+    "tensor": [2, 1, 3, 4],
+    "sequence_parallel": [True, False],
+    "schedule": ["1f1b", "gpipe", "naive", "interleaved", "zb_h1", "zb_v"],
+    "chunks": [2, 1, 3],
+    "microbatches": [2, 1, 3, 4],
+    "recompute": [True, False],
+    "precision": ["float32", "bf16"],
+}
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw axes whose product is the number of processes, some other keys, and at times one more value."""
+    number = draw(st.sampled_from(VALUES["num_gpus"]))
+    tensor = draw(st.sampled_from([n for n in (1, 2, 4) if number % n == 0]))
+    pipeline = draw(st.sampled_from([n for n in (1, 2, 3, 4) if number // tensor % n == 0]))
+    entries = {"num_gpus": number, "pipeline_parallelism": pipeline, "tensor": tensor}
+    others = [key for key in VALUES if key not in entries and key != "data"]
+    for key in draw(st.lists(st.sampled_from(others), unique=True, min_size=3, max_size=8)):
+        entries[key] = draw(st.sampled_from(VALUES[key]))
+    if draw(st.integers(0, 3)) == 3:
+        key = draw(st.sampled_from(list(VALUES)))
+        entries[key] = draw(st.sampled_from(VALUES[key]))
+    return {"model": "tiny", "batch_size": 4, "layers": 4} | entries
+
+
+def choose(args: HybridArgs, num_processes: int, given: dict[str, Any]) -> ParallelSizes:
+    """Return the planner's choice for a machine whose speed need not be measured."""
+    shape, machine = shape_of(args.size, num_layers=args.layers), machine_of("h100")
+    found = planner.plans(shape, machine, num_processes, args.batch_size, args.precision, given)
+    return planner.choose(found, machine.device.memory_bytes).sizes
+
+
+def first_step(cluster: Cluster, args: HybridArgs) -> tuple[float, float]:
+    """Return the loss of the first batch and the norm of its gradients, and make an optimizer step."""
+    run = Run(cluster, args)
+    hybrid = run.hybrid()
+    loss = run.mean_loss(hybrid.backward(*run.batch(0)))
+    norm = hybrid.clip_grad_norm_(1.0)
+    hybrid.optimizer.step()
+    hybrid.full_state_dict()
+    return float(loss), float(norm)
+
+
+@cache
+def of_one_process(shape: GPTConfig | MLPConfig, batch_size: int, bf16: bool) -> tuple[float, float]:
+    """Return the loss and the norm of the gradients of the plain model."""
+    model = MLP(shape.sizes) if isinstance(shape, MLPConfig) else GPT(shape)
+    block_size = 0 if isinstance(shape, MLPConfig) else shape.block_size
+    x, y = TrainingData("mlp" if isinstance(model, MLP) else "gpt", batch_size, 0, block_size).batch(0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        loss = loss_of(model(x), y)
+    loss.backward()
+    return loss.item(), float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+
+
+@settings(
+    max_examples=int(WANTED or 25),
+    derandomize=WANTED is None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(configurations())
+def test_a_configuration_is_refused_when_it_is_read_or_trains_like_one_process(tmp_path_factory, entries):
+    path: Path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in entries.items()) + "json: True\n")
+    try:
+        config = load(str(path), choose=choose)
+    except WorkbookError as error:
+        event("refused")
+        assert "\n" not in str(error) and str(error).startswith(f"{path}, line ")
+        return
+    event("trained")
+    note(f"{config.args}")
+    bf16 = config.args.precision == "bf16"
+    expected = of_one_process(model_of(config.args), config.args.batch_size, bf16)
+    for got in run_ranks(first_step, config.num_processes, config.args):
+        assert got == pytest.approx(expected, rel=0.05 if bf16 else 1e-4)
