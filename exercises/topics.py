@@ -80,6 +80,16 @@ PLAIN_TOPICS = (
         "What must stay as it is has changed: is a tensor of the caller written to, where a copy is needed?",
     ),
     (
+        ("one tensor group", "one group of an axis"),
+        "Which ranks form a group follows from how they are numbered: which coordinate changes from one rank "
+        "to the next, and which one changes least often?",
+    ),
+    (
+        ("plans come in order",),
+        "Plans are sorted by several things: does a plan that does not fit come after all that fit, and what "
+        "decides between equal ones?",
+    ),
+    (
         ("recomputation adds",),
         "Recomputation saves memory and costs a second forward: is that time in the formula?",
     ),

@@ -3,14 +3,29 @@
 from typing import Any
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_zero1 import ZeroOptimizer
+from data_parallel.train_zero2 import ZeroGradientOptimizer
+from data_parallel.train_zero3 import FullyShardedDataParallel
 from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
 
 TARGET = "hybrid_parallel.hybrid.HybridParallel._replicate"
-KILLER = "tests.hybrid_parallel.test_equivalence.test_replicas_of_divided_tokens"
+KILLER = "tests.hybrid_parallel.test_equivalence.test_replicas_of_divided_tokens_equal_one_process"
 CAUSE = "never pass from one group of ranks to the other"
 
 
 def mutant(self: HybridParallel, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
-    self.data = BucketDataParallel(self.module, self.mesh.data, self.pattern)
-    self.data.group = self.mesh.tensor
+    group, pattern, zero = self.mesh.data, self.pattern, self.sizes.zero
+    if zero in (1, 2):
+        sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
+        self.data = self.optimizer = sharded(
+            self.module.parameters(), optimizer_class, group, pattern, **options
+        )
+        return
+    if zero == 3:
+        self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
+    elif self.sizes.data > 1:
+        self.data = BucketDataParallel(self.module, group, pattern)
+        self.data.group = self.mesh.tensor
+    else:
+        self.data = None
     self.optimizer = optimizer_class(self.module.parameters(), **options)

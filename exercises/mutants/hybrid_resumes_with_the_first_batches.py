@@ -1,7 +1,7 @@
 """A resumed run has another loss than an undisturbed one: it trains on the first batches again."""
 
 from hybrid_parallel.run import Run
-from hybrid_parallel.state import optimizer_steps, pieces_of, set_optimizer_steps
+from hybrid_parallel.state import pieces_of, set_optimizer_steps
 
 TARGET = "hybrid_parallel.run.Run._load"
 KILLER = (
@@ -11,8 +11,6 @@ CAUSE = "A resumed run must go on as if it had not stopped"
 
 
 def mutant(self: Run) -> int:
-    step = self._saved.latest()
-    assert step is not None
-    self._saved.load(step, pieces_of(self._hybrid))
-    set_optimizer_steps(self._hybrid, optimizer_steps(self._hybrid))
+    extra = self._saved.load(self._saved.latest(), pieces_of(self._hybrid))[0]
+    set_optimizer_steps(self._hybrid, extra["optimizer_steps"])
     return 0

@@ -20,7 +20,7 @@ def check(*every: Sizes, **changes: object) -> None:
     run_ranks(work, world_size)
 
 
-def test_one_axis_alone():
+def test_one_axis_alone_equals_one_process():
     check(
         Sizes(data=2, microbatches=2),
         Sizes(data=2, zero=1),
@@ -35,11 +35,11 @@ def test_one_axis_alone():
     )
 
 
-def test_one_rank_alone():
+def test_one_rank_alone_equals_one_process():
     check(Sizes(), Sizes(microbatches=3))
 
 
-def test_pipelines_of_replicas():
+def test_pipelines_of_replicas_equal_one_process():
     check(
         Sizes(pipeline=2, data=2, microbatches=3),
         Sizes(pipeline=2, data=2, zero=1, microbatches=2),
@@ -48,7 +48,7 @@ def test_pipelines_of_replicas():
     )
 
 
-def test_replicas_of_divided_layers():
+def test_replicas_of_divided_layers_equal_one_process():
     check(
         Sizes(data=2, tensor=2, microbatches=2),
         Sizes(data=2, tensor=2, zero=1, microbatches=2),
@@ -58,7 +58,7 @@ def test_replicas_of_divided_layers():
     )
 
 
-def test_replicas_of_divided_tokens():
+def test_replicas_of_divided_tokens_equal_one_process():
     check(
         Sizes(data=2, tensor=2, sequence_parallel=True, microbatches=2),
         Sizes(data=2, tensor=2, sequence_parallel=True, zero=1),
@@ -67,7 +67,7 @@ def test_replicas_of_divided_tokens():
     )
 
 
-def test_pipelines_of_divided_layers():
+def test_pipelines_of_divided_layers_equal_one_process():
     check(
         Sizes(pipeline=2, tensor=2, microbatches=2),
         Sizes(pipeline=2, tensor=2, microbatches=2, sequence_parallel=True),
@@ -75,7 +75,7 @@ def test_pipelines_of_divided_layers():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_schedule_beside_replicas_and_beside_divided_layers(schedule):
+def test_each_schedule_beside_replicas_and_beside_divided_layers_equals_one_process(schedule):
     check(
         Sizes(pipeline=2, data=2, microbatches=4, schedule=schedule),
         Sizes(pipeline=2, tensor=2, microbatches=4, schedule=schedule, sequence_parallel=True),
@@ -87,7 +87,7 @@ def test_a_tied_embedding_gets_the_sum_of_both_stages():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_all_three_axes_on_eight_ranks(tied):
+def test_all_three_axes_on_eight_ranks_equal_one_process(tied):
     check(
         Sizes(pipeline=2, data=2, tensor=2, microbatches=2),
         Sizes(pipeline=2, data=2, tensor=2, microbatches=2, sequence_parallel=True, zero=1),
@@ -95,7 +95,7 @@ def test_all_three_axes_on_eight_ranks(tied):
     )
 
 
-def test_odd_sizes_of_axes():
+def test_odd_sizes_of_axes_equal_one_process():
     check(Sizes(pipeline=3, data=2, microbatches=3), Sizes(pipeline=2, data=3, microbatches=2, zero=1))
     check(Sizes(data=2, tensor=3), Sizes(pipeline=2, tensor=3, microbatches=2), num_heads=6, width=12)
 
