@@ -581,7 +581,7 @@ def gpipe(stages, microbatches):
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473) (1F1B and interleaving); Qi et al., "Zero Bubble Pipeline
 #   Parallelism", 2023, [arXiv:2401.10241](https://arxiv.org/abs/2401.10241); DeepSeek-AI, "DeepSeek-V3", 2024,
 #   [arXiv:2412.19437](https://arxiv.org/abs/2412.19437) (DualPipe)
-# - Next: [10 When it breaks](10_when_it_breaks.ipynb). (Notebook 09 waits for lesson 5.)
+# - Next: [09 Everything on one mesh](09_everything_on_one_mesh.ipynb)
 
 # %%
 # %ranks stop

@@ -11,26 +11,490 @@
 # %% [markdown]
 # # 09 Everything on one mesh
 #
-# **This notebook is not written yet.** It needs lesson 5, which puts data, tensor and pipeline parallelism together, and
-# lesson 5 does not exist yet.
+# **Question.** A large model is trained with pipeline, data and tensor parallelism at the same time. Each rank then belongs
+# to three groups. Which ranks form which group, which of the three may use a slow link, and who decides how many ranks each
+# of them gets?
 #
-# It will ask: you have many ranks in several machines, and each rank belongs to three groups at once. Which axis goes
-# where? The ranks then form a *device mesh*: a grid with one axis for each kind of parallelism. You will predict, run and
-# see
+# You need about 40 minutes. The lesson beside this notebook is [hybrid_parallel](../hybrid_parallel/README.md). It adds no
+# technique: it puts the classes of notebooks 05 to 08 together. You need to know `%%ranks` and `predict` from
+# [notebook 02](02_collectives.ipynb): a cell that begins with `%%ranks` runs on all ranks, and `predict` asks for your
+# guess before the run.
+
+# %%
+# %load_ext lab.notebook
+# %ranks 8
+
+# %%
+from lab.prediction import predict
+
+# %% [markdown]
+# ## Eight ranks, three groups
 #
-# - why tensor parallelism belongs inside one machine, data parallelism between machines, and pipelines where links are slow,
-# - what each key of a configuration does, and what a planner recommends for a model, a number of ranks and a memory size,
-#   with its reasons,
-# - the measured results of all combinations in one table, and how to go on to a real cluster.
+# Two stages, two replicas of each stage, and each layer divided between two ranks: 2 · 2 · 2 = 8 ranks. Think of them as a
+# grid with three *axes*: pipeline, data and tensor. A rank has a place along each axis. Ranks that differ in one place only
+# form a group, and communicate along this axis.
 #
-# **Until then** you have all parts of the answer. [Notebook 06](06_zero_and_fsdp.ipynb) shows the memory that data
-# parallelism needs, and how ZeRO shares it; [notebook 07](07_tensor_and_sequence_parallel.ipynb) what tensor parallelism
-# sends in every layer; and [notebook 08](08_pipelines.ipynb) how little a pipeline sends, and for how long its ranks are
-# idle. Ask of each: what does a rank send in a step, and who waits for it? The axis that sends the most gets the fastest
-# links. [Notebook 10](10_when_it_breaks.ipynb) needs nothing of this one, so go on with it.
+# Ranks are numbered like the digits of a number. The last digit is the place along the tensor axis, so it changes with every
+# rank. The digit before it is the place along the data axis, and the first digit is the stage. With two ranks along each axis
+# these are binary digits: rank 5 is 101, so it has stage 1, replica 0 and tensor place 1. **Predict**: rank 5 averages its
+# gradients with the other replica of its stage. Which rank is that?
+
+# %%
+partner = predict("With which rank does rank 5 average its gradients?", example=4)
+
+# %%
+# %%ranks
+from hybrid_parallel.mesh import AXES, Mesh
+from hybrid_parallel.sizes import ParallelSizes
+
+sizes = ParallelSizes(pipeline=2, data=2, tensor=2, microbatches=4, pattern="ring")
+mesh = Mesh(cluster, sizes)
+groups = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
+groups
+
+# %%
+[other] = [rank for rank in pull("groups")[5]["data"] if rank != 5]
+partner.compare(other)
+
+# %% [markdown]
+# Rank 5 is 101, and the other replica is 111, which is 7. Each training on a mesh prints this picture of its ranks:
+
+# %%
+from hybrid_parallel.mesh import drawn
+from hybrid_parallel.sizes import ParallelSizes
+
+print(drawn(ParallelSizes(pipeline=2, data=2, tensor=2)))
+
+# %% [markdown]
+# Read it in three directions. Neighbours in a row, such as 0 and 1, are a tensor group: they divide each layer of a stage.
+# Ranks below each other, such as 0 and 2, are a data group: they have equal weights, and average their gradients. Ranks at the
+# same place of both blocks, such as 0 and 4, are a pipeline group: they pass activations on. There are four groups of each
+# kind. [hybrid_parallel/mesh.py](../hybrid_parallel/mesh.py) forms them, and gives one of each kind to a rank.
+#
+# ## Who sends how much
+#
+# **A common belief**: "the data axis sends the most, because it sends all gradients of the model". Let us count. The model is a
+# small GPT of four layers and 0.8 million parameters, so a rank has a quarter of them: half of the layers, and half of each
+# layer. A step has 16 examples of 64 tokens. **Predict**: how many times as many bytes does a rank send along the tensor
+# axis as along the data axis? Below 1 means fewer.
+
+# %%
+more = predict("Along the tensor axis a rank sends how many times as many bytes?", example=0.5, unit="times")
+
+# %%
+# %%ranks
+from hybrid_parallel.hybrid import HybridParallel
+from lab.ledger import LEDGER
+from lab.model import GPT, GPTConfig
+from lab.text import global_batch, load_corpus
+
+config, corpus = GPTConfig.named("small"), load_corpus()
+
+
+def batch_of(mesh, config, examples):
+    """Return the examples of this rank's replica, and their targets."""
+    x, y = global_batch(corpus, seed=0, step=0, batch_size=examples, block_size=config.block_size)
+    replica = mesh.coordinate("data")
+    return x.chunk(mesh.sizes.data)[replica], y.chunk(mesh.sizes.data)[replica]
+
+
+def sent_in_a_step(examples):
+    """Train one step, and return the bytes that this rank has sent along each axis."""
+    x, y = batch_of(mesh, config, examples)
+    hybrid = HybridParallel(GPT(config), mesh, example=x[: len(x) // sizes.microbatches])
+    LEDGER.clear()
+    hybrid.backward(x, y)
+    rows = LEDGER.rows().items()
+    return {axis: sum(row.bytes_sent for entry, row in rows if entry.axis == axis) for axis in AXES}
+
+
+sent = sent_in_a_step(16)
+sent
+
+# %%
+sent = pull("sent")[0]
+more.compare(sent["tensor"] / sent["data"])
+
+# %% [markdown]
+# The tensor axis sends the most, even in this small model. On it travel *activations*: in each layer four all-reduces of
+# tokens · width numbers, two in the forward and two in the backward. On the data axis travel *gradients*, as many numbers as
+# the rank has parameters, once. On the pipeline axis travels one activation for each boundary between stages, forward, and
+# its gradient back. So how much an axis sends depends on different things. Count again for other numbers of examples:
+
+# %%
+# %%ranks
+EXAMPLES = [8, 16, 32, 64]
+curves = [sent_in_a_step(examples) for examples in EXAMPLES]
+
+# %%
+import matplotlib.pyplot as plt
+
+from lab.picture import COLORS, show
+
+examples, curves = pull("EXAMPLES")[0], pull("curves")[0]
+figure, axes = plt.subplots(figsize=(6, 3.2))
+for axis, color in {"tensor": "communication", "data": "backward", "pipeline": "forward"}.items():
+    axes.plot(examples, [curve[axis] / 1e6 for curve in curves], "o-", color=COLORS[color], label=axis)
+axes.set(xlabel="examples in a step", ylabel="MB that rank 0 sends", xticks=examples, xlim=(0, 68), ylim=(0, None))
+axes.legend(frameon=False, title="axis")
+show(
+    figure,
+    alt="Bytes that rank 0 sends in a step by axis. The tensor axis grows with the number of examples and is far above "
+    "the others. The data axis is level. The pipeline axis grows slowly, and passes the data axis at 64 examples.",
+)
+
+# %% [markdown]
+# The data axis is level: the number of gradients does not depend on the number of examples. Activations grow with the
+# examples, on the tensor axis four times in each layer, on the pipeline axis once for each boundary between stages. So the
+# belief is right for few tokens, and wrong for the batches with which large models are trained.
+#
+# ## Which axis may use the slow link?
+#
+# Bytes are not all. The ranks of a tensor group wait for each all-reduce, because the next layer needs its result. The mean
+# over replicas can hide behind the backward (notebook 05). A pipeline's activation travels while its rank computes the next
+# microbatch (notebook 08).
+#
+# Imagine two machines with a slow cable between them, 100 Mbit/s. We take only two ranks, one in each machine, and one axis at
+# a time: the same model and the same 16 examples. **Predict** for tensor parallelism: how many times as long as without the
+# slow cable does a step take?
+
+# %%
+longer = predict("With tensor parallelism a step takes how many times as long?", example=1.5, unit="times as long")
+
+# %%
+import time
+
+from comm.transport import slow_link
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh
+from lab.model import GPT, GPTConfig
+from lab.ranks import run_ranks
+from lab.text import global_batch, load_corpus
+
+CABLE = slow_link.parse("100mbit")
+
+
+def seconds_of_a_step(cluster, axis):
+    """Return the seconds of a step of two ranks along one axis: without the slow cable, and over it."""
+    config, mesh = GPTConfig.named("small"), Mesh(cluster, ParallelSizes(**{axis: 2}, microbatches=4))
+    x, y = global_batch(load_corpus(), seed=0, step=0, batch_size=16, block_size=config.block_size)
+    x, y = (part.chunk(mesh.sizes.data)[mesh.coordinate("data")] for part in (x, y))
+    hybrid = HybridParallel(GPT(config), mesh, example=x[: len(x) // 4])
+    fastest = []
+    for link in (None, CABLE):
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            with slow_link.slowed(link):
+                hybrid.optimizer.zero_grad()
+                hybrid.backward(x, y)
+                hybrid.optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        fastest.append(min(seconds))
+    return fastest
+
+
+AXES = ("tensor", "data", "pipeline")
+steps = {axis: max(run_ranks(seconds_of_a_step, 2, axis), key=lambda pair: pair[1]) for axis in AXES}
+for axis, (here, over_the_cable) in steps.items():
+    print(f"{axis:<10} without the cable {here * 1e3:6.1f} ms      over it {over_the_cable * 1e3:6.1f} ms")
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 2.6))
+for place, (label, color) in enumerate({"without the slow cable": "forward", "over it": "communication"}.items()):
+    heights = [y + 0.38 * place - 0.19 for y in range(3)]
+    axes.barh(heights, [pair[place] for pair in steps.values()], 0.36, color=COLORS[color], label=label)
+axes.set(xlabel="seconds of a step, two ranks", yticks=range(3), yticklabels=AXES)
+axes.invert_yaxis()
+axes.legend(frameon=False)
+show(
+    figure,
+    alt="Seconds of a step on two ranks for each axis, without and over a slow cable. Tensor parallelism becomes several "
+    "times slower, data parallelism clearly slower, and the pipeline only a little.",
+)
+here, over_the_cable = steps["tensor"]
+longer.compare(over_the_cable / here)
+
+# %% [markdown]
+# Now the order of the axes has a reason. A launcher such as `torchrun` numbers the ranks of one machine one after the other:
+# with eight GPUs in a machine, ranks 0 to 7 are in the first. The tensor axis is the *last* one, so the ranks of a tensor
+# group are neighbours, and in one machine as long as the group has at most eight ranks. The pipeline axis is the *first*
+# one, so its ranks are far apart, in different machines. Data is between the two. That is the order of Megatron-LM, of
+# Llama 3's training and of this lesson.
+#
+# ## Each number counts once
+#
+# After the backward, a rank has gradients that are not complete. Each axis completes its part, with the class of its lesson:
+# the pipeline adds up both gradients of the tied embedding, which is in the first stage and in the last one. With sequence
+# parallelism the tensor axis adds up the gradients of norms. The data axis takes the mean over replicas. All three are sums.
+# [hybrid_parallel/hybrid.py](../hybrid_parallel/hybrid.py) calls them one after the other.
+#
+# Clipping is not so simple. It needs the norm of *all* gradients of the model: the root of the sum of all squares. No rank has
+# all gradients, so the ranks must add up. **A common belief**: "the norm is the root of the squares of all ranks". Each rank
+# adds up its squares, and an all-reduce over all eight ranks adds up the sums. **Predict**: how many times too large is the
+# result? 1 means that it is right.
+
+# %%
+too_large = predict("How many times too large is the norm?", example=1, unit="times")
+
+# %%
+# %%ranks
+from lab.model import loss_of
+
+tiny = GPTConfig.named("tiny")
+x, y = batch_of(mesh, tiny, examples=16)
+hybrid = HybridParallel(GPT(tiny).double(), mesh, x[: len(x) // 4], torch.optim.SGD, lr=0.1)
+hybrid.backward(x, y)
+squares = sum(p.grad.as_subclass(torch.Tensor).square().sum() for p in hybrid.module.parameters())
+dist.all_reduce(squares)
+norm_of_all_ranks = squares.sqrt()
+
+alone = GPT(tiny).double()
+full_x, full_y = global_batch(corpus, seed=0, step=0, batch_size=16, block_size=tiny.block_size)
+loss_of(alone(full_x), full_y).backward()
+norm_of_one_process = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm=0.5)
+norm_of_all_ranks, norm_of_one_process
+
+# %%
+too_large.compare((pull("norm_of_all_ranks")[0] / pull("norm_of_one_process")[0]).item())
+
+# %% [markdown]
+# Almost twice as large, so gradients are clipped too hard, and harder with more replicas. There is no error, and the loss
+# still falls. Two replicas hold the same gradients, which alone makes the norm √2 = 1.414 times too large. The rest are other
+# copies: above all the tied embedding, which is on two stages and has the largest gradient, and also the norms and some
+# biases, which are on both ranks of a tensor group. What is *divided* must be added up, and what is *copied* must count once:
+#
+# | axis | ranks have | in the sum |
+# |---|---|---|
+# | pipeline | other stages; the tied embedding twice | all stages, without the second copy |
+# | tensor | parts of a layer; norms in full | all parts; what is in full on the first rank only |
+# | data | the same gradients; with ZeRO other shards | nothing more; with ZeRO all shards |
+#
+# [hybrid_parallel/clipping.py](../hybrid_parallel/clipping.py) does that. Then the check: the norm, and all weights after a
+# step, equal those of one process.
+
+# %%
+# %%ranks
+norm = hybrid.clip_grad_norm_(0.5)
+hybrid.optimizer.step()
+torch.optim.SGD(alone.parameters(), lr=0.1).step()
+ours, theirs = hybrid.full_state_dict(), alone.state_dict()
+errors = [float((ours[name] - theirs[name]).abs().max()) for name in theirs]
+{
+    "the norm is right": bool((norm - norm_of_one_process).abs() < 1e-12),
+    f"all {len(errors)} tensors are equal": max(errors) < 1e-12,
+}
+
+# %% [markdown]
+# ## The same from a file
+#
+# A training has many options, so a file says what is trained and how the ranks are divided. Here is
+# [configs/config.yaml](../configs/config.yaml) without its comments:
+
+# %%
+from pathlib import Path
+
+import hybrid_parallel.config
+
+path = Path(hybrid_parallel.config.__file__).parent.parent / "configs" / "config.yaml"
+print("\n".join(line for line in path.read_text().splitlines() if line and not line.startswith("#")))
+
+# %% [markdown]
+# | key | what it means |
+# |---|---|
+# | `model` | what is trained, by its name in [lab/model.py](../lab/model.py) |
+# | `batch_size` | examples *per device*: the ranks of a pipeline and of a tensor group share theirs |
+# | `num_gpus` | number of processes, whether they have GPUs or not |
+# | `pipeline_parallelism` | `False`, `True` or a number of stages |
+# | `zero_redundancy` | `False`, `True`, or the stage of ZeRO along the data axis |
+# | `sharding_strategy` | `manual`: as written; `auto`: a planner chooses what is not written |
+# | `communication_pattern` | who sends what to whom in a collective: `ring`, `tree`, or `torch` for PyTorch's own |
+#
+# The rest are explicit sizes, such as `tensor: 2`. **A common belief**: "a step has batch_size times number of GPUs examples".
+# **Predict**: how many examples does a step of this file have?
+
+# %%
+examples = predict("How many examples does a step have?", example=64, unit="examples")
+
+# %%
+from hybrid_parallel.arguments import sizes_of
+
+config = hybrid_parallel.config.load(str(path))
+sizes = sizes_of(config.args, config.num_processes)
+print(drawn(sizes))
+examples.compare(config.args.batch_size)
+
+# %% [markdown]
+# Only the two replicas work on different examples: 8 · 2 = 16. The four ranks of a replica work together on the same eight.
+# A learning rate for a batch of 64 would be wrong here: the batch has a quarter of that.
+#
+# A mistake is found before any process starts, with its key and its line. Here are four; try your own:
+
+# %%
+import tempfile
+
+from lab.errors import WorkbookError
+
+MISTAKES = ("pipline_parallelism: 2", "tensor: two", "tensor: 3", "zero_redundancy: 4")
+for mistake in MISTAKES:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "mine.yaml")
+        file.write_text(f"model: small\nbatch_size: 8\nnum_gpus: 8\n{mistake}\n")
+        try:
+            hybrid_parallel.config.load(str(file))
+        except WorkbookError as error:
+            print(str(error).replace(f"{folder}/", ""))
+
+# %% [markdown]
+# ## Who chooses the sizes?
+#
+# `sharding_strategy: auto` asks the planner, which tries every division of the ranks on paper. For each one it predicts the
+# memory of the fullest rank ([memory_model.py](../hybrid_parallel/memory_model.py)) and the seconds of a step
+# ([time_model.py](../hybrid_parallel/time_model.py)), with the formulas of notebooks 03 and 06 to 08. The fastest plan that
+# fits is the choice. On paper it can use machines that you do not have: Llama 3 8B on one machine with eight H100 of 80 GB, with
+# 64 examples of 8192 tokens in a step.
+
+# %%
+from rich.console import Console
+
+from hybrid_parallel.machine import MACHINES
+from hybrid_parallel.plan import best_by_division, table_of
+from hybrid_parallel.planner import plans
+from hybrid_parallel.shapes import SHAPES
+from hybrid_parallel.time_model import TimeModel
+
+llama, h100 = SHAPES["llama-3-8b"], MACHINES["h100"]
+
+
+def show_plans(found, machine, rows=5):
+    """Print the best plan of each division, and how many plans fit."""
+    table = table_of(best_by_division(found)[:rows], TimeModel(llama, machine, batch=64))
+    fit = sum(plan.seconds is not None for plan in found)
+    Console(width=165, color_system=None).print(f"{len(found)} plans, of which {fit} fit", table, sep="\n")
+
+
+one_machine = plans(llama, h100, devices=8, batch=64)
+show_plans(one_machine, h100)
+
+# %% [markdown]
+# Eight replicas with ZeRO 3 win: NVLink is fast, so almost all of their messages hide behind computing. The last column says
+# why each other division lost. Tensor parallelism waits in every layer. In a pipeline the rank with the head, which has 128,256
+# entries, computes more than the others, and these wait for it.
+#
+# **A common belief**: "ZeRO 3 fits everything, so I need nothing else". Now take the eight H100 from eight machines, with a
+# network of 10 Gbit/s between them, as in many offices. **Predict**: how many pipeline stages does the best plan have?
+
+# %%
+stages = predict("How many pipeline stages does the best plan have?", example=1)
+
+# %%
+from dataclasses import replace
+
+from comm.cost import Link
+
+office = replace(h100, devices_per_node=1, outer=Link(alpha=10e-6, beta=8 / 10e9))
+eight_machines = plans(llama, office, devices=8, batch=64)
+show_plans(eight_machines, office)
+
+# %%
+stages.compare(eight_machines[0].sizes.pipeline)
+
+# %%
+figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+for panel, title, found in zip(
+    panels, ("one machine, NVLink", "eight machines, 10 Gbit/s"), (one_machine, eight_machines), strict=True
+):
+    for stages_of_plan, color in {1: "communication", 2: "backward", 4: "forward", 8: "idle"}.items():
+        fit = [p for p in found if p.seconds is not None and p.sizes.pipeline == stages_of_plan]
+        label = f"{stages_of_plan} stage{'s' * (stages_of_plan > 1)}"
+        points = [p.memory_bytes / 1e9 for p in fit], [p.step_seconds for p in fit]
+        panel.scatter(*points, s=8, color=COLORS.get(color, "#999999"), label=label)
+    best = found[0]
+    panel.scatter([best.memory_bytes / 1e9], [best.step_seconds], s=90, facecolors="none", edgecolors="black")
+    panel.set(title=title, xlabel="GB on the fullest rank", yscale="log")
+panels[0].set_ylabel("seconds of a step, predicted")
+panels[0].legend(frameon=False, fontsize=8)
+show(
+    figure,
+    alt="Two scatter plots of all plans that fit, memory against predicted seconds, coloured by the number of pipeline "
+    "stages. With NVLink the best plan has one stage; with a slow network the best one has several stages, and plans "
+    "with one stage are several times slower.",
+)
+
+# %% [markdown]
+# The circle is the choice. With NVLink many plans are nearly as good. Over the slow network the division decides: replicas
+# send all gradients and parameters, and ZeRO 3 does so for each microbatch: it fits, and a step takes more than a minute. A
+# pipeline sends only activations at its boundaries. So there is no best way to divide a model. There is one for a model, a
+# batch, a memory and a network.
+#
+# How good are such predictions? Compare those for the three axes with what you have measured above. The planner measures the
+# rate of this machine for half a second, and the link is the slow cable.
+
+# %%
+from hybrid_parallel.machine import this_machine
+from hybrid_parallel.shapes import workbook_shape
+
+model = TimeModel(workbook_shape("small"), this_machine(2, CABLE), batch=16)
+for axis in AXES:
+    predicted = model.predict(ParallelSizes(**{axis: 2}, microbatches=4)).total
+    print(f"{axis:<10} predicted {predicted * 1e3:6.1f} ms      measured {steps[axis][1] * 1e3:6.1f} ms")
+
+# %% [markdown]
+# The order is right, and a choice needs no more. The seconds are too low, because in such a small model each operation takes
+# longer than its floating-point operations do. The lesson's [README](../hybrid_parallel/README.md#plans) compares the planner
+# with published runs.
+#
+# ## On a real cluster
+#
+# The same script runs there, and the file stays the same. What changes is who starts the processes:
+#
+# ```
+# bash scripts/launch_training.sh --config configs/config.yaml         one machine
+# sbatch scripts/slurm.sbatch                                          Slurm: goes on after preemption and time limit
+# kubectl apply -f scripts/kubernetes.yaml                             Kubernetes: an indexed Job
+# ```
+#
+# - Measure the links before you choose: `RUN_MODE=comm` on the same machines prints alpha and beta (notebook 03).
+# - Keep a tensor group inside a machine: `tensor` divides the number of GPUs in a machine.
+# - Save checkpoints in the background: `--checkpoint FOLDER --checkpoint-every 100`. Each rank saves its part, and another
+#   mesh can load it. So a job that has lost a machine can go on with fewer ranks.
+# - One slow or dead machine stops all others. Notebook 10 finds it.
+#
+# [scripts/](../scripts/README.md) explains each of the three commands. Measured times of all techniques stand in the tables
+# of the [top README](../README.md).
+#
+# ## Exercises
+#
+# 1. `mesh` (20 minutes): which ranks form which group? Fill in the two functions; uncomment the last line.
+
+# %%
+from exercises.notebook import check
+
+
+def coordinates_of(rank, sizes):
+    ...  # {"pipeline": ..., "data": ..., "tensor": ...}; sizes.tensor is the number of places along that axis
+
+
+def groups_of(axis, sizes):
+    ...  # a list of lists of ranks, such as [[0, 1], [2, 3]]
+
+
+# check(coordinates_of, "mesh");
+
+# %% [markdown]
+# 2. `memory_model` (50 minutes) and then `choose_a_plan` (40 minutes): predict what a rank holds, and find the fastest plan that
+#    fits. `make exercises ARGS='watch memory_model'` grades on each save.
+# 3. `make exercises ARGS='bug bug_clipping_d29'`: "runs with a pipeline clip harder". Find the mistake.
 #
 # ## Further reading
 #
+# - [hybrid_parallel/README.md](../hybrid_parallel/README.md): the lesson, in the order in which to read it
 # - Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473), sections 2 and 3: how the three kinds combine, and what to choose
+# - Grattafiori et al., "The Llama 3 Herd of Models", 2024, [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3:
+#   the order of the axes on 16,384 GPUs
 # - [Device meshes in PyTorch](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.device_mesh.DeviceMesh)
+# - Next: [10 When it breaks](10_when_it_breaks.ipynb)
+
+# %%
+# %ranks stop

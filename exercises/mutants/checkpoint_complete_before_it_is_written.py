@@ -3,6 +3,7 @@
 import json
 
 from hybrid_parallel import checkpoint_folder as files
+from lab.errors import reason
 
 TARGET = "hybrid_parallel.checkpoint.BackgroundCheckpoints._write"
 KILLER = (
@@ -14,8 +15,11 @@ SYMPTOM = "After a disk was full for a moment, the newest checkpoint lacks the f
 
 
 def mutant(self, step: int, tensors: dict, values: dict) -> None:
+    rank, failure = self._cluster.rank, ""
     files.folder_of(self._folder, step).mkdir(exist_ok=True)
-    parts = files.describe(self._cluster.rank, tensors)
-    word = values | {"parts": [files.as_json(part) for part in parts], "failure": ""}
-    self._complete(step, json.dumps(word))
-    files.write_rank(self._folder, step, self._cluster.rank, self._token, tensors)
+    parts = [files.as_json(part) for part in files.describe(rank, tensors)]
+    self._complete(step, json.dumps(values | {"parts": parts, "failure": failure}))
+    try:
+        files.write_rank(self._folder, step, rank, self._token, tensors)
+    except Exception as error:
+        failure = f"rank {rank}: {reason(error)}"

@@ -7,11 +7,9 @@ import nbformat
 import pytest
 
 from exercises.names import all_exercises
-from tests.notebooks.books import BOOKS, ROOT
+from tests.notebooks.books import BOOKS, NAMES, ROOT
 
 README = (ROOT / "notebooks" / "README.md").read_text("utf-8")
-WRITTEN = [book for book in BOOKS if not book.stem.startswith("09")]  # 09 waits for lesson 5
-NAMES = [book.stem for book in WRITTEN]
 BELIEFS = re.findall(r'^\| "(.+?)" \| (.+) \| \[\d\d\]\((\w+)\.ipynb\): (.+) \|$', README, re.M)
 
 
@@ -46,7 +44,7 @@ def plain(text: str) -> str:
     return re.sub(r"[\s*]+", " ", text).lower()
 
 
-@pytest.mark.parametrize("book", WRITTEN, ids=NAMES)
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_it_begins_with_a_question_and_the_minutes_that_the_readme_says(book):
     first = cells_of(book)[0].source
     assert re.search(r"^\*\*Question\.\*\* [^#]*?\?", first, re.M)
@@ -54,7 +52,7 @@ def test_it_begins_with_a_question_and_the_minutes_that_the_readme_says(book):
     assert f"({book.name}) | {minutes} |" in README and 20 <= int(minutes) <= 40
 
 
-@pytest.mark.parametrize("book", WRITTEN, ids=NAMES)
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_at_least_three_predictions_are_typed_before_the_result_and_compared_with_it(book):
     waiting, compared = set(), 0
     for cell in cells_of(book):
@@ -70,7 +68,7 @@ def test_at_least_three_predictions_are_typed_before_the_result_and_compared_wit
     assert compared >= 3
 
 
-@pytest.mark.parametrize("book", WRITTEN, ids=NAMES)
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_a_run_makes_a_picture_and_each_picture_has_a_text(book):
     outputs = [one for cell in cells_of(book) if cell.cell_type == "code" for one in cell.outputs]
     pictures = [one for one in outputs if "image/png" in one.get("data", {})]
@@ -80,15 +78,15 @@ def test_a_run_makes_a_picture_and_each_picture_has_a_text(book):
     assert "![" not in prose_of(cells_of(book)), "a picture that no run has made"
 
 
-@pytest.mark.parametrize("book", WRITTEN, ids=NAMES)
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_it_links_to_lesson_files_that_exist(book):
     links = re.findall(r"\]\(((?:\.\./)?[\w./]+?)(?:#[\w-]+)?\)", prose_of(cells_of(book)))
     assert not [link for link in links if not (book.parent / link).exists()]
-    lessons = r"\.\./(lab|comm|data_parallel|tensor_parallel|pipeline_parallel)/.+\.(py|md)"
+    lessons = r"\.\./(lab|comm|data_parallel|tensor_parallel|pipeline_parallel|hybrid_parallel)/.+\.(py|md)"
     assert any(re.fullmatch(lessons, link) for link in links)
 
 
-@pytest.mark.parametrize("book", WRITTEN, ids=NAMES)
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_it_ends_with_at_most_three_exercises_further_reading_and_the_next_notebook(book):
     cells = cells_of(book)
     exercises = section_of(cells, "Exercises")
@@ -101,10 +99,10 @@ def test_it_ends_with_at_most_three_exercises_further_reading_and_the_next_noteb
     assert headings[-2] == "Exercises" and "further reading" in headings[-1].lower()
     reading = prose_of(section_of(cells, headings[-1]))
     assert "http" in reading
-    assert re.search(r"Next: \[\d\d ", reading) or book == WRITTEN[-1]
+    assert re.search(r"Next: \[\d\d ", reading) or book == BOOKS[-1]
 
 
-@pytest.mark.parametrize("book", WRITTEN, ids=NAMES)
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_no_line_of_a_paragraph_becomes_a_list(book):
     """A line that begins with an asterisk or a number and a dot begins a list in Markdown."""
     item = r"\s*([-*+]|\d+[.)]) "
