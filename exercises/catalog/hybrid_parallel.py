@@ -20,7 +20,7 @@ EXERCISES = (
             MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[data]",
             MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[tensor]",
             MESH + "test_torchs_own_device_mesh_has_the_same_groups",
-            ONE_PROCESS + "test_pipelines_of_replicas_equal_one_process",
+            ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
         ),
         difficulty=1,
         minutes=20,
@@ -49,7 +49,7 @@ EXERCISES = (
         tests=(
             ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
             ONE_PROCESS + "test_replicas_of_divided_tokens_equal_one_process",
-            ONE_PROCESS + "test_replicas_of_divided_layers_equal_one_process",
+            ONE_PROCESS + "test_divided_tokens_and_gradients_in_shards_equal_one_process",
         ),
         difficulty=2,
         minutes=20,
@@ -65,7 +65,9 @@ EXERCISES = (
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "
             "same embedding, the terms of other ranks of the tensor group, and the mean over replicas.",
-            "Each class completes the gradients in its own group. A class that is None has nothing to do.",
+            "Each class completes the gradients in its own group. A class that is None has nothing to do. All "
+            "three are sums, so without ZeRO any order is right. With ZeRO a rank has only its shard of a "
+            "gradient after the mean over replicas: which of the others needs the full gradient?",
             "The terms of the tensor group come last: with ZeRO they are added up in the shards that "
             "self.data.finish_gradient_sync() leaves. The embedding comes first, because stages that share "
             "it have other shards.",
@@ -79,8 +81,8 @@ EXERCISES = (
         also=("hybrid_parallel.clipping.clip_over",),
         tests=(
             ONE_PROCESS + "test_pipelines_of_divided_layers_equal_one_process",
-            ONE_PROCESS + "test_pipelines_of_replicas_equal_one_process",
             ONE_PROCESS + "test_replicas_of_divided_layers_equal_one_process",
+            ONE_PROCESS + "test_divided_layers_in_shards_of_zero_3_equal_one_process",
         ),
         difficulty=3,
         minutes=35,

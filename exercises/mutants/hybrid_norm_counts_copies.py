@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 TARGET = "hybrid_parallel.clipping.counted_elsewhere"
-KILLER = "tests.hybrid_parallel.test_equivalence.test_pipelines_of_replicas_equal_one_process"
+KILLER = "tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers_equal_one_process"
 CAUSE = "Count it once"
 
 

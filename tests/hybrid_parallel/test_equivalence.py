@@ -53,6 +53,11 @@ def test_replicas_of_divided_layers_equal_one_process():
         Sizes(data=2, tensor=2, microbatches=2),
         Sizes(data=2, tensor=2, zero=1, microbatches=2),
         Sizes(data=2, tensor=2, zero=2),
+    )
+
+
+def test_divided_layers_in_shards_of_zero_3_equal_one_process():
+    check(
         Sizes(data=2, tensor=2, zero=3, microbatches=2),
         Sizes(data=2, tensor=2, zero=3, recompute=True),
     )
@@ -62,6 +67,11 @@ def test_replicas_of_divided_tokens_equal_one_process():
     check(
         Sizes(data=2, tensor=2, sequence_parallel=True, microbatches=2),
         Sizes(data=2, tensor=2, sequence_parallel=True, zero=1),
+    )
+
+
+def test_divided_tokens_and_gradients_in_shards_equal_one_process():
+    check(
         Sizes(data=2, tensor=2, sequence_parallel=True, zero=2, microbatches=2),
         Sizes(data=2, tensor=2, sequence_parallel=True, zero=3, microbatches=2),
     )
