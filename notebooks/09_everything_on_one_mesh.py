@@ -119,7 +119,9 @@ more.compare(sent["tensor"] / sent["data"])
 # The tensor axis sends the most, even in this small model. On it travel *activations*: in each layer four all-reduces of
 # tokens · width numbers, two in the forward and two in the backward. On the data axis travel *gradients*, as many numbers as
 # the rank has parameters, once. On the pipeline axis travels one activation for each boundary between stages, forward, and
-# its gradient back. So how much an axis sends depends on different things. Count again for other numbers of examples:
+# its gradient back, and the gradient of the embedding that the first and the last stage share.
+# [hybrid_parallel/traffic.py](../hybrid_parallel/traffic.py) has these formulas, and each training reports them beside what
+# it has counted. Count again for other numbers of examples:
 
 # %%
 # %%ranks
