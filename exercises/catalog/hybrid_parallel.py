@@ -60,14 +60,15 @@ EXERCISES = (
             `self.pipeline`, `self.data` and `self.terms` are classes of lessons 4, 2 and 3, or None for an
             axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
             all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
-            the gradients of this rank, and return the loss. Only they run in `with self.in_precision():`.
+            the gradients of this rank, and return the loss, which in a pipeline is zero on all stages but the
+            last. Only they run in `with self.in_precision():`.
         """,
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "
             "same embedding, the terms of other ranks of the tensor group, and the mean over replicas.",
-            "Each class completes the gradients in its own group. A class that is None has nothing to do. All "
-            "three are sums, so without ZeRO any order is right. With ZeRO a rank has only its shard of a "
-            "gradient after the mean over replicas: which of the others needs the full gradient?",
+            "Each class completes the gradients in its own group. A class that is None has nothing to do. "
+            "All three are sums, so without ZeRO any order is right. With ZeRO a rank has only its shard of "
+            "a gradient after the mean over replicas: which of the others needs the full gradient?",
             "The terms of the tensor group come last: with ZeRO they are added up in the shards that "
             "self.data.finish_gradient_sync() leaves. The embedding comes first, because stages that share "
             "it have other shards.",

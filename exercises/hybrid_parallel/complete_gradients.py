@@ -26,7 +26,8 @@ def backward(self, x: Tensor, y: Tensor) -> Tensor:
     `self.pipeline`, `self.data` and `self.terms` are classes of lessons 4, 2 and 3, or None for an
     axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
     all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
-    the gradients of this rank, and return the loss. Only they run in `with self.in_precision():`.
+    the gradients of this rank, and return the loss, which in a pipeline is zero on all stages but the
+    last. Only they run in `with self.in_precision():`.
     """
     raise NotImplementedError(
         "Completing the gradients of a step is not written yet: `HybridParallel.backward` has no body."
