@@ -32,6 +32,7 @@ pipeline_interleaved                   pipeline_parallel/train_interleaved.py   
 pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          zero bubble: the backward in two halves, and weight gradients fill the bubble
 pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop
 hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data and tensor parallelism at once, on one mesh of ranks
+hybrid_elastic                         hybrid_parallel/train_elastic.py              a rank dies, and the others go on in the same processes with a smaller group
 TABLE
 }
 

@@ -19,6 +19,7 @@ from comm.rendezvous import join, leave
 from comm.transport.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.errors import WorkbookError, reason
+from lab.launcher import run_in_a_child
 from lab.rank_output import is_in_a_notebook
 
 Arguments = TypeVar("Arguments")
@@ -36,11 +37,15 @@ def start(
     main: Callable[[Cluster, Arguments], object],
     arguments: type[Arguments],
     read: Callable[[Sequence[str], Cluster], Arguments] | None = None,
+    in_a_child: bool = False,
 ) -> None:
     """Join the other ranks, read the command line, call `main(cluster, arguments)`, and leave together.
 
-    `read(words, cluster)` reads the command line in place of `command_line`.
+    `read(words, cluster)` reads the command line in place of `command_line`. With `in_a_child` torchrun does
+    not notice if the rank is killed (lab/launcher.py).
     """
+    if in_a_child:
+        run_in_a_child()
     with joined() as cluster:
         main(cluster, command_line(arguments) if read is None else read(sys.argv[1:], cluster))
 

@@ -1,22 +1,45 @@
-"""End a rank when its launcher dies, and count the launcher's restarts.
+"""End a rank when its launcher dies, count the launcher's restarts, and hide a death from it.
 
 A rank without its launcher would train on and keep cores, memory and ports.
 """
 
 import os
 import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 # The variable with the process id of make run's launcher. If the launcher dies while a rank imports torch,
 # getppid() returns the id of another process.
 PID = "WORKBOOK_LAUNCHER"
+_CHILD = "WORKBOOK_CHILD"  # set in the child of run_in_a_child
 _POLL = 0.5  # seconds between two checks, where the kernel sends no event
 
 
 def restart_count() -> int:
     """Return how many times torchrun has started all ranks again, after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def run_in_a_child() -> None:
+    """Under torchrun, start this script again as a child process, and end as it ends; return in the child.
+
+    torchrun ends all ranks as soon as one of its processes fails. If the child is killed by SIGKILL, this
+    process ends well, so that the other ranks may go on.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _CHILD in os.environ:
+        return
+    launcher = os.environ.get(PID) or str(os.getppid())
+    child = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {_CHILD: "1", PID: launcher})
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, frame: child.send_signal(number))
+    code = child.wait()
+    if code == -signal.SIGKILL:
+        print(f"rank {os.environ['RANK']} was killed.", file=sys.stderr, flush=True)
+        sys.exit(0)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 def end_with_launcher(rank: int) -> None:

@@ -25,6 +25,7 @@ SETTINGS |= {
     "OMP_NUM_THREADS",
     "COMPOSE_PROFILES",
     "COMPOSE_FILE",
+    "RESTART",
 }
 
 

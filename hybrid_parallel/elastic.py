@@ -1,0 +1,97 @@
+"""Elastic data parallel: when a rank dies, the others go on in the same processes, in the same step.
+
+      step 7      rank 0 ───┐            rank 0 ───┐
+                  rank 1 ───┼─ ✗         rank 1 ───┼─ all-reduce ─► step 8 ...      4 ranks, then 3:
+                  rank 2 ✗  │            rank 3 ───┘                                the same global batch
+                  rank 3 ───┘
+
+A restart costs what every start costs: processes, imports, the rendezvous, the checkpoint, and the steps
+since it. But a replica has all that training needs, so the memory of every survivor is a checkpoint of the
+last step. Only the group is broken. The survivors form a new one (survivors.py), and take the interrupted
+step again, with its batch divided among fewer ranks. The number of ranks is not in the formula of the
+gradient, so it is the same in every group, and slices may be unequal:
+
+      sum over ranks of the gradient of (the sum of losses over the rank's slice / examples of the batch)
+
+No rank may take a step twice, or miss one. An all-reduce ends on a rank only after every rank has given its
+gradient. So a rank takes step t only when all ranks have taken step t-1, and after a death there are at most
+two counts of steps: t on ranks whose all-reduce was interrupted, and t+1 where it had ended. The state of the
+latter is right, because the dead rank's gradient is in it. The former take that state over: parameters,
+optimizer and count together, and only when all of it has arrived. The optimizer's step communicates nothing,
+so no survivor is interrupted in it.
+
+      time lost = detection + agreement + group (milliseconds each) + state, if counts differ + part of a step
+
+With ZeRO, or a model in stages, a dead rank's part of the state is in no other memory. There the state must
+come from the last checkpoint, which any mesh can load (train_hybrid.py --auto-resume).
+"""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.collectives import all_reduce, broadcast
+from comm.exchange import exchange
+
+LossOfSum = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the sum over examples, not the mean
+
+
+class ElasticReplica:
+    """A model and its optimizer on one rank, and `steps`, the number of steps that both have behind them.
+
+    `catch_up()` comes first in every group, also in the first one, where it sends rank 0's initial weights.
+    Both methods raise CommError if a rank dies in them, and then leave the state as it was.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sum_of_losses: LossOfSum) -> None:
+        self.model, self.optimizer, self.sum_of_losses = model, optimizer, sum_of_losses
+        self.steps = 0
+
+    def step(self, x: Tensor, y: Tensor, rank: int, ranks: int) -> Tensor:
+        """Take a step with the global batch, of which this rank computes a slice. Return the mean loss."""
+        self.optimizer.zero_grad()
+        mine = x.tensor_split(ranks)[rank], y.tensor_split(ranks)[rank]
+        loss = self.sum_of_losses(self.model, *mine) / len(x)
+        loss.backward()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        flat = torch.cat([self._gradient(p).flatten() for p in trained] + [loss.detach().view(1)])
+        all_reduce(flat, op="sum")
+        # From here on the step is the same on all ranks, and nothing can interrupt it.
+        *gradients, mean_loss = flat.split([p.numel() for p in trained] + [1])
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        self.optimizer.step()
+        self.steps += 1
+        return mean_loss[0]
+
+    def catch_up(self) -> None:
+        """Take over the state of a rank that has taken the most steps, if this one has taken fewer."""
+        counts = exchange(self.steps)
+        if min(counts) == max(counts) > 0:
+            return
+        state = self._state_of(counts.index(max(counts)))
+        if self.steps < max(counts) or self.steps == 0:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.steps = max(counts)
+
+    def _state_of(self, source: int) -> dict[str, Any]:
+        """Return the state of a rank of the group, once all of it is here. All ranks must call it."""
+        file = io.BytesIO()
+        if dist.get_rank() == source:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+        size = torch.tensor([file.tell()])
+        broadcast(size, source)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if dist.get_rank() == source:
+            data.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+        broadcast(data, source)
+        return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+
+    @staticmethod
+    def _gradient(parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

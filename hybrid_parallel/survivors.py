@@ -1,0 +1,189 @@
+"""Agree on which ranks are alive, and form a group of them in the same processes.
+
+      before        rank 0       rank 1       rank 2 ✗     rank 3
+      ask           rank 0 ◄──── rank 1                    rank 3     the lowest rank that answers decides
+      agree         [0, 1, 3] ─► rank 1 ───────────────►   rank 3     and knocks at the doors of the missing
+      after         rank 0       rank 1                    rank 2     a new group, with a prefix of its own
+
+Each rank opens a small store at the start, its *door*, and all ranks know all doors. The survivors do not
+need the store of the rendezvous, which dies with its host: rank 0, or under torchrun the launcher. The
+kernel closes the door of a process that dies, so a door that refuses a connection shows a death at once. If
+a door is open, but its rank does not answer for `patience` seconds, that rank hangs, and counts as dead. When
+it goes on later, it asks at the other doors, learns that they went on without it, and leaves.
+
+A rank may also die during the agreement. If it is the one that decides, the next rank decides. If it is in
+the list, the new group does not form, or breaks, and all survivors agree again. A network that falls into two
+parts is not handled: both would go on. Systems that handle it count votes (Ongaro and Ousterhout, "In Search
+of an Understandable Consensus Algorithm", 2014).
+"""
+
+import gc
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from comm.exchange import exchange
+from comm.membership import liveness
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.gloo_threads import keep_from_preempting
+from lab.interface import own_address
+from lab.store import open_store
+
+_NAP = 0.002  # seconds between two looks at a door
+
+
+class Survivors:
+    """Holds the ranks that train: `cluster` describes this rank in their group, and `names` has all of them.
+
+    A rank's name is its rank at the start, and stays when its rank changes. `patience` is the time in seconds
+    after which a rank that does not answer counts as dead.
+    """
+
+    def __init__(self, cluster: Cluster, patience: float) -> None:
+        self.cluster, self.name, self.patience = cluster, cluster.rank, patience
+        self.names = list(range(cluster.world_size))
+        self._door = open_store(own_address(), 0, timedelta(seconds=patience))
+        self._addresses: list[tuple[str, int]] = [
+            tuple(a) for a in exchange((own_address(), self._door.port))
+        ]
+        self._rounds = dict.fromkeys(self.names, 0)  # how often each rank has decided, with this one
+        self._tell_own_door()
+        liveness.forget()  # it knows what rank 0 sees, as long as that lives
+        # All have their doors, so the first group may get the same patience as the later ones.
+        self._form(cluster.store, "begin")
+
+    def regroup(self) -> None:
+        """Form a group of the ranks that are alive. Raise WorkbookError if the others go on without this one.
+
+        All survivors must call it. Their collectives fail one after the other, because this closes the rank's
+        connections.
+        """
+        begin, before = time.perf_counter(), self.names
+        while True:
+            _leave_group()
+            store, prefix = self._agree()
+            with suppress(RuntimeError):  # another rank has died meanwhile
+                self._form(store, prefix)
+                break
+        if self.cluster.is_main:
+            dead = ", ".join(str(name) for name in before if name not in self.names)
+            took = time.perf_counter() - begin
+            print(
+                f"rank {dead} has died; {len(self.names)} ranks go on ({took:.3f} s).",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _agree(self) -> tuple[dist.Store, str]:
+        """Return the store of the rank that decides and a new prefix in it, and set `names`."""
+        for decider in self.names:
+            number = self._rounds[decider] + 1
+            try:
+                if decider == self.name:
+                    store, names = self._door, self._decide(number)
+                else:
+                    store, names = _within(4 * self.patience, lambda: self._ask(decider, number))
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, WorkbookError):
+                    raise
+                continue  # it has died or hangs: the next one decides
+            if self.name not in names:
+                raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
+            self._rounds[decider], self.names = number, names
+            self._tell_own_door()
+            return store, f"{decider}/{number}"
+        raise AssertionError("a rank can always decide alone")
+
+    def _ask(self, decider: int, number: int) -> tuple[dist.Store, list[int]]:
+        store = self._store_behind(decider)
+        store.set(f"{number}/here/{self.name}", "")
+        store.wait([f"{number}/names"], timedelta(seconds=3 * self.patience))
+        return store, json.loads(store.get(f"{number}/names"))
+
+    def _decide(self, number: int) -> list[int]:
+        """Return the names of the ranks that have come, when all others are known to be dead."""
+        missing = {name for name in self.names if name != self.name}
+        deadline = time.monotonic() + self.patience
+        while missing and time.monotonic() < deadline:
+            missing = {name for name in missing if not self._door.check([f"{number}/here/{name}"])}
+            missing = {name for name in missing if self._is_open(name)}
+            time.sleep(_NAP)
+        for name in missing:  # it hangs, or it is this rank that has
+            self._refuse_to_go_on_alone(name)
+        here = [n for n in self.names if n == self.name or self._door.check([f"{number}/here/{n}"])]
+        self._door.set(f"{number}/names", json.dumps(here))
+        return here
+
+    def _is_open(self, name: int) -> bool:
+        """Return whether a rank's door takes connections, or may do so later."""
+        try:
+            socket.create_connection(self._addresses[name], timeout=self.patience).close()
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _refuse_to_go_on_alone(self, name: int) -> None:
+        """Raise WorkbookError if a rank has formed a group without this one."""
+        names = None
+        with suppress(OSError, RuntimeError):
+            names = json.loads(_within(self.patience, lambda: self._store_behind(name).get("names")))
+        if names is not None and self.name not in names:
+            raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
+
+    def _store_behind(self, name: int) -> dist.TCPStore:
+        host, port = self._addresses[name]
+        socket.create_connection(
+            (host, port), timeout=self.patience
+        ).close()  # torch would try again and again
+        return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=self.patience))
+
+    def _tell_own_door(self) -> None:
+        self._door.set("names", json.dumps(self.names))
+
+    def _form(self, store: dist.Store, prefix: str) -> None:
+        _leave_group()
+        rank, size = self.names.index(self.name), len(self.names)
+        group_store = dist.PrefixStore(f"group/{prefix}", store)
+        patience = timedelta(seconds=self.patience)
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=patience)
+        keep_from_preempting()
+        own = dist.PrefixStore(f"lab/{prefix}", store)
+        self.cluster = Cluster(rank, size, self.cluster.local_rank, self.cluster.device, own)
+
+
+def _leave_group() -> None:
+    """Close this rank's connections, which tells its neighbours in a collective that something is wrong."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # an error of the last collective holds its group
+
+
+def _within(seconds: float, action: Callable[[], Any]) -> Any:
+    """Return what `action` returns. Raise TimeoutError if it takes longer, as a store may."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(action())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]

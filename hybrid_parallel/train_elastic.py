@@ -1,0 +1,113 @@
+"""Train elastically: kill a rank, and the others go on without it.
+
+    make run RUN_MODE=hybrid_elastic WORLD_SIZE=4 ARGS='--kill 2@20 0@40'
+    RUN_MODE=hybrid_elastic ARGS='--steps 5000' docker-compose up --build   # then docker kill a node
+
+What to read, in this order:
+  1. elastic.py: `ElasticReplica` counts its steps, and takes over the state of a rank that has taken more.
+  2. survivors.py: `Survivors` agrees on which ranks are alive, and forms their group.
+  3. `main` below: a step that fails is taken again in a smaller group.
+
+README.md compares this with the two ways to start dead ranks again.
+"""
+
+import dataclasses
+import os
+import signal
+
+import torch
+
+from comm.errors import CommError
+from comm.script import start
+from hybrid_parallel.elastic import ElasticReplica
+from hybrid_parallel.survivors import Survivors
+from lab.check import refuse_unequal
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.meter import Meter
+from lab.model import GPT, GPTConfig, loss_of
+from lab.same_start import check_same_start
+from training.arguments import Size
+from training.data import TrainingData
+from training.replicas import replica_digests
+
+
+@dataclasses.dataclass
+class ElasticArgs:
+    """Train a small GPT on replicas, and go on with the survivors when ranks die."""
+
+    steps: int = 60
+    """Number of optimizer steps."""
+    batch_size: int = 24
+    """Number of examples in a step, over all ranks together: as many after a death as before it."""
+    size: Size = "small"
+    """Size of the GPT (lab/model.py)."""
+    lr: float = 1e-3
+    """Learning rate: the factor of the optimizer's update, a number without unit."""
+    seed: int = 0
+    """Number from which the initial weights and the batches are drawn."""
+    kill: tuple[str, ...] = ()
+    """RANK@STEP: the rank kills itself (SIGKILL) when it comes to the step. Several, such as 2@20 0@40, kill
+    several. Ranks keep the numbers that they have at the start."""
+    patience: float = 10.0
+    """Number of seconds after which a rank that neither answers nor has died counts as dead."""
+    json: bool = False
+    """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
+
+
+def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
+    config = GPTConfig.named(args.size)
+    data = TrainingData("gpt", args.batch_size, args.seed, config.block_size)
+    check_same_start(cluster, data.everything, dataclasses.asdict(args) | {"json": ""})
+    deaths = deaths_of(args, cluster.world_size)
+    survivors = Survivors(cluster, args.patience)
+    model = GPT(config, seed=args.seed + cluster.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    replica = ElasticReplica(model, optimizer, lambda model, x, y: loss_of(model(x), y) * len(x))
+    meter = None
+    while replica.steps < args.steps:
+        try:
+            if meter is None:
+                replica.catch_up()
+                meter = Meter(
+                    survivors.cluster, "hybrid_elastic", args.steps, data.tokens_per_step, args.json,
+                    first_step=replica.steps,
+                )  # fmt: skip
+            if (survivors.name, replica.steps) in deaths:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with meter.step() as record:
+                x, y = data.batch(replica.steps)
+                record.loss = replica.step(x, y, survivors.cluster.rank, survivors.cluster.world_size)
+        except CommError:  # a rank has died, or hangs
+            meter = None
+            survivors.regroup()
+    finish(survivors, replica, meter)
+    return replica
+
+
+def finish(survivors: Survivors, replica: ElasticReplica, meter: Meter | None) -> None:
+    """Report the last group's steps, and check that its replicas are equal."""
+    if meter is None:
+        return
+    digests = replica_digests(survivors.cluster, replica.model)
+    meter.finish(
+        survivors=survivors.names, replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16]
+    )
+    refuse_unequal(digests)
+
+
+def deaths_of(args: ElasticArgs, world_size: int) -> set[tuple[int, int]]:
+    """Return the pairs of a rank and a step that --kill names. Raise WorkbookError where it names none."""
+    deaths = set()
+    for text in args.kill:
+        rank, at, step = text.partition("@")
+        if not (at and rank.isdecimal() and step.isdecimal() and int(rank) < world_size):
+            raise WorkbookError(f"--kill {text}: write RANK@STEP, with a rank from 0 to {world_size - 1}.")
+        deaths.add((int(rank), int(step)))
+    if len({rank for rank, _ in deaths}) == world_size:
+        raise WorkbookError("--kill names all ranks; one must stay alive.")
+    return deaths
+
+
+if __name__ == "__main__":
+    start(main, ElasticArgs, in_a_child=True)  # torchrun would end all ranks when it sees one die

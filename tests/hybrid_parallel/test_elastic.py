@@ -1,0 +1,193 @@
+"""Wherever a rank dies, the survivors train as one process does: each step once, each with the full batch."""
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.errors import CommError
+from hybrid_parallel import elastic, train_elastic
+from hybrid_parallel.elastic import ElasticReplica
+from hybrid_parallel.survivors import Survivors
+from hybrid_parallel.train_elastic import ElasticArgs
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.errors import WorkbookError
+from lab.ranks import RankError, run_ranks
+
+# 7 examples are divided evenly among no group but that of one rank.
+ARGS = ElasticArgs(steps=6, batch_size=7, size="tiny", json=True, patience=5.0)
+State = dict[str, Tensor]
+Disturb = Callable[[Cluster], None]
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(cluster: Cluster, args: ElasticArgs, disturb: Disturb) -> tuple[State, State]:
+    """Return this rank's gradients of all steps, and in the end parameters and Adam's state, in float64."""
+    torch.set_default_dtype(torch.float64)
+    gradients: State = {}
+    step = ElasticReplica.step
+
+    def noted(self: ElasticReplica, *batch: Any) -> Tensor:
+        loss = step(self, *batch)
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            gradients[f"step {self.steps - 1}: {name}"] = parameter.grad.clone()
+        return loss
+
+    ElasticReplica.step = noted  # type: ignore[method-assign]
+    disturb(cluster)
+    replica = train_elastic.main(cluster, args)
+    end = {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
+    for name, parameter in replica.model.named_parameters():
+        end |= {f"{name}: {key}": value for key, value in replica.optimizer.state[parameter].items()}
+    return gradients, end
+
+
+@functools.cache
+def one_process() -> tuple[State, State]:
+    return run_ranks(train, 1, ARGS, lambda cluster: None)[0]
+
+
+def survivors_equal_one_process(
+    ranks: int, victims: set[int], disturb: Disturb = lambda cluster: None, **changes: Any
+) -> None:
+    args = ElasticArgs(**vars(ARGS) | changes)
+    results = run_ranks(train, ranks, args, disturb, collect_failures=True, timeout=60)
+    gradients, end = one_process()
+    for rank, result in enumerate(results):
+        if rank in victims:
+            assert "killed by SIGKILL" in str(result), result
+            continue
+        assert not isinstance(result, RankError), result
+        own, own_end = result
+        # A rank that takes over the state of another has no gradient of its own for that step.
+        assert_same(own, {name: gradients[name] for name in own})
+        assert_same(own_end, end, what="parameter or state")
+    every = [set(result[0]) for rank, result in enumerate(results) if rank not in victims]
+    assert set().union(*every) == set(gradients)
+
+
+def test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process():
+    survivors_equal_one_process(4, {0, 2}, kill=("2@2", "0@4"))
+
+
+def at_step(
+    number: int, owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace a function, but only for its `number`-th call, counted from 0."""
+    original, calls = getattr(owner, name), iter(range(1 << 30))
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return (change(original) if next(calls) == number else original)(*args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
+def and_then(last: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def change(original: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            last()
+
+        return both
+
+    return change
+
+
+def interrupted() -> None:
+    raise CommError("the connection is lost")
+
+
+def test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_state_and_takes_it_once():
+    def disturb(cluster: Cluster) -> None:
+        if cluster.rank == 1:  # as if its last messages had not arrived
+            at_step(2, elastic, "all_reduce", and_then(interrupted))
+        if cluster.rank == 2:
+            at_step(2, torch.optim.AdamW, "step", and_then(die))
+
+    survivors_equal_one_process(3, {2}, disturb)
+
+
+def test_a_death_inside_the_all_reduce_or_the_optimizers_step_leaves_each_step_taken_once():
+    def disturb(cluster: Cluster) -> None:
+        if cluster.rank == 1:
+            at_step(
+                1,
+                elastic,
+                "all_reduce",
+                lambda original: lambda *a, **k: (original(*a, **k, async_op=True), die()),
+            )
+        if cluster.rank == 0:
+            at_step(3, torch.optim.AdamW, "step", lambda original: die)
+
+    survivors_equal_one_process(4, {0, 1}, disturb)
+
+
+@pytest.mark.parametrize("moment", ["_decide", "_form", "_state_of"])
+def test_a_death_during_the_recovery_leads_to_another_recovery(moment: str):
+    def disturb(cluster: Cluster) -> None:
+        if cluster.rank == 0:
+            owner = ElasticReplica if moment == "_state_of" else Survivors
+            at_step(0 if moment == "_decide" else 1, owner, moment, lambda original: die)
+        if cluster.rank == 1 and moment == "_state_of":
+            at_step(2, elastic, "all_reduce", and_then(interrupted))
+        if cluster.rank == 3:
+            at_step(2, torch.optim.AdamW, "step", and_then(die))
+
+    survivors_equal_one_process(4, {0, 3}, disturb)
+
+
+def test_a_rank_that_hangs_counts_as_dead_and_leaves_when_it_goes_on():
+    def work(cluster: Cluster, pid: int) -> str:
+        pids: list[int] = []
+        at_step(2, elastic, "all_reduce", lambda original: lambda *a, **k: (pause(), original(*a, **k)))
+
+        def pause() -> None:
+            if cluster.rank == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        def wake(original: Callable[..., Any]) -> Callable[..., Any]:
+            def woken(*args: Any) -> Any:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[0], signal.SIGCONT)
+                return original(*args)
+
+            return woken
+
+        pids.append(int(cluster.store.get("pid")) if cluster.rank else os.getpid())
+        if cluster.rank == 1:
+            at_step(4, ElasticReplica, "step", wake)
+        try:
+            train_elastic.main(cluster, ElasticArgs(**vars(ARGS) | {"patience": 1.0}))
+        except WorkbookError as error:
+            return str(error)
+        return "trained"
+
+    def with_pid(cluster: Cluster) -> str:
+        if cluster.rank == 0:
+            cluster.store.set("pid", str(os.getpid()))
+        return work(cluster, os.getpid())
+
+    said, *others = run_ranks(with_pid, 3, timeout=60)
+    assert said == "ranks [1, 2] have taken this rank for dead, and go on without it."
+    assert others == ["trained"] * 2
+
+
+def test_a_kill_that_names_no_step_no_rank_or_all_ranks_is_refused():
+    for kill, sentence in (
+        (("2",), "--kill 2: write RANK@STEP, with a rank from 0 to 1"),
+        (("2@1",), "--kill 2@1: write RANK@STEP"),
+        (("0@1", "1@3"), "--kill names all ranks; one must stay alive"),
+    ):
+        with pytest.raises(WorkbookError, match=sentence):
+            train_elastic.deaths_of(ElasticArgs(kill=kill), 2)
