@@ -1,5 +1,7 @@
 """A configuration is refused when it is read, or its first step has loss and gradients of one process.
 
+What the ranks send along each axis is then what the formulas say.
+
 The test tries 25 configurations, always the same. To try others, as many as you like:
 
     CONFIGURATIONS=300 .venv/bin/python -m pytest tests/hybrid_parallel/test_any_config.py
@@ -22,10 +24,14 @@ from hybrid_parallel.machine import machine_of
 from hybrid_parallel.run import Run
 from hybrid_parallel.shapes import shape_of
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.traffic_report import counted_by_axis
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from lab.ledger import Entry, Traffic
 from lab.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
 from lab.ranks import run_ranks
+from tests.hybrid_parallel.equivalence import counting
 from training.data import TrainingData
 
 WANTED = os.environ.get("CONFIGURATIONS")
@@ -73,12 +79,20 @@ def choose(args: HybridArgs, num_processes: int, given: dict[str, Any]) -> Paral
 
 
 def first_step(cluster: Cluster, args: HybridArgs) -> tuple[float, float]:
-    """Return the loss of the first batch and the norm of its gradients, and make an optimizer step."""
+    """Return the loss of the first batch and the norm of its gradients, and make an optimizer step.
+
+    Refuse a rank that sends other bytes along an axis than the formulas say.
+    """
     run = Run(cluster, args)
     hybrid = run.hybrid()
-    loss = run.mean_loss(hybrid.backward(*run.batch(0)))
-    norm = hybrid.clip_grad_norm_(1.0)
-    hybrid.optimizer.step()
+    sent: dict[Entry, Traffic] = {}
+    with counting(sent):
+        loss = hybrid.mean_loss(hybrid.backward(*run.batch(0)))
+        norm = hybrid.clip_grad_norm_(1.0)
+        hybrid.optimizer.step()
+    counted = counted_by_axis({entry: traffic for entry, traffic in sent.items() if traffic.messages_sent})
+    by_formula = traffic_of_axes(hybrid, is_clipped=True)
+    assert counted == by_formula, f"sends {counted}, by the formulas {by_formula}"
     hybrid.full_state_dict()
     return float(loss), float(norm)
 
