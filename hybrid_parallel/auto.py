@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 
+from comm.collectives import fastest_pattern
 from comm.cost import Link
 from comm.exchange import on_main
-from comm.point_to_point import measure_link
 from comm.transport import slow_link
-from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.arguments import HybridArgs, model_of
 from hybrid_parallel.config import read_command_line
 from hybrid_parallel.machine import MACHINES, Machine, machine_of, this_machine
+from hybrid_parallel.measured import measure_copying
 from hybrid_parallel.planner import choose, plans
-from hybrid_parallel.shapes import workbook_shape
+from hybrid_parallel.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
+from training.calibrate import measure_all_reduce
 
 
 def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
@@ -35,21 +37,29 @@ class Planner:
         self._cluster = cluster
 
     def __call__(self, args: HybridArgs, num_processes: int, given: Mapping[str, Any]) -> ParallelSizes:
-        link = slow_link.parse(args.link) if args.link else measure_link(device=self._cluster.device)
+        link = slow_link.parse(args.link) if args.link else None
+        machine = measured_machine(self._cluster, link)
 
         def chosen() -> dict[str, Any]:
-            machine = self._machine(num_processes, link)
-            shape = dataclasses.replace(workbook_shape(args.size), num_layers=args.layers)
+            shape = shape_of_config(model_of(args))
             found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
             return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
 
         return ParallelSizes(**on_main(self._cluster, "choose a plan", chosen))
 
-    def _machine(self, ranks: int, link: Link) -> Machine:
-        if self._cluster.device.type == "cpu":
-            return this_machine(ranks, link)
-        name = torch.cuda.get_device_name(self._cluster.device).lower()
-        known = [device for device in MACHINES if device.partition("-")[0] in name]
-        if not known:
-            raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
-        return machine_of(known[-1], ranks, link)
+
+def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
+    """Return the machine that the ranks run on, as they measure it at the same time. All ranks must call it.
+
+    With `link` their communication is as slow as on that link. Ranks measure a little different machines.
+    """
+    pattern = fastest_pattern("all_reduce")
+    with slow_link.slowed(link):
+        link = measure_all_reduce(pattern, device=cluster.device)
+    if cluster.device.type == "cpu":
+        return this_machine(cluster.world_size, link, measure_copying(pattern))
+    name = torch.cuda.get_device_name(cluster.device).lower()
+    known = [device for device in MACHINES if device.partition("-")[0] in name]
+    if not known:
+        raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
+    return machine_of(known[-1], cluster.world_size, link)

@@ -19,19 +19,16 @@ without sparsity.
 """
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
-import torch
-
 from comm.cost import Link
+from hybrid_parallel.measured import measure_rates
 from lab.errors import WorkbookError
+from lab.memory import resident_bytes
+from lab.threads import own_cores
 
 Precision = Literal["float32", "bf16"]
-MATMULS = ((512, 512, 2048), (512, 2048, 512))  # rows, inner and columns of a small GPT's layer
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,7 @@ class Device:
     attention_share: float
     bandwidth_share: float
     overhead: float
+    layer_seconds: float = 0.0  # of a layer's forward, however small: calls of its kernels
 
     def flops(self, precision: Precision) -> float:
         """Return the operations per second that matrix products reach."""
@@ -63,12 +61,26 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Holds a device, the number of them in a node, and the links of each device within and between nodes."""
+    """Holds a device, the number of them in a node, and the links of each device within and between nodes.
+
+    On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
+    those of a core. `copying` is the seconds of a core that a byte takes which is sent, for copies and sums.
+    `hides_reductions` says whether programs hide what layers send that are divided by their outputs, as
+    tensor_parallel/overlapped.py does; the published runs on GPUs did not.
+    """
 
     device: Device
     devices_per_node: int
     inner: Link
     outer: Link
+    cores: int | None = None
+    copying: float = 0.0
+    hides_reductions: bool = False
+
+    @property
+    def share(self) -> float:
+        """Return the part of a core or of a device that a rank has while all ranks compute."""
+        return 1.0 if self.cores is None else min(1.0, self.cores / self.devices_per_node)
 
     def link(self, ranks: int, stride: int) -> Link:
         """Return the link of `ranks` devices whose numbers are `stride` apart, as in one group of a mesh.
@@ -125,37 +137,15 @@ def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machi
     return machine if link is None else Machine(machine.device, 8, machine.inner, link)
 
 
-def this_machine(ranks: int, link: Link) -> Machine:
+def this_machine(ranks: int, link: Link, copying: float = 0.0) -> Machine:
     """Return this machine, its cores and memory shared by `ranks` processes with one thread each.
 
-    The rates are measured in half a second. A rank gets an even share of the cores when there are more ranks.
+    The rates are measured in a second (measured.py). They are those of a core.
     """
-    flops, bandwidth = _measured()
-    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    rates = measure_rates()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-    rates = {"float32": flops * share, "bf16": flops * share}
-    return Machine(Device("this", memory, rates, bandwidth * share, 1.0, 1.0, 1.0, 0.0), ranks, link, link)
-
-
-@cache
-def _measured() -> tuple[float, float]:
-    """Return this machine's operations and bytes per second, with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        flops = sum(2.0 * m * k * n for m, k, n in MATMULS)
-        pairs = [(torch.ones(m, k), torch.ones(k, n)) for m, k, n in MATMULS]
-        x = torch.ones(4 << 20)
-        return flops / _fastest(lambda: [a @ b for a, b in pairs]), 8 * len(x) / _fastest(lambda: x + x)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _fastest(run: Callable[[], object], seconds: float = 0.25) -> float:
-    """Return the shortest of the times that `run` takes."""
-    end, best = time.perf_counter() + seconds, float("inf")
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
+    peak = {"float32": rates.flops, "bf16": rates.flops}
+    attention = rates.attention_flops / rates.flops
+    free = max(0.0, memory - resident_bytes())  # a rank holds Python and torch, as this process does
+    device = Device("this", free, peak, rates.bandwidth, 1.0, attention, 1.0, 0.0, rates.layer_seconds)
+    return Machine(device, ranks, link, link, len(own_cores()), copying, True)

@@ -5,20 +5,22 @@
     activations of a microbatch in a layer     what the backward needs, see `layer_activations`
     microbatches held at a time                by the schedule's formula (pipeline_parallel/theory.py)
     final norm and logits                      on the last stage; logits also in float32
+    messages in flight                         between stages of a pipeline
     gathered units                             with ZeRO 3: two layers' parameters, and one's gradients
 
 After Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, section 3.1, and Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, section 4.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from data_parallel.zero_memory import Held, formula
-from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.shapes import AnyShape
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel import theory
 
+MESSAGES = 4  # that a stage holds: two receives are posted ahead, and one leaves each way (messages.py)
 ITEMSIZE = {"float32": 4, "bf16": 2}
 # Bytes of a parameter, its gradient and its optimizer state. bf16 keeps the parameter in float32, too.
 STATE = {"float32": (4, 4, 8), "bf16": (2, 2, 12)}
@@ -33,6 +35,7 @@ class Memory:
     optimizer_state: float
     activations: float
     temporary: float  # logits, gathered units, and what one layer recomputes
+    in_flight: float = 0.0  # messages between stages
 
     @property
     def total(self) -> float:
@@ -40,7 +43,7 @@ class Memory:
         return sum(vars(self).values())
 
 
-def tokens_of(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float:
+def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float:
     """Return the number of tokens of a microbatch on one rank."""
     return batch / (sizes.data * sizes.microbatches) * shape.sequence_length / context
 
@@ -57,7 +60,7 @@ def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(least + (order.index(stage) < longer) for stage in range(num_stages))
 
 
-def layers_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> int:
+def layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int:
     """Return the number of layers of a pipeline rank, in all its stages together."""
     by_stage = layers_by_stage(shape.num_layers, sizes.num_stages)
     if sizes.schedule == "zb_v":  # a rank has a stage on the way down, and the one opposite on the way up
@@ -76,7 +79,7 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
     return rank == (0 if sizes.schedule == "zb_v" else sizes.pipeline - 1)
 
 
-def parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
+def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor axis.
 
     Norms, some biases and learned positions are not divided.
@@ -86,37 +89,37 @@ def parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
     numbers = layers * shape.layer_parameters - replicated
     if rank == 0:
         replicated += shape.positions * shape.width
-        numbers += shape.vocab_size * shape.width
+        numbers += shape.token_parameters
     if has_head(sizes, rank) and not (rank == 0 and shape.tied):
         numbers += shape.head_parameters
     return replicated + numbers / sizes.tensor
 
 
-def layer_activations(shape: ModelShape, sizes: ParallelSizes) -> float:
+def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
     """Return the bytes that a forward of one layer keeps for the backward, for each token of a microbatch.
 
     For a GPT in 16 bit with dropout and no fused attention these are the s b h (10 + 24/t + 5 a s / (h t)) of
     Korthikanti et al., equation 2, and with sequence parallelism a t-th of all, equation 4.
     """
-    c, t, h = ITEMSIZE[sizes.precision], sizes.tensor, shape.width
-    mask = 1 if shape.dropout else 0
-    # The inputs of both norms, their outputs, which all ranks hold, and the masks of both residual branches.
-    replicated = 4 * h * c + 2 * h * mask
-    divided = (2 * shape.query_width + 2 * shape.kv_width) * c  # queries, keys, values; attention's output
-    # A feed-forward keeps what goes into and comes out of its activation function; a gated one also the gate.
-    divided += shape.active_experts * (3 if shape.gated else 2) * shape.inner_width * c
-    if not shape.fused_attention:
-        divided += shape.num_heads * shape.sequence_length * (2 * c + mask)
-    return replicated / (t if sizes.sequence_parallel else 1) + divided / t
+    replicated, divided = shape.kept_bytes(ITEMSIZE[sizes.precision])
+    return replicated / (sizes.tensor if sizes.sequence_parallel else 1) + divided / sizes.tensor
 
 
-def predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory:
+def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory:
     """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
-    ranks = fullest_ranks(sizes)
-    return max((memory_of_rank(shape, sizes, batch, context, rank) for rank in ranks), key=lambda m: m.total)
+    of_ranks = (memory_of_rank(shape, sizes, batch, context, rank) for rank in fullest_ranks(sizes))
+    fullest = max(of_ranks, key=lambda memory: memory.total)
+    if sizes.pipeline == 1:
+        return fullest
+    size = tokens_of(shape, sizes, batch, context) * shape.width * ITEMSIZE[sizes.precision]
+    size /= sizes.tensor if sizes.sequence_parallel else 1
+    held = shape.kept_messages * theory.held(
+        sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, 0
+    )
+    return replace(fullest, in_flight=(MESSAGES + held) * size)
 
 
-def memory_of_rank(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
     """Return what the ranks at one place of the pipeline hold at their peak."""
     numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch, context)
     parameter, gradient, optimizer_state = STATE[sizes.precision]
@@ -132,7 +135,8 @@ def memory_of_rank(shape: ModelShape, sizes: ParallelSizes, batch: int, context:
         temporary += kept
         kept = tokens * shape.width * c / divided
     if has_head(sizes, rank):  # the final norm; logits, and their softmax or gradient in float32
-        temporary += tokens * (2 * shape.width * c / divided + shape.vocab_size / sizes.tensor * (c + 4))
+        norm, logits = shape.last_numbers
+        temporary += tokens * (norm * c / divided + logits / sizes.tensor * (c + 4))
     if sizes.zero == 3:
         temporary += shape.layer_parameters / sizes.tensor * (2 * parameter + gradient)
     activations = held * layers_of(shape, sizes, rank) / stages * kept

@@ -8,8 +8,9 @@ from rich import box
 from rich.table import Table
 
 from hybrid_parallel.memory_model import Memory
+from hybrid_parallel.seconds import Seconds
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import Seconds, TimeModel
+from hybrid_parallel.time_model import TimeModel
 from lab.units import show_bytes, show_seconds
 
 CAUSES = {

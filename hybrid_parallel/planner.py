@@ -28,7 +28,7 @@ from comm.transport import slow_link
 from hybrid_parallel.machine import Machine, machine_of
 from hybrid_parallel.memory_model import predict_memory
 from hybrid_parallel.plan import Plan, as_dict, best_by_division, describe, reason_of, table_of
-from hybrid_parallel.shapes import ModelShape, shape_of
+from hybrid_parallel.shapes import AnyShape, shape_of
 from hybrid_parallel.sizes import ParallelSizes, Precision, refuse_sizes
 from hybrid_parallel.time_model import TimeModel
 from lab.errors import WorkbookError
@@ -38,7 +38,7 @@ USABLE = 0.95  # of a device's memory; the rest is for the runtime and for gaps 
 
 
 def plans(
-    shape: ModelShape,
+    shape: AnyShape,
     machine: Machine,
     devices: int,
     batch: int,
@@ -88,7 +88,7 @@ def choose(found: list[Plan], memory_bytes: float) -> Plan:
 
 
 def candidates(
-    shape: ModelShape, machine: Machine, devices: int, batch: int, given: Mapping[str, Any]
+    shape: AnyShape, machine: Machine, devices: int, batch: int, given: Mapping[str, Any]
 ) -> Iterator[ParallelSizes]:
     """Yield every division of `devices` that makes sense and agrees with `given`, in every way to run it."""
     for pipeline in _kept(given, "pipeline", _divisors(devices, shape.num_layers)):
@@ -103,7 +103,7 @@ def candidates(
                             yield sizes
 
 
-def _ways(shape: ModelShape, division: ParallelSizes, given: Mapping[str, Any]) -> Iterator[ParallelSizes]:
+def _ways(shape: AnyShape, division: ParallelSizes, given: Mapping[str, Any]) -> Iterator[ParallelSizes]:
     """Yield every way to run a division: schedule, stage of ZeRO, sequence parallelism, recomputation."""
     pipeline, schedules = division.pipeline, [(division.schedule, division.chunks)]
     if pipeline > 1:

@@ -14,10 +14,11 @@ f feed-forward width, q and k the widths of all query heads and of all key heads
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from hybrid_parallel.mlp_shape import MLPShape
 from lab.errors import WorkbookError
-from lab.model import SIZES
+from lab.model import SIZES, GPTConfig, MLPConfig
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class ModelShape:
     experts: int = 1
     active_experts: int = 1
     fused_attention: bool = True
+
+    reductions: ClassVar[float] = 2.0  # of the tensor axis in the forward of a layer
+    kept_messages: ClassVar[int] = 0  # of a stage, besides the inputs of layers that `kept_bytes` counts
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -139,6 +143,57 @@ class ModelShape:
         head = 0 if self.tied else self.head_parameters
         return self.num_layers * self.layer_parameters + self.embedding_parameters + final_norm + head
 
+    @property
+    def column_weights(self) -> int:
+        """Return the number of a layer's weights that tensor parallelism divides by their outputs."""
+        return self.width * (self.query_width + 2 * self.kv_width + self.inner_width)
+
+    @property
+    def token_parameters(self) -> int:
+        """Return the number of parameters before the first layer that tensor parallelism divides."""
+        return self.vocab_size * self.width
+
+    @property
+    def end_weights(self) -> tuple[int, int]:
+        """Return the numbers of weights, before and after the layers, that a token is multiplied with."""
+        return 0, self.head_parameters
+
+    @property
+    def last_numbers(self) -> tuple[int, int]:
+        """Return the numbers that the last stage holds for each token: of its norm, and the logits."""
+        return 2 * self.width, self.vocab_size
+
+    def kept_bytes(self, c: int) -> tuple[float, float]:
+        """Return the bytes that a layer keeps of a token for its backward, with numbers of c bytes.
+
+        First those that all tensor ranks have, unless tokens are divided; then those that are divided.
+        """
+        mask = 1 if self.dropout else 0
+        # The inputs of both norms, their outputs, and the masks of both residual branches.
+        replicated = 4 * self.width * c + 2 * self.width * mask
+        divided = (2 * self.query_width + 2 * self.kv_width) * c  # queries, keys, values; attention's output
+        # A feed-forward keeps what goes into and comes out of its activation; a gated one also the gate.
+        divided += self.active_experts * (3 if self.gated else 2) * self.inner_width * c
+        if not self.fused_attention:
+            divided += self.num_heads * self.sequence_length * (2 * c + mask)
+        return replicated, divided
+
+    def moved_bytes(self, c: int) -> tuple[float, float]:
+        """Return the bytes that a layer's forward reads and writes for a token outside of matrix products.
+
+        First those that all tensor ranks move, unless tokens are divided; then those that are divided.
+        """
+        mask = 1 if self.dropout else 0
+        # Two norms read and write; two residual branches read two numbers and write one, and a mask.
+        replicated = (4 + 6) * self.width * c + 2 * self.width * mask
+        divided = self.active_experts * (3 if self.gated else 2) * self.inner_width * c
+        if not self.positions:  # rotary embeddings read and write queries and keys
+            divided += 2 * (self.query_width + self.kv_width) * c
+        if not self.fused_attention:
+            # Scores: written by one product; read and written by softmax and by dropout; read by the other.
+            divided += self.num_heads * self.sequence_length * ((6 if mask else 4) * c + mask)
+        return replicated, divided
+
     def flops_per_token(self, causal: bool = False) -> float:
         """Return the floating-point operations of a token in one step: a forward, and a backward twice it.
 
@@ -149,6 +204,9 @@ class ModelShape:
         weights = self.num_layers * self.active_weights + self.head_parameters
         attention = 12.0 * self.num_layers * self.query_width * self.sequence_length
         return 6.0 * weights + (attention / 2 if causal else attention)
+
+
+AnyShape = ModelShape | MLPShape
 
 
 def _llama(layers: int, width: int, heads: int, inner: int) -> ModelShape:
@@ -185,7 +243,7 @@ SHAPES = {
 }
 
 
-def shape_of(model: str, **changes: Any) -> ModelShape:
+def shape_of(model: str, **changes: Any) -> AnyShape:
     """Return the shape of a named model, or the one that a file on disk describes, with some fields changed.
 
     WorkbookError if there is no such name or file, or if the file describes no decoder-only transformer.
@@ -194,19 +252,29 @@ def shape_of(model: str, **changes: Any) -> ModelShape:
 
     if model in SHAPES:
         return replace(SHAPES[model], **changes)
+    if model == "mlp":
+        return replace(MLPShape(), **changes)
     if model in SIZES:
         return replace(workbook_shape(model), **changes)
     if Path(model).suffix in (".yaml", ".yml", ".json"):
         return replace(read_shape(Path(model)), **changes)
     raise WorkbookError(
-        f"There is no model {model!r}: choose one of {', '.join([*SHAPES, *SIZES])}, or give a .yaml file "
-        "or a Hugging Face config.json."
+        f"There is no model {model!r}: choose one of {', '.join([*SHAPES, *SIZES, 'mlp'])}, or give a .yaml "
+        "file or a Hugging Face config.json."
     )
 
 
 def workbook_shape(name: str) -> ModelShape:
     """Return the shape of one of this workbook's GPTs."""
-    config = SIZES[name]
+    shape = shape_of_config(SIZES[name])
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+def shape_of_config(config: GPTConfig | MLPConfig) -> AnyShape:
+    """Return the shape of one of this workbook's models."""
+    if isinstance(config, MLPConfig):
+        return MLPShape(**vars(config))
     return ModelShape(
         config.num_layers,
         config.width,

@@ -13,12 +13,14 @@
     optimizer      bytes / bandwidth
     overhead       the share of a step that is in none of these, one number for all GPUs (machine.py)
 
+Where ranks share cores, all of them compute at the same time, each with its share of a core; only in a
+pipeline do they wait for each other (shared_cores.py). What hides communication is then slowed by its copies.
+
 The parts follow one another on a rank, so their seconds are added. Collectives take the time of comm/cost.py:
 alpha for each message and beta for each byte, around a ring.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 
 from comm import cost
 from comm.cost import Link
@@ -33,45 +35,16 @@ from hybrid_parallel.memory_model import (
     parameters_of,
     tokens_of,
 )
-from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.seconds import Pass, Seconds
+from hybrid_parallel.shapes import AnyShape
+from hybrid_parallel.shared_cores import makespan
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel import theory
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.simulate import Costs, simulate
+from pipeline_parallel.simulate import Costs
 
 ADAM_BYTES = 28  # read and written for each number: parameter, gradient, both moments
 SIMULATED = 128  # stages * microbatches of the longest schedule that is simulated
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Holds the seconds of a step by cause; their sum is the step."""
-
-    compute: float  # of the slowest stage, recomputation included
-    tensor: float  # collectives of the tensor and the context axis
-    bubble: float
-    messages: float
-    data: float  # what is not hidden
-    optimizer: float
-    overhead: float
-
-    @property
-    def total(self) -> float:
-        """Return the seconds of the step."""
-        return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Holds the seconds of a forward or a backward of one layer: computing, and waiting for collectives."""
-
-    compute: float
-    tensor: float
-
-    @property
-    def total(self) -> float:
-        """Return the sum of both."""
-        return self.compute + self.tensor
 
 
 def collective(op: str, size: float, ranks: int, link: Link) -> float:
@@ -86,7 +59,7 @@ class TimeModel:
     the data axis. What several plans have in common is computed once.
     """
 
-    def __init__(self, shape: ModelShape, machine: Machine, batch: int, context: int = 1) -> None:
+    def __init__(self, shape: AnyShape, machine: Machine, batch: int, context: int = 1) -> None:
         self.shape, self.machine, self.batch, self.context = shape, machine, batch, context
         self._layers: dict[Hashable, tuple[Pass, Pass, Pass]] = {}
         self._makespans: dict[Hashable, float] = {}
@@ -94,7 +67,7 @@ class TimeModel:
     def utilisation(self, sizes: ParallelSizes, seconds: float, causal: bool = False) -> float:
         """Return the share of the devices' peak rate that the model's own operations take (MFU).
 
-        `causal` is that of `ModelShape.flops_per_token`.
+        `causal` is that of `AnyShape.flops_per_token`.
         """
         operations = self.shape.flops_per_token(causal) * self.batch * self.shape.sequence_length
         peak = self.machine.device.peak_flops[sizes.precision]
@@ -102,22 +75,29 @@ class TimeModel:
 
     def predict(self, sizes: ParallelSizes) -> Seconds:
         """Return the predicted seconds of a step of a plan."""
-        m, passes, head = sizes.microbatches, self.layer(sizes), self._head(sizes)
+        m, passes, ends = sizes.microbatches, self.layer(sizes), self._ends(sizes)
 
         def busy(rank: int) -> float:
             layers = layers_of(self.shape, sizes, rank)
-            return layers * sum(each.total for each in passes) + 3 * head * has_head(sizes, rank)
+            own = ends[0] * (rank == 0) + ends[1] * has_head(sizes, rank)
+            return layers * sum(each.total for each in passes) + 3 * own
 
-        slowest = max(fullest_ranks(sizes), key=busy)
+        slowest, share = max(fullest_ranks(sizes), key=busy), self.machine.share
         layers = layers_of(self.shape, sizes, slowest)
         tensor = m * layers * sum(each.tensor for each in passes)
-        waiting, messages = self._pipeline(sizes, passes, head, m * busy(slowest))
-        forward, *backward = (layers * each.total for each in passes)
+        compute = (m * busy(slowest) - tensor) / share
+        if share < 1 and sizes.pipeline > 1:
+            work = self.shape.num_layers * sum(each.compute for each in passes) + 3 * sum(ends)
+            compute = m * work / (sizes.pipeline * share)
+        waiting, messages = self._pipeline(sizes, passes, ends, compute + tensor)
+        if waiting < 0:  # one stage computes while another one waits for a collective
+            tensor, waiting = max(0.0, tensor + waiting), 0.0
+        forward, *backward = (layers * (each.compute / share + each.tensor) for each in passes)
         parts = {
-            "compute": m * busy(slowest) - tensor,
+            "compute": compute,
             "tensor": tensor,
             "bubble": waiting,
-            "messages": messages,
+            "messages": messages + self._tied(sizes),
             "data": self._data_axis(sizes, forward, sum(backward)),
             "optimizer": self._optimizer(sizes),
         }
@@ -127,14 +107,16 @@ class TimeModel:
     def layer(self, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
         """Return a layer's forward, input gradient and weight gradient for one microbatch.
 
-        Each computes for as long as the others. Recomputation comes before the input gradient.
+        Each computes for about as long as the others. Recomputation comes before the input gradient.
         """
         per_rank = (sizes.data, sizes.microbatches, sizes.tensor)
         key = (*per_rank, sizes.sequence_parallel, sizes.precision, sizes.recompute)
         if key not in self._layers:
             compute, tensor = self._compute(sizes), self._collectives(sizes)
-            times = 2 if sizes.recompute else 1
-            backward = Pass(times * compute, times * tensor), Pass(compute, 0.0)
+            again = Pass(compute, tensor) if sizes.recompute else Pass(0.0, 0.0)
+            waits = self._exposed(sizes, compute) if self.machine.hides_reductions else tensor
+            added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to the gradients of earlier ones
+            backward = Pass(again.compute + compute, again.tensor + waits), Pass(compute + added, 0.0)
             self._layers[key] = Pass(compute, tensor), *backward
         return self._layers[key]
 
@@ -144,27 +126,23 @@ class TimeModel:
     def _compute(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a layer's forward without communication. Its backward takes twice that."""
         shape, device, t = self.shape, self.machine.device, sizes.tensor
-        c = ITEMSIZE[sizes.precision]
         matmuls = 2 * shape.active_weights / t / device.flops(sizes.precision)
         operations = 4 * shape.sequence_length * shape.query_width * (0.5 if shape.fused_attention else 1)
         attention = operations / t / device.attention_flops(sizes.precision)
-        return self._tokens(sizes) * (
-            matmuls + attention + self._elementwise_bytes(sizes, c) / device.bytes_per_second
-        )
+        replicated, divided = shape.moved_bytes(ITEMSIZE[sizes.precision])
+        moving = replicated / (t if sizes.sequence_parallel else 1) + divided / t
+        small = device.layer_seconds + self._reading(sizes)
+        return small + self._tokens(sizes) * (matmuls + attention + moving / device.bytes_per_second)
 
-    def _elementwise_bytes(self, sizes: ParallelSizes, c: int) -> float:
-        """Return the bytes that a layer's forward reads and writes for each token outside matrix products."""
-        shape, t = self.shape, sizes.tensor
-        mask = 1 if shape.dropout else 0
-        # Two norms read and write; two residual branches read two numbers and write one, and a mask.
-        replicated = (4 + 6) * shape.width * c + 2 * shape.width * mask
-        divided = shape.active_experts * (3 if shape.gated else 2) * shape.inner_width * c
-        if not shape.positions:  # rotary embeddings read and write queries and keys
-            divided += 2 * (shape.query_width + shape.kv_width) * c
-        if not shape.fused_attention:
-            # Scores: written by one product; read and written by softmax and by dropout; read by the other.
-            divided += shape.num_heads * shape.sequence_length * ((6 if mask else 4) * c + mask)
-        return replicated / (t if sizes.sequence_parallel else 1) + divided / t
+    def _reading(self, sizes: ParallelSizes) -> float:
+        """Return the seconds in which a core reads the weights of a layer before it multiplies with them.
+
+        A GPU reads them while it multiplies.
+        """
+        if self.machine.cores is None:
+            return 0.0
+        size = self.shape.active_weights / sizes.tensor * ITEMSIZE[sizes.precision]
+        return size / self.machine.device.bytes_per_second
 
     def _collectives(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a layer's collectives in the forward; its backward has as many."""
@@ -172,21 +150,39 @@ class TimeModel:
         stream, link = tokens * self.shape.width * c, self.machine.link(t, 1)
         if sizes.sequence_parallel:
             around = collective("all_gather", stream, t, link)
-            seconds = 2 * (around + collective("reduce_scatter", stream, t, link))
+            around += collective("reduce_scatter", stream, t, link)
         else:
-            seconds = 2 * collective("all_reduce", stream, t, link)
+            around = collective("all_reduce", stream, t, link)
         keys_and_values = tokens * self.context * 2 * self.shape.kv_width / t * c
         link = self.machine.link(self.context, t)
-        return seconds + collective("all_gather", keys_and_values, self.context, link)
+        return self.shape.reductions * around + collective("all_gather", keys_and_values, self.context, link)
 
-    def _head(self, sizes: ParallelSizes) -> float:
-        """Return the seconds of the head and the loss in the forward; the backward takes twice that."""
-        device, c = self.machine.device, ITEMSIZE[sizes.precision]
-        each = self.shape.vocab_size / sizes.tensor
-        operations = 2 * each * self.shape.width
-        return self._tokens(sizes) * (
-            operations / device.flops(sizes.precision) + each * (2 * c + 4) / device.bytes_per_second
+    def _exposed(self, sizes: ParallelSizes, compute: float) -> float:
+        """Return the seconds of a layer's collectives in the backward that tensor_parallel/overlapped.py does
+        not hide. `compute` seconds take the gradients of inputs, and as many those of weights.
+
+        Layers that are divided by their outputs hide what they send: the reduction of the input's gradient
+        behind the weight's gradient, and with sequence parallelism a second gather behind the input's.
+        """
+        shape, t, link = self.shape, sizes.tensor, self.machine.link(sizes.tensor, 1)
+        stream = self._tokens(sizes) * shape.width * ITEMSIZE[sizes.precision]
+        hiding = shape.column_weights / shape.active_weights * compute / self.machine.share
+        if not sizes.sequence_parallel:
+            return max(0.0, shape.reductions * collective("all_reduce", stream, t, link) - hiding)
+        gather, scatter = (
+            shape.reductions * collective(op, stream, t, link) for op in ("all_gather", "reduce_scatter")
         )
+        return gather + max(0.0, gather - hiding) + max(0.0, scatter - hiding)
+
+    def _ends(self, sizes: ParallelSizes) -> tuple[float, float]:
+        """Return the seconds before the layers and after them in the forward; the backward takes twice that.
+
+        After the layers come the head and the loss.
+        """
+        device, c = self.machine.device, ITEMSIZE[sizes.precision]
+        first, last = (2 * weights / device.flops(sizes.precision) for weights in self.shape.end_weights)
+        last += self.shape.last_numbers[1] * (2 * c + 4) / device.bytes_per_second
+        return self._tokens(sizes) / sizes.tensor * first, self._tokens(sizes) / sizes.tensor * last
 
     def _message(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a message to the next stage: a shard across nodes, then a gather in one."""
@@ -198,7 +194,7 @@ class TimeModel:
         return link.alpha + size / t * link.beta + gather
 
     def _pipeline(
-        self, sizes: ParallelSizes, passes: tuple[Pass, Pass, Pass], head: float, busy: float
+        self, sizes: ParallelSizes, passes: tuple[Pass, Pass, Pass], ends: tuple[float, float], busy: float
     ) -> tuple[float, float]:
         """Return the seconds in which the slowest rank, which computes for `busy` seconds, is idle, and those
         in which it waits for messages.
@@ -210,21 +206,45 @@ class TimeModel:
             return 0.0, 0.0
         stages, m, message = sizes.num_stages, sizes.microbatches, self._message(sizes)
         if stages * m <= SIMULATED:
-            layers = layers_by_stage(self.shape.num_layers, stages)
-            heads = [0.0] * (stages - 1) + [head]
-            costs = [tuple(n * e.total + h for n, h in zip(layers, heads, strict=True)) for e in passes]
-            key = (sizes.schedule, sizes.pipeline, m, sizes.chunks)
-            if (key, *costs, message) not in self._makespans:
-                timeline = simulate(table_of(*key), Costs(*costs), Link(0.0, message), message_bytes=1)
-                self._makespans[key, *costs, message] = timeline.makespan
-            return self._makespans[key, *costs, message] - busy, 0.0
+            return self._simulated(sizes, passes, ends, message) - busy, 0.0
         mean = self.shape.num_layers / sizes.pipeline
-        seconds = [mean * each.total + head / sizes.pipeline for each in passes]
+        seconds = [mean * each.total + sum(ends) / sizes.pipeline for each in passes]
         idle = theory.idle(sizes.schedule, sizes.pipeline, m, sizes.chunks, *seconds)
         if idle is None:  # zb_v has a formula for any m if all three are equal
             idle = theory.idle(sizes.schedule, sizes.pipeline, m, sizes.chunks, *[sum(seconds) / 3] * 3)
         assert idle is not None
         return idle, 2 * m * stages / sizes.pipeline * message
+
+    def _simulated(
+        self, sizes: ParallelSizes, passes: tuple[Pass, Pass, Pass], ends: tuple[float, float], message: float
+    ) -> float:
+        """Return the seconds in which all microbatches go through the pipeline."""
+        stages = sizes.num_stages
+        layers = layers_by_stage(self.shape.num_layers, stages)
+        none = [0.0] * stages
+        at_ends = [ends[0], *none[2:], ends[1]]
+
+        def costs(of_layer: Callable[[Pass], float], at_ends: list[float]) -> Costs:
+            by_pass = (
+                [n * of_layer(e) + end for n, end in zip(layers, at_ends, strict=True)] for e in passes
+            )
+            return Costs(*map(tuple, by_pass))
+
+        work, waiting = costs(lambda e: e.compute, at_ends), costs(lambda e: e.tensor, none)
+        plan = (sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks)
+        key = (plan, work, waiting, message, self.machine.share)
+        if key not in self._makespans:
+            cores = self.machine.share * sizes.pipeline
+            self._makespans[key] = makespan(table_of(*plan), work, waiting, cores, Link(0.0, message), 1)
+        return self._makespans[key]
+
+    def _tied(self, sizes: ParallelSizes) -> float:
+        """Return the seconds in which the first and the last stage exchange the gradient of a tied weight."""
+        rank = 0 if sizes.schedule == "zb_v" else sizes.pipeline - 1
+        if not self.shape.tied or rank == 0:
+            return 0.0
+        link = self.machine.link(2, (sizes.pipeline - 1) * sizes.data * self.context * sizes.tensor)
+        return link.alpha + self.shape.head_parameters / sizes.tensor * STATE[sizes.precision][1] * link.beta
 
     def _data_axis(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
         """Return the seconds of the data axis that no computing hides."""
@@ -240,7 +260,10 @@ class TimeModel:
             return layers * collective(op, numbers / layers * size, ranks, link)
 
         def left(comm: float, hiding: float) -> float:
-            return comm if sizes.pipeline > 1 else max(comm - hiding, comm / layers)
+            if sizes.pipeline > 1:
+                return comm
+            copies = comm / link.beta * self.machine.copying / self.machine.share if link.beta else 0.0
+            return max(comm - hiding, comm / layers) + copies
 
         if sizes.zero == 0:
             return left(seconds("all_reduce", of_gradient), backward)
@@ -254,4 +277,4 @@ class TimeModel:
     def _optimizer(self, sizes: ParallelSizes) -> float:
         numbers = max(parameters_of(self.shape, sizes, rank) for rank in fullest_ranks(sizes))
         shared = sizes.data * self.context if sizes.zero else 1
-        return numbers / shared * ADAM_BYTES / self.machine.device.bytes_per_second
+        return numbers / shared * ADAM_BYTES / self.machine.device.bytes_per_second / self.machine.share

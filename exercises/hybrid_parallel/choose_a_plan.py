@@ -9,24 +9,18 @@ You may use:
         Return a number that grows with that of kernels: plans that do not fit are in order of memory
         alone.
     _refuse(devices: int, batch: int, given: Mapping[str, Any]) -> None
+    AnyShape = ModelShape | MLPShape
     candidates(shape, machine, devices, batch, given) -> Iterator[ParallelSizes]
         Yield every division of `devices` that makes sense and agrees with `given`, in every way to
         run it.
-    Machine(device: Device, devices_per_node: int, inner: Link, outer: Link)
+    Machine(device: Device, devices_per_node: int, inner: Link, outer: Link, cores: int | None = None,
+            copying: float = 0.0, hides_reductions: bool = False)
         Holds a device, the number of them in a node, and the links of each device within and between
         nodes.
     machine.device.memory_bytes: float
     machine.device: Device
     memory.total: float
         Return the sum of all parts.
-    model_shape.kv_heads: int
-        Return the number of key and value heads: by default one for each query head.
-    ModelShape(num_layers: int, width: int, num_heads: int, vocab_size: int, sequence_length: int,
-            num_kv_heads: int | None = None, head_width: int | None = None, feed_forward_width: int | None
-            = None, gated: bool = False, tied: bool = True, learns_bias: bool = True, positions: int = 0,
-            dropout: bool = False, experts: int = 1, active_experts: int = 1, fused_attention: bool =
-            True)
-        Holds the sizes of a decoder-only transformer.
     Plan(sizes: ParallelSizes, memory: Memory, seconds: Seconds | None, reason: str = '')
         Holds a division of the ranks, its predicted memory and seconds, and why it is not the best.
     plan.memory_bytes: float
@@ -34,7 +28,7 @@ You may use:
     plan.step_seconds: float
         Return the seconds of a step; infinity for a plan that does not fit.
     Precision = Literal['float32', 'bf16']
-    predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory
+    predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory
         Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
     reason_of(plan: Plan, best: Plan, usable: float) -> str
         Return why a plan lost: what it needs too much memory for, or by what it is slower than the
@@ -46,7 +40,7 @@ You may use:
         Return the size in a suitable unit, a power of 1000: "774.9 kB" or "3.3 MB".
     time_model.predict(sizes: ParallelSizes) -> Seconds
         Return the predicted seconds of a step of a plan.
-    TimeModel(shape: ModelShape, machine: Machine, batch: int, context: int = 1)
+    TimeModel(shape: AnyShape, machine: Machine, batch: int, context: int = 1)
         Predicts the steps of one model on one machine; `batch` is the examples of a step, over all
         ranks.
     USABLE = 0.95
@@ -64,7 +58,7 @@ from hybrid_parallel.machine import Machine
 from hybrid_parallel.memory_model import predict_memory
 from hybrid_parallel.plan import Plan, reason_of
 from hybrid_parallel.planner import USABLE, _num_kernels, _refuse, candidates
-from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.shapes import AnyShape
 from hybrid_parallel.sizes import Precision
 from hybrid_parallel.time_model import TimeModel
 from lab.errors import WorkbookError
@@ -72,7 +66,7 @@ from lab.units import show_bytes
 
 
 def plans(
-    shape: ModelShape,
+    shape: AnyShape,
     machine: Machine,
     devices: int,
     batch: int,

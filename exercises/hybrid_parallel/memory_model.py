@@ -5,6 +5,7 @@ contains the solution. All that you need is in this file, in the notebook and in
 
 You may use:
 
+    AnyShape = ModelShape | MLPShape
     formula(stage: int, full: Held, ranks: int) -> Held
         Return what one of `ranks` ranks holds by the paper's formula, if one process holds `full`.
     has_head(sizes: ParallelSizes, rank: int) -> bool
@@ -12,34 +13,27 @@ You may use:
     Held(parameters: float, gradients: float, optimizer_state: float)
         The sizes in bytes of the parameters, the gradients and the optimizer's state.
     ITEMSIZE = {'float32': 4, 'bf16': 2}
-    layer_activations(shape: ModelShape, sizes: ParallelSizes) -> float
+    layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float
         Return the bytes that a forward of one layer keeps for the backward, for each token of a
         microbatch.
-    layers_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> int
+    layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int
         Return the number of layers of a pipeline rank, in all its stages together.
     Memory(parameters: float, gradients: float, optimizer_state: float, activations: float, temporary:
-            float)
+            float, in_flight: float = 0.0)
         Holds the bytes of one rank by what they are for.
-    model_shape.layer_parameters: int
-        Return the number of parameters of one layer, with all experts, norms and biases.
-    ModelShape(num_layers: int, width: int, num_heads: int, vocab_size: int, sequence_length: int,
-            num_kv_heads: int | None = None, head_width: int | None = None, feed_forward_width: int | None
-            = None, gated: bool = False, tied: bool = True, learns_bias: bool = True, positions: int = 0,
-            dropout: bool = False, experts: int = 1, active_experts: int = 1, fused_attention: bool =
-            True)
-        Holds the sizes of a decoder-only transformer.
     parallel_sizes.num_stages: int
         Return the number of stages into which the model is cut, over all ranks of a pipeline.
     ParallelSizes(pipeline: int = 1, data: int = 1, tensor: int = 1, zero: Zero = 0, sequence_parallel:
             bool = False, schedule: Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute:
             bool = False, precision: Precision = 'float32', pattern: str | None = None)
         Holds the number of ranks along each axis, and what the ranks of an axis do.
-    parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float
+    parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float
         Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor
         axis.
+    shape.last_numbers: tuple[int, int]
+        Return the numbers that the last stage holds for each token: of its norm, and the logits.
     shape.layer_parameters: int
         Return the number of parameters of one layer, with all experts, norms and biases.
-    shape.vocab_size: int
     shape.width: int
     sizes.chunks: int
     sizes.data: int
@@ -56,7 +50,7 @@ You may use:
     STATE = {'float32': (4, 4, 8), 'bf16': (2, 2, 12)}
     theory.held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int
         Return the most microbatches that the rank holds at a time.
-    tokens_of(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float
+    tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float
         Return the number of tokens of a microbatch on one rank.
 
 Check it with `python -m exercises check memory_model`.
@@ -73,12 +67,12 @@ from hybrid_parallel.memory_model import (
     parameters_of,
     tokens_of,
 )
-from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.shapes import AnyShape
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel import theory
 
 
-def memory_of_rank(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
     """Return what the ranks at one place of the pipeline, `rank`, hold at their peak.
 
     `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that

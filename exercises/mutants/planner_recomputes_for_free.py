@@ -1,7 +1,8 @@
 """The planner always recomputes: the second forward saves memory, and its time is not counted."""
 
+from hybrid_parallel.seconds import Pass
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import Pass, TimeModel
+from hybrid_parallel.time_model import TimeModel
 
 TARGET = "hybrid_parallel.time_model.TimeModel.layer"
 KILLER = "tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers"

@@ -1,0 +1,89 @@
+"""Measure how fast this machine computes and copies, for the planner.
+
+      flops             a matrix product of a small GPT's layer
+      attention_flops   the fused kernel, which skips the half that the causal mask removes
+      bandwidth         GELU: reads and writes each number
+      layer_seconds     a GPT's layer with a single token: what remains are Python and the calls of kernels
+      copying           an all-reduce: copies and sums of all threads, for each byte that is sent
+
+The clock is that of the thread or the process: it stands still while others have the core. So the rates are
+those of a core, however many ranks share it and whatever else the machine does.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from comm import cost
+from comm.collectives import all_reduce, barrier
+from comm.transport import slow_link
+from comm.transport.wire import Group
+from lab.model import SIZES, Block
+
+ROWS, HEADS, TIME, HEAD_WIDTH = 512, 8, 256, 64
+COPIED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Holds the operations and bytes per second of a core, and the seconds of an empty layer's forward."""
+
+    flops: float
+    attention_flops: float
+    bandwidth: float
+    layer_seconds: float
+
+
+@cache
+def measure_rates() -> Rates:
+    """Return the rates of this machine, measured with one thread in a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        width = HEADS * HEAD_WIDTH
+        x, weight, wide = torch.randn(ROWS, width), torch.randn(width, width), torch.randn(ROWS, 4 * width)
+        heads = torch.randn(2, HEADS, TIME, HEAD_WIDTH)
+        scores = 2 * 2 * HEADS * TIME * TIME * HEAD_WIDTH  # two products, of which the mask leaves a half
+        block, token = Block(SIZES["tiny"]), torch.randn(1, 1, SIZES["tiny"].width)
+        return Rates(
+            flops=2 * ROWS * width * width / fastest(lambda: F.linear(x, weight)),
+            attention_flops=2 * scores / 2 / fastest(lambda: attend(heads)),
+            bandwidth=2 * wide.nbytes / fastest(lambda: F.gelu(wide)),
+            layer_seconds=fastest(lambda: block(token)),
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def attend(heads: torch.Tensor) -> torch.Tensor:
+    """Return causal self-attention of the heads, each with itself."""
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def measure_copying(pattern: str, group: Group = None, repeats: int = 5) -> float:
+    """Return the seconds of a core for each byte that a rank sends in an all-reduce. All ranks call it."""
+    ranks, tensor = torch.distributed.get_world_size(group), torch.zeros(COPIED_BYTES // 4)
+    if ranks == 1:
+        return 0.0
+    sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))
+    with slow_link.slowed(None):
+        barrier(group)
+        once = partial(all_reduce, tensor, group=group, pattern=pattern)
+        return fastest(once, time.process_time, repeats) / sent
+
+
+def fastest(
+    call: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 30
+) -> float:
+    """Return the least seconds that the call takes on the clock."""
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        start = clock()
+        call()
+        best = min(best, clock() - start)
+    return best
