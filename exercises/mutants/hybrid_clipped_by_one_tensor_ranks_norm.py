@@ -6,7 +6,7 @@ from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.hybrid import HybridParallel
 
 TARGET = "hybrid_parallel.hybrid.HybridParallel.clip_grad_norm_"
-KILLER = "tests.hybrid_parallel.test_equivalence.test_replicas_of_divided_layers"
+KILLER = "tests.hybrid_parallel.test_equivalence.test_divided_layers_in_shards_of_zero_3_equal_one_process"
 CAUSE = "it is that of one rank's part"
 
 

@@ -6,7 +6,7 @@ from hybrid_parallel.hybrid import HybridParallel
 from tensor_parallel.expected_traffic import parts_of
 
 TARGET = "hybrid_parallel.traffic._stages"
-KILLER = "tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers"
+KILLER = "tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers_equal_one_process"
 CAUSE = "and nothing of another rank"
 
 
