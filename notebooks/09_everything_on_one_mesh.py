@@ -443,7 +443,7 @@ for axis in AXES:
 
 # %% [markdown]
 # The order is right, and a choice needs no more. The seconds are too low, because in such a small model each operation takes
-# longer than its floating-point operations do. The lesson's [README](../hybrid_parallel/README.md#plans) compares the planner
+# longer than its floating-point operations do. The lesson's [README](../hybrid_parallel/README.md#5-plans) compares the planner
 # with published runs.
 #
 # ## On a real cluster

@@ -25,6 +25,7 @@ Other rows of llm-foundry are predicted worse. For H100, six of eight that were 
 tokens are predicted 39 % too high.
 """
 
+import statistics
 from dataclasses import dataclass, replace
 
 from hybrid_parallel.machine import MACHINES, Machine
@@ -151,3 +152,19 @@ SHARDED = [
     _sharded("3b", 8, 10, 2, False, 62.11),
     _sharded("1b", 8, 14, 4, False, 59.86),
 ]
+
+
+def main() -> None:
+    """Print a table of the predictions: python -m tests.hybrid_parallel.published_runs"""
+    print("| published runs | number | model FLOP/s utilisation | mean error | largest error |")
+    print("|---|---|---|---|---|")
+    groups = {"Megatron-LM 2021": MEGATRON, "Llama 3 405B": LLAMA, "Megatron-LM 2022": LATER}
+    for name, runs in (groups | {"FSDP on A100": SHARDED}).items():
+        shares, errors = [run.utilisation for run in runs], [run.error() for run in runs]
+        mean, largest = statistics.mean(map(abs, errors)), max(errors, key=abs)
+        extent = f"{min(shares):.0%} to {max(shares):.0%}"
+        print(f"| {name} | {len(runs)} | {extent} | {mean:.1%} | {largest:+.1%} |")
+
+
+if __name__ == "__main__":
+    main()
