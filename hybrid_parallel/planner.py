@@ -192,13 +192,24 @@ def main(args: Args) -> None:
     fit = sum(plan.seconds is not None for plan in found)
     width = None if sys.stdout.isatty() else 160
     Console(width=width).print(
-        f"{args.model}: {shape.num_parameters / 1e9:.4g} billion parameters, {batch} examples of "
-        f"{shape.sequence_length} tokens in a step, {args.devices} devices ({args.device}).",
+        f"{args.model}: {_number(shape.num_parameters)} parameters, {batch} examples of "
+        f"{shape.sequence_length} tokens in a step, {args.devices} {_devices(args.device, machine)}.",
         f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
         table_of(rows, TimeModel(shape, machine, batch)),
         f"Choice: {best.sizes}; {describe(best.sizes)}.",
         sep="\n",
     )
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
+
+
+def _devices(device: str, machine: Machine) -> str:
+    """Return what the ranks run on."""
+    if machine.cores is None:
+        return f"devices ({device})"
+    return f"ranks that share {machine.cores} core{'s' * (machine.cores > 1)} of this machine"
 
 
 if __name__ == "__main__":

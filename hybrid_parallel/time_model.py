@@ -70,7 +70,7 @@ class TimeModel:
         `causal` is that of `AnyShape.flops_per_token`.
         """
         operations = self.shape.flops_per_token(causal) * self.batch * self.shape.sequence_length
-        peak = self.machine.device.peak_flops[sizes.precision]
+        peak = self.machine.device.peak_flops[sizes.precision] * self.machine.share
         return operations / (seconds * peak * sizes.world_size * self.context)
 
     def predict(self, sizes: ParallelSizes) -> Seconds:
