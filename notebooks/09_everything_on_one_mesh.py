@@ -116,10 +116,10 @@ sent = pull("sent")[0]
 more.compare(sent["tensor"] / sent["data"])
 
 # %% [markdown]
-# The tensor axis sends the most, even in this small model. On it travel *activations*: in each layer four all-reduces of
-# tokens · width numbers, two in the forward and two in the backward. On the data axis travel *gradients*, as many numbers as
-# the rank has parameters, once. On the pipeline axis travels one activation for each boundary between stages, forward, and
-# its gradient back, and the gradient of the embedding that the first and the last stage share.
+# The tensor axis sends the most, even in this small model. It sends *activations*: in each layer four all-reduces of
+# tokens · width numbers, two in the forward and two in the backward. The data axis sends *gradients*: as many numbers as the
+# rank has parameters, once in a step. The pipeline axis sends one activation over each boundary between stages, and its
+# gradient back, and the gradient of the embedding that the first and the last stage share.
 # [hybrid_parallel/traffic.py](../hybrid_parallel/traffic.py) has these formulas, and each training reports them beside what
 # it has counted. Count again for other numbers of examples:
 
@@ -152,7 +152,7 @@ show(
 #
 # ## Which axis may use the slow link?
 #
-# Bytes are not all. The ranks of a tensor group wait for each all-reduce, because the next layer needs its result. The mean
+# The number of bytes is not everything. The ranks of a tensor group wait for each all-reduce, because the next layer needs its result. The mean
 # over replicas can hide behind the backward (notebook 05). A pipeline's activation travels while its rank computes the next
 # microbatch (notebook 08).
 #
@@ -442,9 +442,9 @@ for axis in AXES:
     print(f"{axis:<10} predicted {predicted * 1e3:6.1f} ms      measured {steps[axis][1] * 1e3:6.1f} ms")
 
 # %% [markdown]
-# The order is right, and a choice needs no more. The seconds are too low, because in such a small model each operation takes
-# longer than its floating-point operations do. The lesson's [README](../hybrid_parallel/README.md#5-plans) compares the planner
-# with published runs.
+# The order is right, and a choice needs no more. The seconds are less exact: the prediction counts floating-point operations
+# and bytes, and in such a small model it also takes time to start an operation. The lesson's
+# [README](../hybrid_parallel/README.md#5-plans) compares the planner with published runs.
 #
 # ## On a real cluster
 #
