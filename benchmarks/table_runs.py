@@ -22,6 +22,7 @@ import tyro
 
 from hybrid_parallel.auto import read_arguments
 from lab import timeline
+from lab.allocator import return_freed_memory
 from lab.cluster import Cluster
 from lab.forked import preload
 from lab.memory import resident_bytes
@@ -31,7 +32,7 @@ from lab.ranks import run_ranks
 from lab.replace import replaced
 from training.run import WARMUP_STEPS
 
-SIZE, BATCH_SIZE, STEPS, RUNS = "8layers", 16, 5, 5
+SIZE, BATCH_SIZE, STEPS, RUNS = "8layers", 16, 4, 5
 LINKS = ("loopback", "1gbit")
 WORKERS = (1, 2, 4)
 _TIMEOUT = 300.0  # seconds of a job
@@ -138,8 +139,10 @@ def measure(
 
 def run_job(job: Job, steps: int) -> dict[str, Any]:
     """Return the figures of one run: of all ranks together, or of the rank with the largest figure."""
-    script, words = module_of(job.technique), job.options(steps)
-    ranks = run_ranks(_run_rank, job.workers, script, words, timeout=_TIMEOUT)
+    module, given = module_of(job.technique), job.options(steps)
+    if "--config" not in given:  # else the ranks measure before they can read it
+        given = tyro.cli(get_type_hints(importlib.import_module(module).main)["args"], args=given)
+    ranks = run_ranks(_run_rank, job.workers, module, given, timeout=_TIMEOUT)
     seconds = (max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)) / 1e9
     figures = {
         "tokens_per_second": tokens_per_step() * ranks[0]["steps"] / seconds,
@@ -160,12 +163,12 @@ def module_of(technique: Technique) -> str:
     return technique.script.removesuffix(".py").replace("/", ".")
 
 
-def _run_rank(cluster: Cluster, module: str, words: list[str]) -> dict[str, Any]:
-    """Run a script's `main` on this rank, and return its figures. Times are on rank 0's clock."""
-    main = importlib.import_module(module).main
-    arguments = get_type_hints(main)["args"]
+def _run_rank(cluster: Cluster, module: str, given: Any) -> dict[str, Any]:
+    """Run a script's `main` on this rank, and return its figures. Times are on rank 0's clock.
+
+    `given` has the arguments of `main`, or for a run with a configuration the words of its command line.
+    """
     _touch_code()
-    before = resident_bytes()
     offset = timeline.align(cluster, rounds=2)
     caught: list[tuple[dict[str, Any], list[tuple[int, int]]]] = []
     finish = Meter.finish
@@ -175,10 +178,11 @@ def _run_rank(cluster: Cluster, module: str, words: list[str]) -> dict[str, Any]
         return caught[-1][0]
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        has_config = "--config" in words
-        args = read_arguments(words, cluster) if has_config else tyro.cli(arguments, args=words)
+        args = read_arguments(given, cluster) if isinstance(given, list) else given
+        return_freed_memory()  # the planner has measured this machine
+        before = resident_bytes()
         with replaced("lab.meter.Meter.finish", noting):
-            main(cluster, args)
+            importlib.import_module(module).main(cluster, args)
     [(report, windows)] = caught
     timed = windows[min(WARMUP_STEPS, len(windows) // 2) :]
     return {

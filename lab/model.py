@@ -58,7 +58,7 @@ SIZES = {
     "small": GPTConfig(block_size=64, num_layers=4, num_heads=4, width=128),
     # Heads, tokens and features divide evenly among 2, 3, 4, 6 and 8 ranks.
     "24heads": GPTConfig(block_size=48, num_layers=4, num_heads=24, width=192),
-    "8layers": GPTConfig(block_size=48, num_layers=8, num_heads=8, width=192),  # enough for 8 stages
+    "8layers": GPTConfig(block_size=48, num_layers=8, num_heads=8, width=160),  # enough for 8 stages
     "13m": GPTConfig(block_size=256, num_layers=4, num_heads=8, width=512),
 }
 
