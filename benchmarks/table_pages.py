@@ -6,6 +6,7 @@ Everything on the pages comes from the stored results, so they can be written ag
 import re
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,22 @@ from lab.errors import WorkbookError
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP, FULL = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
-PICTURES = {
-    "tokens_per_second.svg": "Tokens per second",
-    "memory.svg": "Memory of a rank and bytes that it sends",
-}
-_MARKED = re.compile(r"(<!-- table: begin -->\n).*?(<!-- table: end -->)", re.DOTALL)
+PICTURES = ("tokens_per_second.svg", "memory.svg")
+_MARKED = re.compile(r"(?<=<!-- table: begin -->\n).*?(?=<!-- table: end -->)", re.DOTALL)
 _NOT_YET = "Nothing is measured yet: `.venv/bin/python benchmarks/table.py` writes this section.\n"
 LINK_NAMES = {"loopback": "loopback", "1gbit": "1 Gbit/s"}
 Row = dict[str, Any]
 
 
-def marked(text: str) -> str:
-    """Return what is between the marks. Raise WorkbookError unless there is one pair of them."""
-    found = _MARKED.findall(text)
+def marked(text: str) -> tuple[str, str, str]:
+    """Return the page before, between and after the marks. Raise WorkbookError unless there is one pair."""
+    found = list(_MARKED.finditer(text))
     if len(found) != 1:
         raise WorkbookError(
             "The page must have the marks <!-- table: begin --> and <!-- table: end --> once."
         )
-    match = _MARKED.search(text)
-    assert match is not None
-    return match[0].removeprefix(match[1]).removesuffix(match[2])
+    start, end = found[0].span()
+    return text[:start], text[start:end], text[end:]
 
 
 def pages(results: dict[str, Any] | None) -> dict[Path, str]:
@@ -47,13 +44,13 @@ def pages(results: dict[str, Any] | None) -> dict[Path, str]:
 def write_pages(results: dict[str, Any] | None) -> None:
     """Write the pages' texts between their marks."""
     for path, section in pages(results).items():
-        text = path.read_text()
-        path.write_text(text.replace(f"-->\n{marked(text)}<!--", f"-->\n{section}<!--"))
+        before, _, after = marked(path.read_text())
+        path.write_text(before + section + after)
 
 
 def stale_pages(results: dict[str, Any] | None) -> list[Path]:
     """Return the pages that say something else than the results."""
-    return [path for path, section in pages(results).items() if marked(path.read_text()) != section]
+    return [path for path, section in pages(results).items() if marked(path.read_text())[1] != section]
 
 
 def short_page(results: dict[str, Any]) -> str:
@@ -73,7 +70,7 @@ def short_page(results: dict[str, Any]) -> str:
         "A cell has the tokens per second and, in parentheses, the speed-up over one process. That process, "
         f"`vanilla`, trains {_tokens(vanilla)} tokens per second and takes {_mean_bytes(vanilla)}."
     )
-    picture = f"![{_alternative(results)}](benchmarks/results/tokens_per_second.svg)"
+    picture = f"![{_alternative(results, PICTURES[0])}](benchmarks/results/{PICTURES[0]})"
     parts = [
         _setting(results),
         _paragraph(meaning),
@@ -106,7 +103,7 @@ def full_page(results: dict[str, Any]) -> str:
     parts.append("\n".join(f"- ({letters[limit]}) {limit}" for limit in letters) or "It shows everything.")
     parts += _plans(rows)
     parts.append("### Pictures")
-    parts += [f"![{_alternative(results, title)}](results/{name})" for name, title in PICTURES.items()]
+    parts += [f"![{_alternative(results, name)}](results/{name})" for name in PICTURES]
     parts.append("### The command of each row")
     parts.append(
         "These are the runs with most workers and the slow link. Without `--link` they run on loopback."
@@ -189,15 +186,12 @@ def _paragraph(text: str) -> str:
 
 
 def _plans(rows: Sequence[Row]) -> list[str]:
-    """Return a list of what the planner has chosen in each row."""
-    lines = [
-        f"- {_place(row['world_size'], row['link'])}: "
-        + ", ".join(
-            f"{plan} ({row['plans'].count(plan)} of {len(row['plans'])} runs)" for plan in set(row["plans"])
-        )
-        for row in rows
-        if row["plans"]
-    ]
+    """Return a list of what the planner has chosen in each row, the most frequent plan first."""
+    lines = []
+    for row in [row for row in rows if row["plans"]]:
+        runs = len(row["plans"])
+        plans = [f"{plan} ({count} of {runs} runs)" for plan, count in Counter(row["plans"]).most_common()]
+        lines.append(f"- {_place(row['world_size'], row['link'])}: {', '.join(plans)}")
     return ["### What the planner has chosen", "\n".join(lines)] if lines else []
 
 
@@ -247,9 +241,11 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
-def _alternative(results: dict[str, Any], title: str = "Tokens per second") -> str:
+def _alternative(results: dict[str, Any], picture: str) -> str:
     """Return the text that stands for a picture."""
+    if picture == "memory.svg":
+        return "Memory of a rank, and bytes that a rank sends in a step, for each technique"
     best = max(results["rows"], key=lambda row: row["ratio"])
     place = _place(best["world_size"], best["link"])
     fastest = f"{best['what']} ({place}), {best['ratio']:.2f} times as fast as vanilla"
-    return f"{title} of each technique; the fastest is {fastest}"
+    return f"Tokens per second for each technique; the fastest is {fastest}"

@@ -24,11 +24,12 @@ from hybrid_parallel.auto import read_arguments
 from lab import timeline
 from lab.allocator import return_freed_memory
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.forked import preload
 from lab.memory import resident_bytes
 from lab.meter import Meter
 from lab.model import GPT, GPTConfig, loss_of
-from lab.ranks import run_ranks
+from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from training.run import WARMUP_STEPS
 
@@ -142,7 +143,10 @@ def run_job(job: Job, steps: int) -> dict[str, Any]:
     module, given = module_of(job.technique), job.options(steps)
     if "--config" not in given:  # else the ranks measure before they can read it
         given = tyro.cli(get_type_hints(importlib.import_module(module).main)["args"], args=given)
-    ranks = run_ranks(_run_rank, job.workers, module, given, timeout=_TIMEOUT)
+    try:
+        ranks = run_ranks(_run_rank, job.workers, module, given, timeout=_TIMEOUT)
+    except RankError as error:
+        raise WorkbookError(f"This run has failed: {job.command(steps)}\n{error}") from error
     seconds = (max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)) / 1e9
     figures = {
         "tokens_per_second": tokens_per_step() * ranks[0]["steps"] / seconds,

@@ -20,7 +20,7 @@ def made_up(cores: int = 2, load: float = 0.1, runs: int = 5) -> dict[str, Any]:
                 "memory_bytes": 50_000_000 + 1_000_000 * number,
                 "peak_memory_bytes": 450_000_000,
                 "bytes_per_step": 1000 * number,
-                "plan": AXES,
+                "plan": AXES | {"axis_zero": min(run, 3)},
             }
             for run in range(runs)
         ]
