@@ -76,10 +76,6 @@ def load(path: str, overrides: Sequence[str] = (), choose: Choose | None = None)
     given = {f.name: options[f.name] for f in dataclasses.fields(ParallelSizes) if f.name in options}
     try:
         _validate_options(args)
-        if auto and args.model == "mlp":
-            raise WorkbookError(
-                "sharding_strategy is auto, but the planner knows GPTs only; give the sizes, and take manual."
-            )
         if auto and _has_plan(args, number, given) and choose is not None:
             args = dataclasses.replace(args, **dataclasses.asdict(choose(args, number, given)))
         if not auto or choose is not None:

@@ -82,12 +82,15 @@ def test_sizes_that_make_no_sense_are_one_sentence_on_all_ranks(capfd):
 def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given():
     def chosen(cluster: Cluster) -> list[ParallelSizes]:
         args = HybridArgs(batch_size=16, size="tiny", layers=4)
-        return [Planner(cluster)(args, 2, given) for given in ({}, {"pipeline": 2})]
+        mlp = dataclasses.replace(args, model="mlp")
+        return [
+            Planner(cluster)(one, 2, given) for one, given in ((args, {}), (args, {"pipeline": 2}), (mlp, {}))
+        ]
 
     of_rank_0, of_rank_1 = run_ranks(chosen, 2)
     assert of_rank_0 == of_rank_1
-    free, given = of_rank_0
-    assert free.world_size == given.world_size == given.pipeline == 2
+    free, given, of_mlp = of_rank_0
+    assert free.world_size == of_mlp.world_size == given.world_size == given.pipeline == 2
 
 
 def test_an_option_without_effect_is_refused():
