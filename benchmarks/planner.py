@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py               tables for the GPT and the MLP; --json for one JSON line
     python benchmarks/planner.py --quick       the GPT alone, with few plans and steps
-    python benchmarks/planner.py --all         every feasible plan, which takes an hour
+    python benchmarks/planner.py --all         every feasible plan, which takes more than an hour
 
 The machine is measured as `sharding_strategy: auto` does it: rates of a core, and alpha and beta of the
 link. Then 4 ranks train as each plan says, with AdamW and the simulated link, and a row stands for each plan.
@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[Config, int]] = {
     "gpt": (GPTConfig.named("13m"), 8),  # 12.9 million parameters; 8 windows of 256 tokens in a step
     "mlp": (MLPConfig(num_layers=8, width=1024), 2048),  # 6.4 million parameters; 2048 images in a step
 }
-FASTEST, QUICK = 16, 5  # plans: the fastest on paper beside the best of each division; with --quick of both
+FASTEST, QUICK = 12, 4  # plans: the fastest on paper beside the best of each division; with --quick of both
 Row = dict[str, Any]
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from hybrid_parallel.machine import MACHINES, Machine
+from hybrid_parallel.mlp_shape import MLPShape
 from hybrid_parallel.plan import best_by_division
 from hybrid_parallel.planner import Args, choose, main, plans
 from hybrid_parallel.shapes import SHAPES, workbook_shape
@@ -61,6 +62,19 @@ def test_every_plan_makes_sense_and_is_there_once():
         "sequence_parallel": {False, True},
     }.items():
         assert {getattr(plan.sizes, field) for plan in found} == values
+
+
+def test_an_mlp_is_planned_without_what_it_has_not():
+    shape = MLPShape(num_layers=8, width=1024)
+    found = plans(shape, H100, 4, 64)
+    for plan in found:
+        refuse_sizes(plan.sizes, shape, 64, 4)
+    assert {plan.sizes.tensor for plan in found} == {1, 2, 4} and {p.sizes.pipeline for p in found} == {
+        1,
+        2,
+        4,
+    }
+    assert not any(plan.sizes.sequence_parallel for plan in found)
 
 
 def test_given_sizes_stay_as_they_are():
