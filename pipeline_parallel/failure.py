@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.chosen_pattern import chosen_pattern
 from comm.collectives import all_reduce
 from comm.transport.wire import Group, group_of
 from lab.errors import WorkbookError, reason
@@ -108,7 +109,7 @@ class SharedFailure:
         if any(map(is_failure_mark, self._last_bytes.values())):
             self.has_failed = True
         failed = torch.tensor([self.has_failed], dtype=FLAG, device=self._device)
-        all_reduce(failed, "max", self._group)
+        all_reduce(failed, "max", self._group, pattern=chosen_pattern("all_reduce", self._group))
         self.has_failed = bool(failed)
         return self.end_step()
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
-from comm.collectives import broadcast, default_pattern
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import broadcast
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport.wire import Group
 from lab.errors import WorkbookError
@@ -141,7 +142,8 @@ class Pipeline(nn.Module):
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
             if losses:
                 loss.copy_(torch.stack(losses).mean())
-            broadcast(loss, root=self.rank_of[self.executor.last_stage], group=self.group)
+            pattern = chosen_pattern("broadcast", self.group)
+            broadcast(loss, self.rank_of[self.executor.last_stage], self.group, pattern=pattern)
         return loss
 
     def noting_tied_gradients(self) -> AbstractContextManager[None]:
@@ -255,7 +257,7 @@ class Pipeline(nn.Module):
         return self.traffic_of_forward_only() + self._traffic_of("broadcast", torch.float64.itemsize, root)
 
     def _traffic_of(self, op: str, itemsize: int, root: int = 0) -> Traffic:
-        pattern, ranks = default_pattern(op, self.group), dist.get_world_size(self.group)
+        pattern, ranks = chosen_pattern(op, self.group), dist.get_world_size(self.group)
         return cost.per_rank(op, pattern, 1, itemsize, ranks, self.rank, root)
 
     def _make_ties_equal(self) -> None:

@@ -101,3 +101,16 @@ def test_the_picture_has_the_bytes_of_each_axis_beside_its_formula():
         "In a ring of n ranks a rank sends 2 (n-1)/n of what it all-reduces, and (n-1)/n of what it gathers "
         "or reduce-scatters.",
     ]
+
+
+def test_a_pattern_that_is_given_is_that_of_every_collective():
+    def patterns_of(cluster: Cluster) -> set[str]:
+        hybrid = a_hybrid(cluster, ParallelSizes(pipeline=2, microbatches=2, pattern="tree"))
+        LEDGER.clear()
+        x, y = batch(4)
+        hybrid.mean_loss(hybrid.backward(x, y))
+        hybrid.clip_grad_norm_(1.0)
+        hybrid.pipeline.forward_only(x)
+        return {entry.pattern for entry in LEDGER.rows()}
+
+    assert run_ranks(patterns_of, 2)[0] == {"tree", "header", "direct"}
