@@ -38,6 +38,7 @@ FORMAT = "distributed training workbook, checkpoint of hybrid_parallel, version 
 MANIFEST = "manifest"
 BLOCK = 1 << 20  # bytes that one checksum covers: the least that is read and checked
 STEP = re.compile(r"step-(\d+)")
+WAY_OUT = "remove {} to resume from an earlier checkpoint"
 _FILE = re.compile(r"rank-(\d+)-[0-9a-f]+\.safetensors")
 
 
@@ -275,12 +276,13 @@ def read_manifest(directory: Path, step: int) -> Manifest:
         raise WorkbookError(f"cannot read {path}: {error.strerror or error}") from error
     text = data[: -checkpoint.SEAL_BYTES]
     if data[-checkpoint.SEAL_BYTES :] != checkpoint.seal(hashlib.sha256(text)):
-        raise WorkbookError(f"{path} is damaged: load another checkpoint")
+        raise WorkbookError(f"{path} is damaged; {WAY_OUT.format(path.parent)}")
     with checkpoint.refusing_misfits(path):
         found = json.loads(text)
         if found["format"] != FORMAT:
             raise WorkbookError(
-                f"{path} has the format {found['format']!r}, and this program reads {FORMAT!r}"
+                f"{path} has the format {found['format']!r}, and this program reads {FORMAT!r}: name another "
+                "folder"
             )
         if not all(_FILE.fullmatch(name) for name in found["files"]):
             raise ValueError("it names a file that is no rank's")

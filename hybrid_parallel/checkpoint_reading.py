@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybrid_parallel.checkpoint_folder import Manifest, SavedPart
+from hybrid_parallel.checkpoint_folder import WAY_OUT, Manifest, SavedPart
 from hybrid_parallel.checkpoint_pieces import Piece
 from lab.errors import WorkbookError
 
@@ -70,6 +70,8 @@ class CheckedPart:
             self._slice = opened(path).get_slice(str(saved.part))
             if self._slice.get_shape() != [saved.part.numel]:
                 raise self._damaged()
+        except FileNotFoundError:
+            raise self._error("is missing") from None
         except (SafetensorError, OSError) as error:
             raise self._damaged() from error
 
@@ -94,7 +96,7 @@ class CheckedPart:
         return self._block
 
     def _damaged(self) -> WorkbookError:
-        return WorkbookError(
-            f"{self._path} is damaged: rank {self._saved.rank} saved other numbers as {self._saved.part}; "
-            "load another checkpoint"
-        )
+        return self._error(f"is damaged: rank {self._saved.rank} saved other numbers as {self._saved.part}")
+
+    def _error(self, what: str) -> WorkbookError:
+        return WorkbookError(f"{self._path} {what}; {WAY_OUT.format(self._path.parent)}")

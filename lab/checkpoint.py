@@ -161,6 +161,15 @@ def exists(directory: Path) -> bool:
     return any(".partial" not in path.name for path in directory.glob("checkpoint[.-]*"))
 
 
+def refuse_hybrid(directory: Path) -> None:
+    """Raise WorkbookError if `directory` holds a checkpoint of the hybrid training, in its own format."""
+    for manifest in directory.glob("step-*/manifest"):
+        raise WorkbookError(
+            f"{directory} holds {manifest.parent.name}, a checkpoint of the hybrid training, and this script "
+            "cannot read it: name another folder"
+        )
+
+
 def nothing_in(directory: Path) -> WorkbookError:
     """Return the error for a directory without a checkpoint."""
     return WorkbookError(

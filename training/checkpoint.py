@@ -77,9 +77,11 @@ class Checkpoint:
 
         Otherwise the error would appear only after the training. `is_shared`: all ranks write in the folder.
         """
+        folder = Path(self._folder)
+        on_main(self._cluster, f"look into {folder}", lambda: checkpoint.refuse_hybrid(folder))
         validate = validate_shared_folder if is_shared else validate_folder
         validate(self._cluster, "--checkpoint", self._folder, resume)
-        on_main(self._cluster, f"save in {self._folder}", lambda: checkpoint.claim(Path(self._folder)))
+        on_main(self._cluster, f"save in {folder}", lambda: checkpoint.claim(folder))
 
     def save(self, state: State, step: int) -> None:
         """Save the state after `step` steps. Raise WorkbookError on all ranks if that fails on one."""

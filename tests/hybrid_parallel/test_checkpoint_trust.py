@@ -117,7 +117,10 @@ def test_all_ranks_name_what_one_of_them_finds_damaged(tmp_path):
 
     said = set(run_ranks(work, 2))
     part = "model/weight [0:6, 0:8], elements 24:48"
-    assert said == {f"{path} is damaged: rank 1 saved other numbers as {part}; load another checkpoint"}
+    assert said == {
+        f"{path} is damaged: rank 1 saved other numbers as {part}; remove {path.parent} to resume from an "
+        "earlier checkpoint"
+    }
 
 
 def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path):
@@ -127,7 +130,8 @@ def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path):
     for left in (b"", data[:100], data[:-1], None):
         path.write_bytes(left) if left is not None else path.unlink()
         said = set(run_ranks(lambda cluster: refusal(load, cluster, tmp_path), 2))
-        assert len(said) == 1 and said.pop().startswith(f"{path} is damaged")
+        what = "is damaged" if left is not None else "is missing"
+        assert len(said) == 1 and said.pop().startswith(f"{path} {what}")
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_all_ranks_and_says_how_it_differs(tmp_path):

@@ -55,3 +55,16 @@ def test_a_damaged_checkpoint_is_refused_and_not_replaced_by_a_new_run(tmp_path)
 
     assert "damaged" in the_one_sentence(run_ranks(attempt, 2, tmp_path))
     assert os.listdir(tmp_path) == [checkpoint.NAME] and damaged.read_bytes() == b"no checkpoint"
+
+
+def test_checkpoints_of_the_hybrid_training_are_refused_by_name_and_stay_alone(tmp_path):
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "manifest").touch()
+
+    def attempts(cluster: Cluster, folder: Path) -> set[str]:
+        ways: list[dict[str, Any]] = [{}, {"resume": True}, {"auto_resume": True}]
+        return {refusal(cluster, "naive", checkpoint=str(folder), **way) for way in ways}
+
+    [(said,)] = {tuple(found) for found in run_ranks(attempts, 2, tmp_path)}
+    assert said.startswith(f"{tmp_path} holds step-3, a checkpoint of the hybrid training")
+    assert os.listdir(tmp_path) == ["step-3"]
