@@ -143,7 +143,7 @@ EXERCISES = (
 
             `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
             divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-            context ranks. `Memory` has five numbers of bytes:
+            context ranks. Return a `Memory` of these numbers of bytes; the rest is added elsewhere:
 
                 parameters, gradients,     for each number of the rank those of STATE, divided by ZeRO
                 optimizer_state
@@ -151,9 +151,9 @@ EXERCISES = (
                                            that it holds: theory.held counts stages, of which a rank may have
                                            several
                 temporary                  recomputation: activations of one layer. The rank with the head:
-                                           for each token 2 numbers for each of the width, for the final norm,
-                                           and its logits, once in the precision and once in float32. ZeRO 3:
-                                           the parameters of two layers, and the gradients of one
+                                           for each token the numbers of the final norm in the precision, and
+                                           the logits in the precision and once more in float32. ZeRO 3: the
+                                           parameters of two layers, and the gradients of one
 
             With recomputation only the input of each layer is kept. Sequence parallelism divides that input
             and the final norm among the ranks of the tensor axis, which always divides the logits.
@@ -166,8 +166,8 @@ EXERCISES = (
             "are held. A rank with several stages holds theory.held of them, each with its part of the "
             "rank's layers: sizes.num_stages // sizes.pipeline is the number of stages.",
             "Recompute: what a layer keeps moves to `temporary`, once, and in its place tokens * shape.width "
-            "* ITEMSIZE stays for each layer. Head (has_head): tokens * (2 * shape.width * c + shape."
-            "vocab_size / sizes.tensor * (c + 4)), with c the ITEMSIZE. ZeRO 3: shape.layer_parameters / "
+            "* ITEMSIZE stays for each layer. Head (has_head): norm, logits = shape.last_numbers; tokens * (norm "
+            "* c + logits / sizes.tensor * (c + 4)), with c the ITEMSIZE. ZeRO 3: shape.layer_parameters / "
             "sizes.tensor times (2 parameters + 1 gradient).",
         ),
     ),

@@ -77,7 +77,7 @@ def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: i
 
     `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
     divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-    context ranks. `Memory` has five numbers of bytes:
+    context ranks. Return a `Memory` of these numbers of bytes; the rest is added elsewhere:
 
         parameters, gradients,     for each number of the rank those of STATE, divided by ZeRO
         optimizer_state
@@ -85,9 +85,9 @@ def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: i
                                    that it holds: theory.held counts stages, of which a rank may have
                                    several
         temporary                  recomputation: activations of one layer. The rank with the head:
-                                   for each token 2 numbers for each of the width, for the final norm,
-                                   and its logits, once in the precision and once in float32. ZeRO 3:
-                                   the parameters of two layers, and the gradients of one
+                                   for each token the numbers of the final norm in the precision, and
+                                   the logits in the precision and once more in float32. ZeRO 3: the
+                                   parameters of two layers, and the gradients of one
 
     With recomputation only the input of each layer is kept. Sequence parallelism divides that input
     and the final norm among the ranks of the tensor axis, which always divides the logits.
