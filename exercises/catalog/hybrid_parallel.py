@@ -166,9 +166,10 @@ EXERCISES = (
             "are held. A rank with several stages holds theory.held of them, each with its part of the "
             "rank's layers: sizes.num_stages // sizes.pipeline is the number of stages.",
             "Recompute: what a layer keeps moves to `temporary`, once, and in its place tokens * shape.width "
-            "* ITEMSIZE stays for each layer. Head (has_head): norm, logits = shape.last_numbers; tokens * (norm "
-            "* c + logits / sizes.tensor * (c + 4)), with c the ITEMSIZE. ZeRO 3: shape.layer_parameters / "
-            "sizes.tensor times (2 parameters + 1 gradient).",
+            "* ITEMSIZE stays for each layer. Head (has_head): with norm, logits = shape.last_numbers and c "
+            "the ITEMSIZE, tokens * (norm * c + logits / sizes.tensor * (c + 4)); sequence parallelism "
+            "divides norm * c. ZeRO 3: shape.layer_parameters / sizes.tensor times (2 parameters + 1 "
+            "gradient).",
         ),
     ),
     Exercise(
