@@ -67,6 +67,11 @@ PLAIN_TOPICS = (
         "on disk, on every rank?",
     ),
     (
+        ("takes it once",),
+        "No rank may take a step twice, or miss one: do a rank's state and its count of steps change "
+        "together, also when it takes over another's?",
+    ),
+    (
         ("after an evaluation",),
         "An evaluation must leave the model as it was: is it in training mode again?",
     ),

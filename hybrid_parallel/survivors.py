@@ -58,7 +58,9 @@ class Survivors:
         self._rounds = dict.fromkeys(self.names, 0)  # how often each rank has decided, with this one
         self._tell_own_door()
         liveness.forget()  # it knows what rank 0 sees, as long as that lives
-        # All have their doors, so the first group may get the same patience as the later ones.
+        gc.freeze()  # what the imports made need not be searched in every recovery
+        # The first group gets the same patience as the later ones.
+        _leave_group()
         self._form(cluster.store, "begin")
 
     def regroup(self) -> None:
@@ -152,7 +154,6 @@ class Survivors:
         self._door.set("names", json.dumps(self.names))
 
     def _form(self, store: dist.Store, prefix: str) -> None:
-        _leave_group()
         rank, size = self.names.index(self.name), len(self.names)
         group_store = dist.PrefixStore(f"group/{prefix}", store)
         patience = timedelta(seconds=self.patience)

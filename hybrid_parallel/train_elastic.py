@@ -17,7 +17,7 @@ import signal
 
 import torch
 
-from comm.errors import CommError
+from comm.errors import CommError, Mismatch
 from comm.script import start
 from hybrid_parallel.elastic import ElasticReplica
 from hybrid_parallel.survivors import Survivors
@@ -78,6 +78,8 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
             with meter.step() as record:
                 x, y = data.batch(replica.steps)
                 record.loss = replica.step(x, y, survivors.cluster.rank, survivors.cluster.world_size)
+        except Mismatch:
+            raise  # a mistake in the code, and no death
         except CommError:  # a rank has died, or hangs
             meter = None
             survivors.regroup()

@@ -1,0 +1,144 @@
+"""Compare two ways to go on after a rank has died, by the seconds that are lost.
+
+    python benchmarks/elastic.py                # 4 ranks; a table; about 2 minutes on 2 cores
+    python benchmarks/elastic.py --json
+
+      killed ── noticed ── met ──────── restored ── steps repeated ── the step in which the rank died, done
+             detection   rendezvous   state
+
+      torchrun     all ranks end, and start again with the last checkpoint (train_hybrid.py)
+      survivors    the others form a smaller group in the same processes (train_elastic.py)
+
+`lost` is the time from the kill to the end of the step in which the rank died, less the time of a step. Of
+the steps between two checkpoints half are repeated, as on average. Times are those of the slowest rank; the
+table has medians over `--runs` runs, and the spread from the lowest to the highest.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # it is this folder, in which other benchmarks would hide the lessons' packages
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.elastic_steps import EVENTS, EVERY, KILL_AT
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = KILL_AT + 5
+PHASES = ("detection", "rendezvous", "state", "repeated", "lost")
+
+
+@dataclasses.dataclass
+class Args:
+    """Compare the ways to go on after a death, by the seconds that are lost."""
+
+    ranks: int = 4
+    """Number of ranks before the death."""
+    runs: int = 3
+    """Number of runs of each way; they take turns."""
+    size: str = "small"
+    """Size of the GPT (lab/model.py)."""
+    quick: bool = False
+    """Run each way once, with 2 ranks and a tiny model."""
+    json: bool = False
+    """Print one line of JSON instead of a table."""
+
+
+def one_run(way: str, args: Args) -> dict[str, float]:
+    """Train, kill a rank, and return the seconds of each phase, and of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        events = Path(folder) / "events"
+        options = ["--steps", str(STEPS), "--size", args.size, "--json"]
+        if way == "torchrun":
+            options += [
+                "--layers",
+                "4",
+                "--checkpoint",
+                f"{folder}/run",
+                "--checkpoint-every",
+                str(EVERY),
+                "--auto-resume",
+            ]
+        launch = [sys.executable, "-m", "lab.torchrun", f"--nproc-per-node={args.ranks}", "--max-restarts=1"]
+        script = str(Path(__file__).with_name("elastic_steps.py"))
+        env = os.environ | {EVENTS: str(events), "ELASTIC_WAY": way, "OMP_NUM_THREADS": "1"}
+        env |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}  # without the script's folder
+        subprocess.run([*launch, script, *options], env=env, check=True, capture_output=True, timeout=200)
+        return phases([json.loads(line) for line in events.read_text().splitlines()], args.ranks)
+
+
+def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:
+    """Return the seconds of each phase, from what the ranks have noted."""
+    [killed] = [one["time"] for one in events if one["event"] == "killed"]
+
+    def last(event: str, step: int = -1) -> float:
+        """Return the time at which the last rank has noted the first such event after the death."""
+        firsts: dict[str, float] = {}
+        for one in events:
+            name, _, rank = one["event"].partition(" ")
+            if name == event and one["step"] == step and one["time"] > killed:
+                firsts.setdefault(rank, one["time"])
+        return max(firsts.values())
+
+    steps = [one["time"] for one in events if one["event"] == "step 0" and one["time"] < killed]
+    a_step = statistics.median(later - earlier for earlier, later in pairwise(steps))
+    noticed, met, restored, done = last("noticed"), last("met"), last("restored"), last("step", KILL_AT)
+    return {
+        "detection": noticed - killed,
+        "rendezvous": met - noticed,
+        "state": restored - met,
+        "repeated": done - restored - a_step,
+        "lost": done - killed - a_step,
+        "step": a_step,
+    }
+
+
+def main(args: Args) -> None:
+    if args.quick:
+        args = dataclasses.replace(args, ranks=2, runs=1, size="tiny")
+    runs: dict[str, list[dict[str, float]]] = {"torchrun": [], "survivors": []}
+    for _ in range(args.runs):
+        for way, found in runs.items():
+            found.append(one_run(way, args))
+    medians = {
+        way: {p: statistics.median(r[p] for r in found) for p in PHASES} for way, found in runs.items()
+    }
+    rows = [
+        {
+            "what": phase,
+            "against": "survivors",
+            "link": "loopback",
+            "world_size": args.ranks,
+            "ours": medians["torchrun"][phase],
+            "theirs": medians["survivors"][phase],
+            "unit": "s",
+            "ratio": medians["torchrun"][phase] / medians["survivors"][phase],
+        }
+        for phase in PHASES
+    ]
+    if args.json:
+        print(json.dumps({"benchmark": "elastic", "rows": rows}))
+        return
+    table = Table("seconds", *runs, title=f"{args.ranks} ranks, one of them dies")
+    for phase in PHASES:
+        cells = []
+        for way, found in runs.items():
+            values = [run[phase] for run in found]
+            cells.append(f"{medians[way][phase]:.2f} ({min(values):.2f} to {max(values):.2f})")
+        table.add_row(phase, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
