@@ -19,7 +19,7 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from benchmarks.side_by_side import KIB, MIB, medians, row, show, timed
+from benchmarks.side_by_side import KIB, MIB, leave_gloo_as_it_is, medians, row, show, timed
 from comm import collectives as c
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -129,4 +129,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    leave_gloo_as_it_is()
     main(tyro.cli(Args))

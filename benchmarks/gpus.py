@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.side_by_side import alternate, medians, row, show
+from benchmarks.side_by_side import alternate, leave_gloo_as_it_is, medians, row, show
 from comm.script import start
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
@@ -146,4 +146,5 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
+    leave_gloo_as_it_is()
     start(main, Args)

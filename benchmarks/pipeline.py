@@ -190,4 +190,5 @@ def _described(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    side_by_side.leave_gloo_as_it_is()
     main(tyro.cli(Args))

@@ -7,7 +7,7 @@
 
 Variants share one process group and alternate, so other load on the machine slows all of them. The time of a
 run is that of its slowest rank. A ratio is ours / theirs of the medians: below 1, ours is faster or smaller.
-gloo's threads are left as PyTorch starts them (lab/gloo_threads.py), unless GLOO_SCHED=batch is set.
+Scripts that compare with torch call `leave_gloo_as_it_is` first.
 """
 
 import json
@@ -25,7 +25,13 @@ from comm.cost import Link
 from comm.transport import slow_link
 from lab.units import KIB, MIB
 
-os.environ.setdefault("GLOO_SCHED", "other")  # inherited by the ranks
+
+def leave_gloo_as_it_is() -> None:
+    """Leave gloo's threads as PyTorch starts them (lab/gloo_threads.py), unless GLOO_SCHED is set.
+
+    Call it before the first ranks start, which inherit the setting.
+    """
+    os.environ.setdefault("GLOO_SCHED", "other")
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -186,4 +186,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    side_by_side.leave_gloo_as_it_is()
     main(tyro.cli(Args))

@@ -1,17 +1,20 @@
 """gloo's threads do not preempt the threads that they serve, in ranks of any launcher."""
 
+import contextlib
+import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import side_by_side
 from comm.script import joined
 from lab import gloo_threads
 from lab.gloo_threads import keep_from_preempting
 from lab.ranks import run_ranks
 from tests.comm.places import places, set_variables
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 needs_batch = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 
@@ -20,9 +23,9 @@ def may_preempt() -> dict[bool, set[str]]:
     """Return the names of this process's threads: those that may preempt others, and those that may not."""
     names: dict[bool, set[str]] = {True: set(), False: set()}
     for task in Path("/proc/self/task").iterdir():
-        names[os.sched_getscheduler(int(task.name)) == os.SCHED_OTHER].add(
-            (task / "comm").read_text().strip()
-        )
+        with contextlib.suppress(OSError):  # the thread has ended
+            may = os.sched_getscheduler(int(task.name)) == os.SCHED_OTHER
+            names[may].add((task / "comm").read_text().strip())
     return names
 
 
@@ -67,6 +70,17 @@ def test_a_sandbox_may_forbid_it(monkeypatch):
 
 
 def test_benchmarks_compare_with_gloo_as_torch_starts_it():
-    code = "import benchmarks.side_by_side, os; print(os.environ['GLOO_SCHED'])"
-    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SCHED"}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "other\n"
+    for name in ("collectives", "data_parallel", "zero", "tensor_parallel", "pipeline", "gpus"):
+        _, main = (
+            (ROOT / "benchmarks" / f"{name}.py").read_text().split('if __name__ == "__main__":\n    ')[-2:]
+        )
+        assert main.removeprefix("side_by_side.").startswith("leave_gloo_as_it_is()"), name
+
+
+def test_a_benchmark_that_is_imported_leaves_the_settings_of_the_importing_process(monkeypatch):
+    monkeypatch.setenv("GLOO_SCHED", "")
+    monkeypatch.delenv("GLOO_SCHED")
+    importlib.reload(side_by_side)
+    assert "GLOO_SCHED" not in os.environ
+    side_by_side.leave_gloo_as_it_is()
+    assert os.environ["GLOO_SCHED"] == "other"
