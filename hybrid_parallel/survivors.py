@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from comm.exchange import exchange
 from comm.membership import liveness
@@ -39,6 +40,7 @@ from lab.interface import own_address
 from lab.store import open_store
 
 _NAP = 0.002  # seconds between two looks at a door
+_LOOK = 0.1  # seconds between two looks whether another rank has died meanwhile
 
 
 class Survivors:
@@ -144,11 +146,17 @@ class Survivors:
             raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
 
     def _store_behind(self, name: int) -> dist.TCPStore:
+        """Return the store of a rank. Raise OSError if the rank has died, also while this connects to it."""
         host, port = self._addresses[name]
-        socket.create_connection(
-            (host, port), timeout=self.patience
-        ).close()  # torch would try again and again
-        return dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=self.patience))
+        timeout = timedelta(seconds=self.patience)
+
+        def connect() -> dist.TCPStore:
+            return dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
+
+        if not self._is_open(name):
+            raise ConnectionRefusedError(f"rank {name} has died")
+        # If it dies now, torch tries again and again, for longer than the others wait for this rank.
+        return _within(2 * self.patience, connect, lambda: not self._is_open(name))
 
     def _tell_own_door(self) -> None:
         self._door.set("names", json.dumps(self.names))
@@ -157,6 +165,9 @@ class Survivors:
         rank, size = self.names.index(self.name), len(self.names)
         group_store = dist.PrefixStore(f"group/{prefix}", store)
         patience = timedelta(seconds=self.patience)
+        # torch counts groups, and the count is in the keys of the store. A group that did not form is counted
+        # on those ranks only that tried, and then they would not meet again.
+        distributed_c10d._world.group_count = 0
         dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=patience)
         keep_from_preempting()
         own = dist.PrefixStore(f"lab/{prefix}", store)
@@ -170,8 +181,8 @@ def _leave_group() -> None:
     gc.collect()  # an error of the last collective holds its group
 
 
-def _within(seconds: float, action: Callable[[], Any]) -> Any:
-    """Return what `action` returns. Raise TimeoutError if it takes longer, as a store may."""
+def _within(seconds: float, action: Callable[[], Any], gives_up: Callable[[], bool] = lambda: False) -> Any:
+    """Return what `action` returns. Raise TimeoutError if it takes longer, or as soon as `gives_up()`."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -180,9 +191,10 @@ def _within(seconds: float, action: Callable[[], Any]) -> Any:
         except Exception as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread, deadline = threading.Thread(target=run, daemon=True), time.monotonic() + seconds
     thread.start()
-    thread.join(seconds)
+    while thread.is_alive() and time.monotonic() < deadline and not gives_up():
+        thread.join(_LOOK)
     if not outcome:
         raise TimeoutError
     if isinstance(outcome[0], Exception):
