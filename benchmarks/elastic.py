@@ -1,26 +1,31 @@
-"""Compare two ways to go on after a rank has died, by the seconds that are lost.
+"""Compare three ways to go on after a rank has died, by the seconds that are lost.
 
-    python benchmarks/elastic.py                # 4 ranks; a table; about 2 minutes on 2 cores
+    python benchmarks/elastic.py                # 4 ranks; a table; about 4 minutes on 2 cores
     python benchmarks/elastic.py --json
 
       killed ── noticed ── met ──────── restored ── steps repeated ── the step in which the rank died, done
              detection   rendezvous   state
 
       torchrun     all ranks end, and start again with the last checkpoint (train_hybrid.py)
+      containers   the engine starts all nodes again, with the last checkpoint (elastic_containers.py)
       survivors    the others form a smaller group in the same processes (train_elastic.py)
 
 `lost` is the time from the kill to the end of the step in which the rank died, less the time of a step. Of
 the steps between two checkpoints half are repeated, as on average. Times are those of the slowest rank; the
-table has medians over `--runs` runs, and the spread from the lowest to the highest.
+table has medians over `--runs` runs, and the spread from the lowest to the highest. Without a Docker engine
+the containers are left out.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +37,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.elastic_steps import EVENTS, EVERY, KILL_AT
+from benchmarks import elastic_containers
+from benchmarks.elastic_steps import EVENTS, EVERY, KILL_AT, WAY
+from benchmarks.side_by_side import row
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = KILL_AT + 5
@@ -58,24 +65,26 @@ class Args:
 def one_run(way: str, args: Args) -> dict[str, float]:
     """Train, kill a rank, and return the seconds of each phase, and of a step."""
     with tempfile.TemporaryDirectory() as folder:
-        events = Path(folder) / "events"
         options = ["--steps", str(STEPS), "--size", args.size, "--json"]
-        if way == "torchrun":
-            options += [
-                "--layers",
-                "4",
-                "--checkpoint",
-                f"{folder}/run",
-                "--checkpoint-every",
-                str(EVERY),
-                "--auto-resume",
-            ]
-        launch = [sys.executable, "-m", "lab.torchrun", f"--nproc-per-node={args.ranks}", "--max-restarts=1"]
-        script = str(Path(__file__).with_name("elastic_steps.py"))
-        env = os.environ | {EVENTS: str(events), "ELASTIC_WAY": way, "OMP_NUM_THREADS": "1"}
-        env |= {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}  # without the script's folder
-        subprocess.run([*launch, script, *options], env=env, check=True, capture_output=True, timeout=200)
-        return phases([json.loads(line) for line in events.read_text().splitlines()], args.ranks)
+        shared = elastic_containers.SHARED if way == "containers" else folder
+        if way != "survivors":
+            options += ["--layers", "4", "--checkpoint", f"{shared}/run", "--checkpoint-every", str(EVERY)]
+            options.append("--auto-resume")
+        variables = {EVENTS: f"{shared}/events", WAY: way, "OMP_NUM_THREADS": "1"}
+        if way == "containers":
+            elastic_containers.train(args.ranks, options, variables, Path(folder))
+        else:
+            _train_here(args.ranks, options, variables)
+        events = (Path(folder) / "events").read_text().splitlines()
+        return phases([json.loads(line) for line in events], args.ranks)
+
+
+def _train_here(ranks: int, options: list[str], variables: dict[str, str]) -> None:
+    launch = [sys.executable, "-m", "lab.torchrun", f"--nproc-per-node={ranks}", "--max-restarts=1"]
+    script = str(Path(__file__).with_name("elastic_steps.py"))
+    # The last variable keeps the script's folder from sys.path.
+    env = os.environ | variables | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    subprocess.run([*launch, script, *options], env=env, check=True, capture_output=True, timeout=200)
 
 
 def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:
@@ -107,35 +116,42 @@ def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:
 def main(args: Args) -> None:
     if args.quick:
         args = dataclasses.replace(args, ranks=2, runs=1, size="tiny")
-    runs: dict[str, list[dict[str, float]]] = {"torchrun": [], "survivors": []}
-    for _ in range(args.runs):
-        for way, found in runs.items():
-            found.append(one_run(way, args))
-    medians = {
-        way: {p: statistics.median(r[p] for r in found) for p in PHASES} for way, found in runs.items()
-    }
-    rows = [
-        {
-            "what": phase,
-            "against": "survivors",
-            "link": "loopback",
-            "world_size": args.ranks,
-            "ours": medians["torchrun"][phase],
-            "theirs": medians["survivors"][phase],
-            "unit": "s",
-            "ratio": medians["torchrun"][phase] / medians["survivors"][phase],
-        }
-        for phase in PHASES
-    ]
+    ways = ["torchrun", "containers", "survivors"]
+    if not elastic_containers.engine_answers():
+        print("No Docker engine answers, so there is no row for containers.", file=sys.stderr)
+        ways.remove("containers")
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with elastic_containers.image() if "containers" in ways else contextlib.nullcontext():
+        for _ in range(args.runs):
+            for way, found in runs.items():
+                found.append(one_run(way, args))
     if args.json:
-        print(json.dumps({"benchmark": "elastic", "rows": rows}))
-        return
-    table = Table("seconds", *runs, title=f"{args.ranks} ranks, one of them dies")
+        print(json.dumps({"benchmark": "elastic", "rows": list(rows_of(runs, args.ranks))}))
+    else:
+        show(runs, args.ranks)
+
+
+def median(found: list[dict[str, float]], phase: str) -> float:
+    return statistics.median(run[phase] for run in found)
+
+
+def rows_of(runs: dict[str, list[dict[str, float]]], ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each phase of each way, beside that of the survivors."""
+    for way, phase in itertools.product(runs.keys() - {"survivors"}, PHASES):
+        ours, theirs = median(runs[way], phase), median(runs["survivors"], phase)
+        place = (f"{way} {phase}", "survivors", "loopback")
+        yield row(*place, ours, theirs, world_size=ranks, unit="s")
+
+
+def show(runs: dict[str, list[dict[str, float]]], ranks: int) -> None:
+    """Print the medians, and the spread where there are several runs."""
+    table = Table("seconds", *runs, title=f"{ranks} ranks, one of them dies")
     for phase in PHASES:
         cells = []
-        for way, found in runs.items():
+        for found in runs.values():
             values = [run[phase] for run in found]
-            cells.append(f"{medians[way][phase]:.2f} ({min(values):.2f} to {max(values):.2f})")
+            spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
+            cells.append(f"{median(found, phase):.2f}{spread}")
         table.add_row(phase, *cells)
     Console().print(table)
 

@@ -18,10 +18,9 @@ from hybrid_parallel.run import Run
 from hybrid_parallel.survivors import Survivors
 from hybrid_parallel.train_elastic import ElasticArgs
 from lab.cluster import Cluster
-from lab.launcher import restart_count
 
 KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost
-EVENTS = "ELASTIC_EVENTS"  # the variable with the name of the file
+EVENTS, WAY = "ELASTIC_EVENTS", "ELASTIC_WAY"  # variables with the name of the file, and the way to go on
 
 
 def note(event: str, step: int = -1) -> None:
@@ -33,6 +32,11 @@ def note(event: str, step: int = -1) -> None:
 def die() -> None:
     note("killed")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def has_died() -> bool:
+    """Return whether a rank has died before, perhaps in an earlier attempt."""
+    return '"killed"' in Path(os.environ[EVENTS]).read_text()
 
 
 def noting(
@@ -53,11 +57,12 @@ def noting(
 
 
 def restart(cluster: Cluster, args: HybridArgs) -> None:
-    """Train as train_hybrid.py does; torchrun starts the ranks again."""
+    """Train as train_hybrid.py does; torchrun or the Docker engine starts the ranks again."""
     note(f"met {cluster.rank}")
+    is_first = not has_died()
 
     def before_batch(run: Run, step: int) -> None:
-        if restart_count() == 0 and cluster.rank == 1 and step == KILL_AT and run._meter is not None:
+        if is_first and cluster.rank == 1 and step == KILL_AT and run._meter is not None:
             while not complete_steps(Path(str(args.checkpoint))):
                 time.sleep(0.01)
             die()
@@ -90,8 +95,7 @@ def survive(cluster: Cluster, args: ElasticArgs) -> None:
 
 
 if __name__ == "__main__":
-    way = os.environ["ELASTIC_WAY"]
-    if way == "survivors":
+    if os.environ[WAY] == "survivors":
         start(survive, ElasticArgs, in_a_child=True)
     else:
         start(restart, HybridArgs, read=lambda words, cluster: command_line(HybridArgs))
