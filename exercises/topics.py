@@ -16,6 +16,11 @@ DROPPED = (
 
 TOPICS = (
     (
+        ("two deaths",),
+        "After a death fewer ranks share the batch: does every number follow that depends on how many they "
+        "are, such as the divisor of a mean?",
+    ),
+    (
         ("another order", "different orders"),
         "One rank computes its gradients in another order than the others: do all ranks communicate in one "
         "order on which they have agreed?",
