@@ -13,7 +13,7 @@ from comm.transport import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of
 from hybrid_parallel.config import read_command_line
 from hybrid_parallel.machine import MACHINES, Machine, machine_of, this_machine
-from hybrid_parallel.measured import measure_copying
+from hybrid_parallel.measured import measure_handling
 from hybrid_parallel.planner import choose, plans
 from hybrid_parallel.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
@@ -57,7 +57,7 @@ def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
     with slow_link.slowed(link):
         link = measure_all_reduce(pattern, device=cluster.device)
     if cluster.device.type == "cpu":
-        return this_machine(cluster.world_size, link, measure_copying(pattern))
+        return this_machine(cluster.world_size, link, measure_handling(pattern))
     name = torch.cuda.get_device_name(cluster.device).lower()
     known = [device for device in MACHINES if device.partition("-")[0] in name]
     if not known:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from comm.cost import Link
-from hybrid_parallel.measured import measure_rates
+from hybrid_parallel.measured import NO_HANDLING, Handling, measure_rates
 from lab.errors import WorkbookError
 from lab.memory import resident_bytes
 from lab.threads import own_cores
@@ -64,7 +64,7 @@ class Machine:
     """Holds a device, the number of them in a node, and the links of each device within and between nodes.
 
     On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
-    those of a core. `copying` is the seconds of a core that a byte takes which is sent, for copies and sums.
+    those of a core. `handling` is what a collective costs the core of a rank.
     `hides_reductions` says whether programs hide what layers send that are divided by their outputs, as
     tensor_parallel/overlapped.py does; the published runs on GPUs did not.
     """
@@ -74,7 +74,7 @@ class Machine:
     inner: Link
     outer: Link
     cores: int | None = None
-    copying: float = 0.0
+    handling: Handling = NO_HANDLING
     hides_reductions: bool = False
 
     @property
@@ -137,7 +137,7 @@ def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machi
     return machine if link is None else Machine(machine.device, 8, machine.inner, link)
 
 
-def this_machine(ranks: int, link: Link, copying: float = 0.0) -> Machine:
+def this_machine(ranks: int, link: Link, handling: Handling = NO_HANDLING) -> Machine:
     """Return this machine, its cores and memory shared by `ranks` processes with one thread each.
 
     The rates are measured in a second (measured.py). They are those of a core.
@@ -148,4 +148,4 @@ def this_machine(ranks: int, link: Link, copying: float = 0.0) -> Machine:
     attention = rates.attention_flops / rates.flops
     free = max(0.0, memory - resident_bytes())  # a rank holds Python and torch, as this process does
     device = Device("this", free, peak, rates.bandwidth, 1.0, attention, 1.0, 0.0, rates.layer_seconds)
-    return Machine(device, ranks, link, link, len(own_cores()), copying, True)
+    return Machine(device, ranks, link, link, len(own_cores()), handling, True)

@@ -4,12 +4,14 @@
       attention_flops   the fused kernel, which skips the half that the causal mask removes
       bandwidth         GELU: reads and writes each number
       layer_seconds     a GPT's layer with a single token: what remains are Python and the calls of kernels
-      copying           an all-reduce: copies and sums of all threads, for each byte that is sent
+      handling          all-reduces of one element and of 4 MiB: the seconds of all threads for a call, and
+                        for each byte that is sent
 
 The clock is that of the thread or the process: it stands still while others have the core. So the rates are
 those of a core, however many ranks share it and whatever else the machine does.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +40,21 @@ class Rates:
     layer_seconds: float
 
 
+@dataclass(frozen=True)
+class Handling:
+    """Holds the seconds of a core that a rank spends on a collective: for the call, for each sent byte."""
+
+    call: float = 0.0
+    byte: float = 0.0
+
+    def seconds(self, calls: float, num_bytes: float) -> float:
+        """Return the seconds of a core for collectives that send so many bytes together."""
+        return calls * self.call + num_bytes * self.byte
+
+
+NO_HANDLING = Handling()
+
+
 @cache
 def measure_rates() -> Rates:
     """Return the rates of this machine, measured with one thread in a second."""
@@ -50,10 +67,10 @@ def measure_rates() -> Rates:
         scores = 2 * 2 * HEADS * TIME * TIME * HEAD_WIDTH  # two products, of which the mask leaves a half
         block, token = Block(SIZES["tiny"]), torch.randn(1, 1, SIZES["tiny"].width)
         return Rates(
-            flops=2 * ROWS * width * width / fastest(lambda: F.linear(x, weight)),
-            attention_flops=2 * scores / 2 / fastest(lambda: attend(heads)),
-            bandwidth=2 * wide.nbytes / fastest(lambda: F.gelu(wide)),
-            layer_seconds=fastest(lambda: block(token)),
+            flops=2 * ROWS * width * width / usual(lambda: F.linear(x, weight)),
+            attention_flops=2 * scores / 2 / usual(lambda: attend(heads)),
+            bandwidth=2 * wide.nbytes / usual(lambda: F.gelu(wide)),
+            layer_seconds=usual(lambda: block(token)),
         )
     finally:
         torch.set_num_threads(threads)
@@ -64,26 +81,33 @@ def attend(heads: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
-def measure_copying(pattern: str, group: Group = None, repeats: int = 5) -> float:
-    """Return the seconds of a core for each byte that a rank sends in an all-reduce. All ranks call it."""
-    ranks, tensor = torch.distributed.get_world_size(group), torch.zeros(COPIED_BYTES // 4)
+def measure_handling(pattern: str, group: Group = None, repeats: int = 5) -> Handling:
+    """Return what an all-reduce costs a rank's core. All ranks must call it."""
+    ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
-        return 0.0
+        return NO_HANDLING
     sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))
     with slow_link.slowed(None):
         barrier(group)
-        once = partial(all_reduce, tensor, group=group, pattern=pattern)
-        return fastest(once, time.process_time, repeats) / sent
+        call, large = (
+            usual(
+                partial(all_reduce, torch.zeros(numel), group=group, pattern=pattern),
+                time.process_time,
+                repeats,
+            )
+            for numel in (1, COPIED_BYTES // 4)
+        )
+    return Handling(call, max(0.0, large - call) / sent)
 
 
-def fastest(
+def usual(
     call: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 30
 ) -> float:
-    """Return the least seconds that the call takes on the clock."""
+    """Return the median of the seconds that the call takes on the clock: a rate that lasts, not the best."""
     call()
-    best = float("inf")
+    seconds = []
     for _ in range(repeats):
         start = clock()
         call()
-        best = min(best, clock() - start)
-    return best
+        seconds.append(clock() - start)
+    return statistics.median(seconds)

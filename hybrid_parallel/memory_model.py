@@ -6,6 +6,7 @@
     microbatches held at a time                by the schedule's formula (pipeline_parallel/theory.py)
     final norm and logits                      on the last stage; logits also in float32
     messages in flight                         between stages of a pipeline
+    gradients of outputs                       of weight gradients that zero-bubble schedules compute later
     gathered units                             with ZeRO 3: two layers' parameters, and one's gradients
 
 After Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, section 3.1, and Korthikanti et al., "Reducing
@@ -14,11 +15,14 @@ Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, s
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 from data_parallel.zero_memory import Held, formula
 from hybrid_parallel.shapes import AnyShape
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel import theory
+from pipeline_parallel.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from pipeline_parallel.schedules import table_of
 
 MESSAGES = 4  # that a stage holds: two receives are posted ahead, and one leaves each way (messages.py)
 ITEMSIZE = {"float32": 4, "bf16": 2}
@@ -36,6 +40,7 @@ class Memory:
     activations: float
     temporary: float  # logits, gathered units, and what one layer recomputes
     in_flight: float = 0.0  # messages between stages
+    deferred: float = 0.0  # what weight gradients that come later need beyond the activations
 
     @property
     def total(self) -> float:
@@ -107,7 +112,11 @@ def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
 
 def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory:
     """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
-    of_ranks = (memory_of_rank(shape, sizes, batch, context, rank) for rank in fullest_ranks(sizes))
+    of_ranks = (
+        replace(memory_of_rank(shape, sizes, batch, context, rank), deferred=more)
+        for rank in fullest_ranks(sizes)
+        for more in [_deferred(shape, sizes, batch, context, rank)]
+    )
     fullest = max(of_ranks, key=lambda memory: memory.total)
     if sizes.pipeline == 1:
         return fullest
@@ -117,6 +126,25 @@ def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: i
         sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, 0
     )
     return replace(fullest, in_flight=(MESSAGES + held) * size)
+
+
+def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> float:
+    """Return what a rank holds for weight gradients that it computes later, beyond its activations.
+
+    A weight gradient needs the input and the gradient of the output. In a transformer's layer both together
+    are as large as the activations, of which an input gradient frees the rest. In an MLP they are twice that.
+    Layers that are divided by their outputs compute both gradients at once (tensor_parallel/overlapped.py).
+    """
+    splits = sizes.schedule in ("zb_h1", "zb_v") and sizes.pipeline > 1 and sizes.tensor == 1
+    if shape.deferred_share == 1 or not splits:
+        return 0.0
+    table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches)
+    change = {FORWARD: 1.0, INPUT_GRADIENT: shape.deferred_share - 1, WEIGHT_GRADIENT: -shape.deferred_share}
+    most = max(accumulate(change[action.kind] for action in table[rank]))
+    held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
+    stages = sizes.num_stages // sizes.pipeline
+    kept = tokens_of(shape, sizes, batch, context) * layer_activations(shape, sizes)
+    return max(0.0, most - held) * layers_of(shape, sizes, rank) / stages * kept
 
 
 def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:

@@ -24,6 +24,7 @@ class MLPShape(MLPConfig):
     tied: ClassVar[bool] = False
     fused_attention: ClassVar[bool] = True
     reductions: ClassVar[float] = 0.5
+    deferred_share: ClassVar[float] = 2.0
     kept_messages: ClassVar[int] = 1  # for the backward of each microbatch: `kept_bytes` counts outputs alone
 
     @property

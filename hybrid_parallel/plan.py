@@ -52,8 +52,8 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
         name, most = max(vars(plan.memory).items(), key=lambda item: item[1])
         parts = {"temporary": "logits and buffers", "optimizer_state": "optimizer state"}
         return (
-            f"needs {show_bytes(plan.memory_bytes)} of {show_bytes(usable)}, {show_bytes(most)} of it for "
-            f"{parts.get(name, name)}"
+            f"needs {show_bytes(plan.memory_bytes)}, and there are {show_bytes(usable)}; "
+            f"{show_bytes(most)} are for {parts.get(name, name)}"
         )
     if plan is best:
         return "the fastest that fits"

@@ -49,6 +49,7 @@ class ModelShape:
     fused_attention: bool = True
 
     reductions: ClassVar[float] = 2.0  # of the tensor axis in the forward of a layer
+    deferred_share: ClassVar[float] = 1.0  # of a layer's activations, that its weight gradients need
     kept_messages: ClassVar[int] = 0  # of a stage, besides the inputs of layers that `kept_bytes` counts
 
     def __post_init__(self) -> None:

@@ -14,7 +14,8 @@
     overhead       the share of a step that is in none of these, one number for all GPUs (machine.py)
 
 Where ranks share cores, all of them compute at the same time, each with its share of a core; only in a
-pipeline do they wait for each other (shared_cores.py). What hides communication is then slowed by its copies.
+pipeline do they wait for each other (shared_cores.py). Their collectives need cores, too: what a rank spends
+on calls, copies and sums is computing, and the rest of a collective is waiting.
 
 The parts follow one another on a rank, so their seconds are added. Collectives take the time of comm/cost.py:
 alpha for each message and beta for each byte, around a ring.
@@ -113,11 +114,15 @@ class TimeModel:
         key = (*per_rank, sizes.sequence_parallel, sizes.precision, sizes.recompute)
         if key not in self._layers:
             compute, tensor = self._compute(sizes), self._collectives(sizes)
-            again = Pass(compute, tensor) if sizes.recompute else Pass(0.0, 0.0)
             waits = self._exposed(sizes, compute) if self.machine.hides_reductions else tensor
+            gathers_again = sizes.sequence_parallel and self.machine.hides_reductions
+            handling = self._handling(sizes)
+            forward = _handled(compute, tensor, handling)
+            backward = _handled(compute, waits, handling * (1.5 if gathers_again else 1))
+            if sizes.recompute:
+                backward = Pass(forward.compute + backward.compute, forward.tensor + backward.tensor)
             added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to the gradients of earlier ones
-            backward = Pass(again.compute + compute, again.tensor + waits), Pass(compute + added, 0.0)
-            self._layers[key] = Pass(compute, tensor), *backward
+            self._layers[key] = forward, backward, Pass(compute + added, 0.0)
         return self._layers[key]
 
     def _tokens(self, sizes: ParallelSizes) -> float:
@@ -156,6 +161,15 @@ class TimeModel:
         keys_and_values = tokens * self.context * 2 * self.shape.kv_width / t * c
         link = self.machine.link(self.context, t)
         return self.shape.reductions * around + collective("all_gather", keys_and_values, self.context, link)
+
+    def _handling(self, sizes: ParallelSizes) -> float:
+        """Return the seconds of a core that the collectives of a layer's forward need on the tensor axis."""
+        t = sizes.tensor
+        if t == 1:
+            return 0.0
+        stream = self._tokens(sizes) * self.shape.width * ITEMSIZE[sizes.precision]
+        calls = 2 if sizes.sequence_parallel else 1
+        return self.shape.reductions * self.machine.handling.seconds(calls, 2 * (t - 1) / t * stream)
 
     def _exposed(self, sizes: ParallelSizes, compute: float) -> float:
         """Return the seconds of a layer's collectives in the backward that tensor_parallel/overlapped.py does
@@ -262,7 +276,7 @@ class TimeModel:
         def left(comm: float, hiding: float) -> float:
             if sizes.pipeline > 1:
                 return comm
-            copies = comm / link.beta * self.machine.copying / self.machine.share if link.beta else 0.0
+            copies = comm / link.beta * self.machine.handling.byte / self.machine.share if link.beta else 0.0
             return max(comm - hiding, comm / layers) + copies
 
         if sizes.zero == 0:
@@ -278,3 +292,8 @@ class TimeModel:
         numbers = max(parameters_of(self.shape, sizes, rank) for rank in fullest_ranks(sizes))
         shared = sizes.data * self.context if sizes.zero else 1
         return numbers / shared * ADAM_BYTES / self.machine.device.bytes_per_second / self.machine.share
+
+
+def _handled(compute: float, waiting: float, handling: float) -> Pass:
+    """Return a pass whose collectives keep the core busy for `handling` seconds of `waiting`."""
+    return Pass(compute + handling, max(0.0, waiting - handling))

@@ -17,6 +17,7 @@ from hybrid_parallel.memory_model import (
     parameters_of,
     predict_memory,
 )
+from hybrid_parallel.mlp_shape import MLPShape
 from hybrid_parallel.shapes import SHAPES, ModelShape, workbook_shape
 from hybrid_parallel.sizes import ParallelSizes
 from lab.memory import saved_activations
@@ -153,3 +154,14 @@ def test_microbatches_divide_what_a_step_holds_without_a_pipeline():
     one, four = (predict_memory(GPT, ParallelSizes(data=2, microbatches=m), 8) for m in (1, 4))
     assert 4 * four.activations == one.activations
     assert 4 * four.temporary == one.temporary
+
+
+def test_an_mlp_holds_inputs_and_output_gradients_of_the_weight_gradients_that_come_later():
+    shape = MLPShape(num_layers=8, width=48, inputs=48, outputs=48)
+    gpipe, zero_bubble = (
+        predict_memory(shape, ParallelSizes(pipeline=2, microbatches=2, schedule=schedule), 16)
+        for schedule in ("gpipe", "zb_h1")
+    )
+    # The last stage does F0 I0 F1 I1 W0 W1: two microbatches then wait for W, each with twice its outputs.
+    assert zero_bubble.deferred == gpipe.activations == 2 * 8 * 4 * 48 * 4
+    assert zero_bubble.total - zero_bubble.deferred == gpipe.total

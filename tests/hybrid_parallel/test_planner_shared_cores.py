@@ -7,6 +7,7 @@ import pytest
 from comm import cost
 from comm.cost import Link
 from hybrid_parallel.machine import Device, Machine
+from hybrid_parallel.measured import Handling
 from hybrid_parallel.mlp_shape import MLPShape
 from hybrid_parallel.shapes import ModelShape
 from hybrid_parallel.shared_cores import makespan
@@ -87,9 +88,20 @@ def test_the_weights_gradient_hides_the_reduction_of_the_inputs_gradient():
 
 def test_copies_slow_down_what_hides_the_gradients():
     sizes, one = ParallelSizes(data=4), machine(4, 2, Link(0.0, 1e-3))
-    more = [TimeModel(SHAPE, replace(one, copying=c), 48).predict(sizes).data for c in (0.0, 1e-3)]
+    costs = (Handling(), Handling(byte=1e-3))
+    more = [TimeModel(SHAPE, replace(one, handling=cost), 48).predict(sizes).data for cost in costs]
     sent = 2 * 3 / 4 * 4 * SHAPE.num_layers * SHAPE.layer_parameters
     assert more[1] - more[0] == pytest.approx(sent * 1e-3 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("cores", [4, 2])
+def test_a_layers_collectives_need_a_core_for_calls_and_copies_as_a_part_of_their_time(cores: int):
+    sizes, one = ParallelSizes(tensor=4), replace(machine(4, cores, Link(0.0, 1e-3)), hides_reductions=False)
+    costs = (Handling(), Handling(call=5.0, byte=1e-4))
+    without, handled = (TimeModel(SHAPE, replace(one, handling=cost), 48).predict(sizes) for cost in costs)
+    of_all = 12 * 4 * (5.0 + 2 * 3 / 4 * 48 * 4096 * 4 * 1e-4)
+    assert handled.compute - without.compute == pytest.approx(of_all * 4 / cores)
+    assert without.tensor - handled.tensor == pytest.approx(of_all)
 
 
 def test_an_mlps_shape_has_the_parameters_and_the_operations_of_the_model():
