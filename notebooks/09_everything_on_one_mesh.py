@@ -430,7 +430,7 @@ show(
 # batch, a memory and a network.
 #
 # How good are such predictions? Compare those for the three axes with what you have measured above. The planner measures the
-# rate of this machine for half a second, and the link is the slow cable.
+# rates of this machine in a second, and the link is the slow cable.
 
 # %%
 from hybrid_parallel.machine import this_machine
@@ -442,9 +442,9 @@ for axis in AXES:
     print(f"{axis:<10} predicted {predicted * 1e3:6.1f} ms      measured {steps[axis][1] * 1e3:6.1f} ms")
 
 # %% [markdown]
-# The order is right, and a choice needs no more. The seconds are less exact: the prediction counts floating-point operations
-# and bytes, and in such a small model it also takes time to start an operation. The lesson's
-# [README](../hybrid_parallel/README.md#5-plans) compares the planner with published runs.
+# The order is right, and a choice needs no more. The seconds are less exact, because a step of such a small model has many
+# short operations and messages. The lesson's [README](../hybrid_parallel/README.md#5-plans) compares the planner with
+# measurements of larger steps and with published runs.
 #
 # ## On a real cluster
 #
