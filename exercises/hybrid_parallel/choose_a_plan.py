@@ -14,7 +14,7 @@ You may use:
         Yield every division of `devices` that makes sense and agrees with `given`, in every way to
         run it.
     Machine(device: Device, devices_per_node: int, inner: Link, outer: Link, cores: int | None = None,
-            copying: float = 0.0, hides_reductions: bool = False)
+            handling: Handling = NO_HANDLING, hides_reductions: bool = False)
         Holds a device, the number of them in a node, and the links of each device within and between
         nodes.
     machine.device.memory_bytes: float

@@ -19,7 +19,7 @@ You may use:
     layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int
         Return the number of layers of a pipeline rank, in all its stages together.
     Memory(parameters: float, gradients: float, optimizer_state: float, activations: float, temporary:
-            float, in_flight: float = 0.0)
+            float, in_flight: float = 0.0, deferred: float = 0.0)
         Holds the bytes of one rank by what they are for.
     parallel_sizes.num_stages: int
         Return the number of stages into which the model is cut, over all ranks of a pipeline.
