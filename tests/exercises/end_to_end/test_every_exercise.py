@@ -54,7 +54,6 @@ def test_it_fails_untouched_and_passes_with_the_lessons_code(workbook, exercise)
     before = run(workbook, "exercises", "check", exercise.name)
     assert before.returncode == 1
     assert before.stdout.strip() == f"{exercise.name}: unsolved  {missing(exercise)}"
-    assert state_of(workbook, exercise) == "unsolved"
     file.write_text(solved(exercise))
     after = run(workbook, "exercises", "check", exercise.name)
     assert after.returncode == 0, after.stdout
@@ -63,13 +62,16 @@ def test_it_fails_untouched_and_passes_with_the_lessons_code(workbook, exercise)
     file.write_text(generated(exercise))
 
 
-@EACH
-def test_pytest_grades_it_alone_by_name_and_by_marker(workbook, exercise):
-    report = workbook / "report.json"
-    for option in ("-k", "-m"):
-        report.unlink(missing_ok=True)
-        chosen = ["exercises", option, exercise.name, "--exercise-report", str(report)]
-        assert run(workbook, "pytest", *chosen).returncode == 1
-        [row] = json.loads(report.read_text())["exercises"]
-        assert (row["name"], row["state"], row["credit"]) == (exercise.name, "unsolved", 0.0)
-        assert (row["passed"], row["failed"]) == ([], list(exercise.tests))
+def test_pytest_grades_each_exercise_alone_by_name_and_by_marker(workbook):
+    outcomes = workbook / "outcomes.json"
+    names = [exercise.name for exercise in EXERCISES]
+    done = run(workbook, "tests.exercises.end_to_end.grade_alone", str(outcomes), *names)
+    assert done.returncode == 0, done.stdout
+    found = {tuple(one["chosen"]): one for one in json.loads(outcomes.read_text())}
+    for exercise in EXERCISES:
+        for option in ("-k", "-m"):
+            outcome = found[option, exercise.name]
+            assert outcome["exit_code"] == 1
+            [row] = outcome["exercises"]
+            assert (row["name"], row["state"], row["credit"]) == (exercise.name, "unsolved", 0.0)
+            assert (row["passed"], row["failed"]) == ([], list(exercise.tests))
