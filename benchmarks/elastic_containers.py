@@ -7,6 +7,7 @@ A rank that dies takes its container with it, as `docker kill` does, and the eng
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,11 +48,27 @@ def train(ranks: int, options: list[str], variables: dict[str, str], folder: Pat
     override.write_text(yaml.safe_dump({"services": dict.fromkeys(nodes, node)}))
     files = ["-f", "docker-compose.yaml", "-f", str(override)]
     try:
-        _compose(*files, "up", "--no-deps", *nodes, timeout=200)
-        found = _compose(*files, "ps", "--all", "--quiet", "node0", timeout=60).split()
-        subprocess.run(["docker", "cp", f"{found[0]}:{SHARED}/events", str(folder)], check=True, timeout=60)
+        _compose(*files, "up", "--detach", "--no-deps", *nodes, timeout=120)
+        containers = _compose(*files, "ps", "--quiet", *nodes, timeout=60).split()
+        _wait_until_done(containers)
+        _docker("cp", f"{containers[0]}:{SHARED}/events", str(folder))
     finally:
         _compose(*files, "down", "--volumes", "--timeout", "1", timeout=120)
+
+
+def _wait_until_done(containers: list[str], seconds: float = 200) -> None:
+    """Wait until all have ended well; one that has failed is about to be started again."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        states = _docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", *containers)
+        if set(states.splitlines()) == {"exited 0"}:
+            return
+        time.sleep(0.5)
+    raise TimeoutError(f"the containers have not trained to the end in {seconds:.0f} s: {states}")
+
+
+def _docker(*words: str) -> str:
+    return subprocess.run(["docker", *words], check=True, timeout=60, text=True, capture_output=True).stdout
 
 
 def _compose(*words: str, timeout: float) -> str:
