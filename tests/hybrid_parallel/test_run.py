@@ -41,16 +41,20 @@ def summaries(world_size: int, ways: list[dict[str, Any]]) -> list[dict[str, Any
     return run_ranks(work, world_size)[0]
 
 
+def assert_equal_replicas_and_traffic(one: dict) -> None:
+    assert one["replicas_equal"]
+    axes = [axis for axis in AXES if one[f"axis_{axis}"] > 1]
+    for what in ("bytes", "messages"):
+        assert one[f"{what}_sent"] == one[f"{what}_formula"]
+        assert one[f"{what}_sent"] == sum(one[f"axis_{axis}_{what}_sent"][0] for axis in axes)
+        for axis in axes:
+            assert one[f"axis_{axis}_{what}_sent"] == one[f"axis_{axis}_{what}_formula"], one
+
+
 def test_every_way_trains_the_same_model():
     alone, *others = [one for size, ways in WAYS.items() for one in summaries(size, ways)]
     for one in others:
-        assert one["replicas_equal"]
-        axes = [axis for axis in AXES if one[f"axis_{axis}"] > 1]
-        for what in ("bytes", "messages"):
-            assert one[f"{what}_sent"] == one[f"{what}_formula"]
-            assert one[f"{what}_sent"] == sum(one[f"axis_{axis}_{what}_sent"][0] for axis in axes)
-            for axis in axes:
-                assert one[f"axis_{axis}_{what}_sent"] == one[f"axis_{axis}_{what}_formula"], one
+        assert_equal_replicas_and_traffic(one)
         for loss in ("first_loss", "last_loss", "validation_loss"):
             assert one[loss] == pytest.approx(alone[loss], rel=1e-4), one
 
@@ -61,13 +65,7 @@ def test_the_mlp_trains_the_same_in_every_way():
     alone, *others = [one for n, some in ways.items() for one in summaries(n, [mlp | way for way in some])]
     assert alone["validation_loss"] < alone["first_loss"]
     for one in others:
-        assert one["replicas_equal"]
-        axes = [axis for axis in AXES if one[f"axis_{axis}"] > 1]
-        for what in ("bytes", "messages"):
-            assert one[f"{what}_sent"] == one[f"{what}_formula"]
-            assert one[f"{what}_sent"] == sum(one[f"axis_{axis}_{what}_sent"][0] for axis in axes)
-            for axis in axes:
-                assert one[f"axis_{axis}_{what}_sent"] == one[f"axis_{axis}_{what}_formula"], one
+        assert_equal_replicas_and_traffic(one)
         for what in ("first_loss", "last_loss", "validation_loss", "validation_accuracy"):
             assert one[what] == pytest.approx(alone[what], rel=1e-4), one
 
