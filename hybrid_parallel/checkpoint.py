@@ -2,27 +2,30 @@
 
       training      step 120  ──copy── step 121 ─── step 122 ─── step 123 ─── ...
                                │ to host memory
-      rank 0's thread          └── writes rank-0 ── waits for the others' word ── manifest: complete
-      rank 1's thread          └── writes rank-1 ── "written" ──┘
+      rank 0's thread          └── writes rank-0 ── waits for all reports ── manifest: complete
+      rank 1's thread          └── writes rank-1 ── reports "written" ──┘
 
       runs/first/               on a file system that all machines share
-          step-100/             the last complete ones are kept
+          step-100/             the last `keep` complete checkpoints stay
           step-120/
-              rank-0-5f0c.safetensors, rank-1-5f0c.safetensors, ...     what each rank has
+              rank-0-5f0c.safetensors, rank-1-5f0c.safetensors, ...     the elements that each rank saves
               manifest                                                  which elements are in which file
 
-A step pays only for copying its tensors to host memory. A checkpoint becomes visible when rank 0 renames its
-manifest, which it writes after all ranks' files are on disk, and an older one is removed after that: whenever
-ranks are killed, the last complete checkpoint stays. The threads agree through the job's store, because a
-collective would meet those of the training. If a write fails, training goes on with the older checkpoint.
+The training waits only while its tensors are copied to host memory, and for an earlier save that is not yet
+written. Rank 0 writes the manifest after the files of all ranks are on disk, and the checkpoint is complete
+as soon as rank 0 has renamed the manifest to its final name. Only then is an older checkpoint removed. So the
+last complete checkpoint stays, whenever ranks are killed. The threads communicate through the job's store,
+because their collectives would be mixed with those of the training. If a write fails, training continues, and
+the older checkpoint stays the last one.
 
     checkpoints = BackgroundCheckpoints("runs/first", cluster, keep=3)
     checkpoints.save(step, pieces, {"step": step, "random": random_state()})
     checkpoints.wait()                                       # at the end; raises if a save has failed
 
-A piece (checkpoint_pieces.py) says which elements of which full tensor it has, so any mesh finds its own.
-Cost: 2 M bytes of memory traffic per step that saves M bytes, and M bytes of host memory. The idea is that of
-CheckFreq (Mohan et al. 2021) and of the asynchronous checkpoints of torch.distributed.checkpoint.
+A piece (checkpoint_pieces.py) says which elements of which full tensor it has. So a run on any mesh finds the
+elements that it needs. To save M bytes costs M bytes of host memory, and 2 M bytes of memory traffic, because
+the copy reads and writes each byte. The idea is that of CheckFreq (Mohan et al. 2021) and of the asynchronous
+checkpoints of torch.distributed.checkpoint.
 """
 
 import base64
@@ -75,7 +78,7 @@ class BackgroundCheckpoints:
         files.refuse_other_formats(self._folder)
         checkpoint.claim(self._folder)
         files.remove_leftovers(self._folder)
-        return secrets.token_hex(4)  # of this job: names its files and its keys in the store
+        return secrets.token_hex(4)  # identifies this job in the names of its files and of its keys
 
     def save(
         self,
@@ -86,16 +89,16 @@ class BackgroundCheckpoints:
     ) -> None:
         """Copy the pieces to host memory, and return; a thread writes them. First wait for an earlier save.
 
-        `extra` is what this rank needs beside its pieces to go on: numbers and strings, in lists and dicts.
-        `tied` gives for a tensor's second name the first one, under which it is saved. Raise WorkbookError if
-        the folder has a checkpoint of an earlier run and none of them was loaded.
+        `extra` is what this rank needs besides its pieces to resume: numbers and strings, in lists and dicts.
+        `tied` maps the second name of a tied tensor to the first one, under which it is saved. Raise
+        WorkbookError if the folder has checkpoints of an earlier run, and this run has loaded none of them.
         """
         if self._not_loaded is not None:
             raise WorkbookError(
                 f"{self._folder} has the checkpoint of step {self._not_loaded}, with which this run has not "
                 "begun: resume from it, or name another folder"
             )
-        # A copy, too: the run may change its values. What is no plain value raises a TypeError here.
+        # A copy, because the run may change the values. Other types than those above raise a TypeError here.
         values = json.loads(json.dumps({"extra": extra, "tied": tied or {}}))
         self._finish_writing()
         if step == self._last_saved:
@@ -134,7 +137,7 @@ class BackgroundCheckpoints:
         self._complete(step, json.dumps(word))
 
     def _complete(self, step: int, word: str) -> None:
-        """Tell rank 0 that this rank's file is on disk, or has failed, and learn how all ranks have fared."""
+        """Tell rank 0 whether this rank's file is on disk, and learn whether the checkpoint is complete."""
         rank, store, key = self._cluster.rank, self._cluster.store, f"{self._token}/{self._saves}"
         try:
             if self._cluster.is_main:
@@ -157,7 +160,7 @@ class BackgroundCheckpoints:
         return f"cannot save the checkpoint of step {step} in {self._folder}: {outcome}"
 
     def _publish(self, step: int, words: list[dict[str, Any]]) -> str:
-        """Make the checkpoint visible that all ranks have written, and return ""; else return why not."""
+        """Complete the checkpoint if all ranks have written their files. Return "", or why it has failed."""
         failures = [word["failure"] for word in words if word["failure"]]
         try:
             if not failures:
@@ -201,8 +204,8 @@ class BackgroundCheckpoints:
         """Fill the wanted pieces, and return what each rank gave to `save` as `extra`, in rank order.
 
         The list is as long as the number of ranks that saved. Later checkpoints than this one are removed
-        when the next one is complete. Raise WorkbookError on all ranks if a checksum
-        is wrong on one, or the pieces of all ranks together are not the tensors that were saved.
+        when the next one is complete. Raise WorkbookError on all ranks if a checksum is wrong on one of them,
+        or if the pieces of all ranks together are not the tensors that were saved.
         """
         what, wanted = f"load the checkpoint of step {step} in {self._folder}", list(wanted)
         folder, manifests = files.folder_of(self._folder, step), []
@@ -229,7 +232,7 @@ def random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """Go on with the random numbers of `random_state`."""
+    """Restore the state of the random numbers that `random_state` has returned."""
     states = [torch.frombuffer(bytearray(base64.b64decode(one)), dtype=torch.uint8) for one in text.split()]
     torch.set_rng_state(states[0])
     if len(states) > 1 and torch.cuda.is_available():
@@ -239,7 +242,8 @@ def set_random_state(text: str) -> None:
 def _answer(store: dist.Store, key: str, is_last: bool = True) -> str:
     """Return the value of a key once another rank has set it; `is_last`: no other rank will read it.
 
-    Looking again and again leaves the store to the training between two looks; its `wait` would not.
+    This checks the key again and again, so the training can use the store between two checks. The store's
+    `wait` would block it.
     """
     while not store.check([key]):
         time.sleep(_POLL)

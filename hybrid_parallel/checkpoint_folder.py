@@ -1,14 +1,15 @@
 """Read and write the files of a checkpoint: one of each rank, and the manifest that makes it complete.
 
       runs/first/step-120/
-          rank-0-5f0c.safetensors     the parts that rank 0 has saved, each as a flat tensor under its text
+          rank-0-5f0c.safetensors     the parts that rank 0 has saved: flat tensors, each named str(part)
           rank-1-5f0c.safetensors
           manifest                    JSON: the names of these files; for each part the rank, the elements and
-                                      a checksum of every mebibyte; the ranks' own values. Last line: SHA-256
+                                      a checksum of every mebibyte; each rank's `extra`. Last line: SHA-256
 
-A folder without a manifest is no checkpoint yet, and a file that no manifest names belongs to none. The
-format of the ranks' files is safetensors: a JSON header and the bytes, which can be read in part, and run no
-code (torch.save's format is a program for an unpickler). https://huggingface.co/docs/safetensors
+A folder without a manifest is not a complete checkpoint, and a file that its manifest does not name is left
+over from a save that failed. The ranks' files have the safetensors format, a JSON header and the tensors'
+bytes: a file can be read in part, and loading it runs no code (torch.save's format is a program for an
+unpickler). https://huggingface.co/docs/safetensors
 """
 
 import functools
@@ -70,9 +71,9 @@ class SavedPart:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describe a complete checkpoint. `tied` names tensors that are saved under another name.
+    """Describe a complete checkpoint. `tied` maps names of tensors to the names under which they are saved.
 
-    `extras` has what each rank has saved beside its tensors, in rank order.
+    `extras` has what each rank has saved besides its tensors, in rank order.
     """
 
     step: int
@@ -103,7 +104,7 @@ class Manifest:
         return lines
 
     def saved_name(self, name: str) -> str:
-        """Return the name under which a tensor is saved: a tied one may have several."""
+        """Return the name under which a tensor is saved. A tied one is saved under one of its names."""
         return name if name in self._names else self.tied.get(name, name)
 
     @functools.cached_property
@@ -167,9 +168,9 @@ def describe(rank: int, tensors: dict[Part, Tensor]) -> list[SavedPart]:
 
 
 def manifest_of(step: int, token: str, words: list[dict[str, Any]]) -> Manifest:
-    """Return the manifest of what all ranks say that they have written, in rank order.
+    """Return the manifest of the parts in `words`, which are the reports of all ranks, in rank order.
 
-    A part that several ranks have saved counts once. Raise WorkbookError if its numbers are not equal.
+    A part that several ranks have saved counts once. Raise WorkbookError if its values are not equal.
     """
     found: dict[Part, SavedPart] = {}
     for word in words:
@@ -190,12 +191,12 @@ def manifest_of(step: int, token: str, words: list[dict[str, Any]]) -> Manifest:
 
 
 def as_json(saved: SavedPart) -> dict[str, Any]:
-    """Return what `manifest_of` takes of a part, as JSON has it."""
+    """Return a part as JSON has it, for a report to `manifest_of`."""
     return json.loads(json.dumps(asdict(saved)))
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Make a checkpoint complete, whose ranks' files are all on disk: rename its manifest to its name.
+    """Complete a checkpoint whose ranks' files are all on disk: write and rename its manifest.
 
     Raise WorkbookError if elements of a tensor are missing or saved twice.
     """
@@ -213,10 +214,10 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 
 def keep_newest(directory: Path, newest: int, number: int) -> None:
-    """Remove all but the last complete checkpoints up to step `newest`, and those of later steps.
+    """Keep the last `number` complete checkpoints up to step `newest`. Remove earlier and later ones.
 
-    A run that has saved step `newest` last has left the course that led to later steps. Manifests go first: a
-    checkpoint that is removed in part must not look complete.
+    Later ones are from a run that went further, before this run resumed at an earlier step. Manifests go
+    first: a checkpoint that is removed in part must not look complete.
     """
     steps = [step for step in complete_steps(directory) if step <= newest][-number:]
     for step in set(complete_steps(directory)) - set(steps):
@@ -225,12 +226,12 @@ def keep_newest(directory: Path, newest: int, number: int) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the files of no complete checkpoint, as a killed job or a failed save leaves them."""
+    """Remove files that belong to no complete checkpoint, such as those of a killed job or a failed save."""
     for step, folder in _folders(directory):
         if not (folder / MANIFEST).exists():
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        with suppress(WorkbookError, OSError):  # loading will name a damaged manifest
+        with suppress(WorkbookError, OSError):  # a damaged manifest is reported when it is loaded
             known = {MANIFEST, *read_manifest(directory, step).files}
             for name in set(os.listdir(folder)) - known:
                 (folder / name).unlink(missing_ok=True)
@@ -243,9 +244,9 @@ def _checksums(flat: Tensor) -> list[int]:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on disk."""
+    """Return once a file, or the names in a folder, are on disk."""
     if path.is_dir() and sys.platform == "win32":
-        return  # Windows syncs no folders
+        return  # Windows cannot sync a folder
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Describe which elements of a full tensor a rank has on any mesh, and find them among the parts of others.
+"""Describe which elements of a full tensor a rank has on any mesh, and find them among the saved parts.
 
       a weight of 4 x 6 elements      cut by tensor parallelism     and the box by ZeRO among 2 ranks
         0  1  2  3  4  5                3  4  5                       3  4  5         .  .  .
@@ -7,8 +7,9 @@
        18 19 20 21 22 23               21 22 23                       .  .  .        21 22 23
                                       box [0:4, 3:6]                elements 0:6    elements 6:12
 
-A full tensor is a line of elements in row-major order. A part of it, of whatever mesh, is some runs of that
-line: 3..5 and 9..11 above. What one mesh has saved and another one wants is found by comparing runs.
+The elements of a full tensor are numbered in row-major order, as on a line. A part of the tensor, on any
+mesh, consists of runs: ranges of consecutive elements, such as 3..5 and 9..11 on the first ZeRO rank above.
+To load on another mesh, a rank compares the runs that it wants with those that were saved.
 """
 
 import math
@@ -27,9 +28,9 @@ Box = tuple[tuple[int, int], ...]  # for each dimension the first index, and the
 
 @dataclass(frozen=True)
 class Part:
-    """Name elements of a full tensor: `numel` of them from element `start` on, in row-major order of a box.
+    """Name elements of a full tensor: of its box, in row-major order, `numel` elements from `start` on.
 
-    Raise ValueError if there are no such elements.
+    `box` is a range of indices in each dimension. Raise ValueError if there are no such elements.
     """
 
     name: str
@@ -54,10 +55,10 @@ class Part:
         return [end - first for first, end in self.box]
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Return this part's runs: first element in the full tensor, the end, and the place in this part."""
+        """Return this part's runs: first element and end in the full tensor, first element in this part."""
         if self.numel == 0:
             return []
-        # Rows of the box follow one another in the full tensor where the box has complete rows.
+        # A run covers the last dimensions, as far as the box has them in full, and a range of the one before.
         inner = len(self.shape)
         while inner > 0 and self._sizes[inner - 1] == self.shape[inner - 1]:
             inner -= 1
@@ -81,9 +82,9 @@ class Part:
 class Piece:
     """Hold a rank's part of the tensor `name`, whose full shape is `shape`.
 
-    `box` says what tensor parallelism has left of the full tensor (None: all of it), and `start` where in the
-    box the range begins that ZeRO has left. `tensor` has these elements, in any shape. Several ranks may have
-    the same part: all but one say `is_replica`, and do not save it.
+    `box` is what this rank has of the full tensor by tensor parallelism (None: all of it). By ZeRO it may
+    have only a range of the box: `start` is the first element of that range. `tensor` has the elements, in
+    any shape. Several ranks may have the same part: all but one set `is_replica`, and do not save it.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Piece:
 
 
 class Copy(NamedTuple):
-    """Say that `numel` elements of saved part number `source`, from `begin` on, belong at `to` of another."""
+    """Say that `numel` elements of saved part `source`, from `begin` on, go to `to` in the wanted part."""
 
     source: int
     begin: int
@@ -111,7 +112,7 @@ class Copy(NamedTuple):
 
 
 class Line:
-    """Know for every element of a full tensor which of the saved parts has it.
+    """Hold, for every element of a full tensor, which of the saved parts has it.
 
     Raise WorkbookError if an element is in no part, or in two of them.
     """
@@ -134,7 +135,7 @@ class Line:
         self._starts = [run[0] for run in self._runs]
 
     def copies(self, wanted: Part) -> Iterator[Copy]:
-        """Yield from where each element of a wanted part is copied."""
+        """Yield the copies that fill a wanted part, in its order."""
         for begin, end, to in wanted.runs():
             i = bisect_right(self._starts, begin) - 1
             while begin < end:

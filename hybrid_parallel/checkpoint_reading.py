@@ -1,4 +1,4 @@
-"""Read from a checkpoint what one rank wants: only the blocks with its elements, each with its checksum.
+"""Read from a checkpoint what one rank wants: only the blocks with its elements, and check each of them.
 
       saved by rank 0    | block 0 | block 1 | block 2 |      wanted: block 1 of rank 0 and block 0 of rank 1
       saved by rank 1    | block 0 | block 1 | ...            are read and checked, the others are not
@@ -27,7 +27,7 @@ def fill(folder: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:
     Raise WorkbookError if a block is not as it was saved, or if elements are missing or saved twice.
     """
     by_name, lines = manifest.by_name(), manifest.lines()
-    opened = functools.cache(functools.partial(safe_open, framework="pt"))  # once each file
+    opened = functools.cache(functools.partial(safe_open, framework="pt"))  # each file once
     for piece in wanted:
         name = manifest.saved_name(piece.name)
         parts: dict[int, CheckedPart] = {}
@@ -42,7 +42,10 @@ def fill(folder: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:
 
 
 def refuse_other_tensors(manifest: Manifest, wanted: Sequence[Piece], folder: Path) -> list[str]:
-    """Return the names under which the wanted tensors are saved. Raise WorkbookError if they do not match."""
+    """Return the names under which the wanted tensors are saved.
+
+    Raise WorkbookError if one is missing, or has another shape or dtype.
+    """
     by_name, names = manifest.by_name(), []
     for piece in wanted:
         name = manifest.saved_name(piece.name)

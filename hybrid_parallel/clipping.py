@@ -1,11 +1,13 @@
 """Clip gradients by their norm over a mesh: every number of the full model counts once.
 
-      axis        ranks have                                      in the sum
-      pipeline    other stages; the tied embedding is on two      all stages; the later copy is left out
-      tensor      parts of a layer, and norms in full             all parts; norms on the first rank only
-      data        the same gradients, or with ZeRO other shards   nothing more, or all shards
+      axis        what ranks have                                 what is added up
+      pipeline    different stages; the tied embedding is on two  all stages, without the later copy
+      tensor      parts of the divided parameters; the others,    all parts; the others on the first rank only
+                  such as LayerNorm's weights, in full
+      data        without ZeRO the same gradients                 nothing
+                  with ZeRO different shards                      all shards
 
-norm = sqrt(sum of squares, all-reduced along each axis in turn)
+norm = sqrt(sum of squares): each rank adds up what it counts, and all-reduces the sum along each axis
 """
 
 from collections.abc import Iterable, Sequence

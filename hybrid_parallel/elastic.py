@@ -1,29 +1,33 @@
-"""Elastic data parallel: when a rank dies, the others go on in the same processes, in the same step.
+"""Elastic data parallel: when a rank dies, the others continue in the same processes, and repeat the step.
 
       step 7      rank 0 ───┐            rank 0 ───┐
                   rank 1 ───┼─ ✗         rank 1 ───┼─ all-reduce ─► step 8 ...      4 ranks, then 3:
                   rank 2 ✗  │            rank 3 ───┘                                the same global batch
                   rank 3 ───┘
 
-A restart costs what every start costs: processes, imports, the rendezvous, the checkpoint, and the steps
-since it. But a replica has all that training needs, so the memory of every survivor is a checkpoint of the
-last step. Only the group is broken. The survivors form a new one (survivors.py), and take the interrupted
-step again, with its batch divided among fewer ranks. The number of ranks is not in the formula of the
-gradient, so it is the same in every group, and slices may be unequal:
+A restart costs what every start costs: processes, imports, the rendezvous, and loading the checkpoint. The
+steps since the checkpoint must be repeated, too. But a replica has all the state that training needs, so the
+memory of every survivor is a checkpoint of the last step. Only the group is broken: the kernel closes the
+connections of the dead process, and the all-reduce raises CommError on the survivors. They form a new group
+(survivors.py) and repeat the interrupted step, with the same global batch divided among fewer ranks. The
+gradient is the same in every group, because its formula does not contain the number of ranks. So the slices
+of the batch may also be unequal:
 
       sum over ranks of the gradient of (the sum of losses over the rank's slice / examples of the batch)
 
-No rank may take a step twice, or miss one. An all-reduce ends on a rank only after every rank has given its
-gradient. So a rank takes step t only when all ranks have taken step t-1, and after a death there are at most
-two counts of steps: t on ranks whose all-reduce was interrupted, and t+1 where it had ended. The state of the
-latter is right, because the dead rank's gradient is in it. The former take that state over: parameters,
-optimizer and count together, and only when all of it has arrived. The optimizer's step communicates nothing,
-so no survivor is interrupted in it.
+No rank may take a step twice, or miss one; a step is taken when the optimizer has used its gradient. An
+all-reduce ends on a rank only after every rank has contributed its gradient, and a rank does so only after it
+has taken all earlier steps. So if a rank dies in step t, counted from 0, there are at most two counts among
+the survivors: t steps where the all-reduce was interrupted, and t+1 where it had ended. The state after t+1
+steps is correct, because the dead rank's gradient is in it. Ranks that have taken t steps copy it:
+parameters, optimizer state and count together, and only when all of it has arrived. If all have taken t
+steps, they repeat step t. The optimizer's step communicates nothing, so a death does not interrupt it on the
+survivors.
 
       time lost = detection + agreement + group (milliseconds each) + state, if counts differ + part of a step
 
-With ZeRO, or a model in stages, a dead rank's part of the state is in no other memory. There the state must
-come from the last checkpoint, which any mesh can load (train_hybrid.py --auto-resume).
+With ZeRO, tensor parallelism or a pipeline, a rank has state that is in no other rank's memory. If it dies,
+the state must come from the last checkpoint, which any mesh can load (train_hybrid.py --auto-resume).
 """
 
 import io
@@ -41,10 +45,11 @@ LossOfSum = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the sum over exampl
 
 
 class ElasticReplica:
-    """A model and its optimizer on one rank, and `steps`, the number of steps that both have behind them.
+    """A model and its optimizer on one rank, and `steps`, the number of steps that they have taken.
 
-    `catch_up()` comes first in every group, also in the first one, where it sends rank 0's initial weights.
-    Both methods raise CommError if a rank dies in them, and then leave the state as it was.
+    Call `catch_up()` first in every group, also in the first one, where it sends rank 0's initial weights to
+    all ranks. `catch_up` and `step` raise CommError if a rank dies in them, and then leave parameters,
+    optimizer state and `steps` as they were.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sum_of_losses: LossOfSum) -> None:
@@ -69,7 +74,7 @@ class ElasticReplica:
         return mean_loss[0]
 
     def catch_up(self) -> None:
-        """Take over the state of a rank that has taken the most steps, if this one has taken fewer."""
+        """Copy the state of a rank that has taken the most steps, if this rank has taken fewer, or none."""
         counts = exchange(self.steps)
         if min(counts) == max(counts) > 0:
             return
@@ -80,7 +85,7 @@ class ElasticReplica:
             self.steps = max(counts)
 
     def _state_of(self, source: int) -> dict[str, Any]:
-        """Return the state of a rank of the group, once all of it is here. All ranks must call it."""
+        """Return the state of rank `source`, once all of it has arrived. All ranks must call it."""
         file = io.BytesIO()
         if dist.get_rank() == source:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)

@@ -1,17 +1,22 @@
 """Put the techniques of lessons 2 to 4 around one model: tensor parallel layers, in stages, in replicas.
 
       plain ─► parallelize (tensor group) ─► Pipeline (its group) ─► BucketDataParallel or ZeRO (data group)
-      model    each layer divided            stages of this rank     gradients of equal stages averaged
+      model    each layer divided            stages of this rank     gradients averaged over replicas
 
 A step runs forwards and backwards of all microbatches, and then completes the gradients, each in its group:
 
-      pipeline    the gradients of an embedding that the first and the last stage share are added up
-      data        the mean over replicas; with ZeRO each rank keeps its shard of it
-      tensor      gradients of which each rank has a term, as norms have with sequence parallelism
+      pipeline    the first and the last stage add up the gradients of an embedding that they share
+      data        the replicas take the mean; with ZeRO each rank keeps its shard of it
+      tensor      with sequence parallelism the ranks add up the gradients of undivided parameters (norms,
+                  positions, some biases), of which each rank has one term
 
-All three are sums, so their order would not matter; but with ZeRO only shards are left after the second one,
-and stages that share an embedding have other shards. Without a pipeline, the mean over replicas starts in the
-backward of the last microbatch. In a pipeline it follows the last backward: each stage ends at another time.
+All three are sums, so without ZeRO their order would not matter. With ZeRO only shards are left after the
+mean. Two stages have different shards of an embedding that they share, so they must add up its gradients
+before. The ranks of a tensor group have the same shards of undivided parameters, and add up these afterwards.
+
+Without a pipeline, the mean over replicas begins during the backward of the last microbatch (with ZeRO 2 and
+3, of every microbatch). In a pipeline it begins after the last backward of a rank's stages, and so at
+different times in different stages.
 """
 
 import contextlib
@@ -46,8 +51,9 @@ OptimizerClass = type[torch.optim.Optimizer]
 class HybridParallel:
     """Trains a GPT or an MLP on the ranks of `mesh`, in the way that `mesh.sizes` says.
 
-    All ranks give the same `model`; those of a pipeline must also give the same weights. `example` is one
-    microbatch of the input. `optimizer_class` is made with `options` for what this rank trains.
+    All ranks must give a `model` of the same shape, and the ranks of a pipeline group also the same weights:
+    along the other axes the first rank's weights are copied. `example` is one microbatch of the input. The
+    optimizer is an `optimizer_class` with `options`, for the parameters that this rank trains.
     """
 
     def __init__(
@@ -161,7 +167,7 @@ class HybridParallel:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Return, with ZeRO, what this rank has of each parameter that is trained on it."""
+        """Return, with ZeRO, this rank's pieces of the parameters that its stages train."""
         return list(self.data.pieces.values() if self.sizes.zero == 3 else self.data.pieces)
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -173,16 +179,17 @@ class HybridParallel:
             return {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
 
     def gathered(self) -> contextlib.AbstractContextManager[Any]:
-        """Gather the parameters along the data axis in the block, where ZeRO 3 has shards of them."""
+        """With ZeRO 3, gather the full parameters along the data axis for the `with` block."""
         return self.data.gathered() if self.sizes.zero == 3 else contextlib.nullcontext()
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.data is None else self.data.no_sync()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by their names in the full model; a tied one has both names.
+        """Return this rank's parameters by all names that they have in the full model.
 
-        With ZeRO 3 they have numbers only inside of `gathered()`.
+        A tied parameter has both names, or in a pipeline only that of this rank's copy. With ZeRO 3 the
+        parameters have their values only inside of `gathered()`.
         """
         if self.pipeline is not None:
             return self.pipeline.named_own_parameters()
@@ -190,7 +197,7 @@ class HybridParallel:
 
 
 def _free_other_stages(model: nn.Module, pipeline: Pipeline) -> None:
-    """Free the memory of the parameters that ranks of other stages train, which `model` still refers to."""
+    """Free the parameters of other ranks' stages: `model` still refers to them, but this rank needs none."""
     own = set(pipeline.parameters())
     for parameter in model.parameters():
         if parameter not in own:

@@ -1,21 +1,22 @@
 """Describe the devices that train a model: memory, rates of computing, and the links between them.
 
-No program reaches a rate of a data sheet. So a device has the share of each rate that its kernels reach, one
-number for all models and plans:
+No program reaches the rates of a data sheet. So for each rate a device has the share that its kernels reach,
+one number for all models and plans:
 
     matmul       matrix products. H100: measured with torch 2.11 on one of 700 W, for 4 seconds with each
-                 matrix of a Llama 3 layer: 650 to 700 of 989 teraFLOP/s, as the clock sinks under load.
+                 matrix of a Llama 3 layer: 650 to 700 of 989 teraFLOP/s, because the clock slows under load.
                  A100: chosen, together with `overhead`.
     attention    the fused kernel. H100: measured there with scaled_dot_product_attention and 8192 tokens,
                  507 teraFLOP/s forward and 360 backward. A100: the same share.
     bandwidth    operations on each element. H100: measured there, 2.8 to 3.0 of 3.35 TB/s in additions and
                  activation functions, 1.8 in norms. A100: the same share.
-    overhead     of a step is in no formula: gaps between kernels, stragglers, reading data. Chosen.
+    overhead     the share of a step that is in no formula: gaps between kernels, stragglers, reading data.
+                 Chosen.
     links        a collective reaches four fifths of a link's rate, on all devices. Chosen.
 
-The chosen numbers are round, and were set once with the runs that tests/hybrid_parallel/published_runs.py
-calls MEGATRON and LLAMA. Peak rates, memory and bandwidths are those of NVIDIA's data sheets, for SXM and
-without sparsity.
+The chosen numbers are round. They were set once, by comparing predictions with the runs that
+tests/hybrid_parallel/published_runs.py calls MEGATRON and LLAMA. Peak rates, memory and bandwidths are those
+of NVIDIA's data sheets, for SXM and without sparsity.
 """
 
 import os
@@ -43,7 +44,7 @@ class Device:
     attention_share: float
     bandwidth_share: float
     overhead: float
-    layer_seconds: float = 0.0  # of a layer's forward, however small: calls of its kernels
+    layer_seconds: float = 0.0  # added to each forward of a layer: the time to call its kernels
 
     def flops(self, precision: Precision) -> float:
         """Return the operations per second that matrix products reach."""
@@ -64,9 +65,9 @@ class Machine:
     """Holds a device, the number of them in a node, and the links of each device within and between nodes.
 
     On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
-    those of a core. `handling` is what a collective costs the core of a rank.
-    `hides_reductions` says whether programs hide what layers send that are divided by their outputs, as
-    tensor_parallel/overlapped.py does; the published runs on GPUs did not.
+    those of a core. `handling` is the time of a core that collectives take on a rank. `hides_reductions` says
+    whether column-parallel layers hide their collectives in the backward, as tensor_parallel/overlapped.py
+    does; the programs of the published runs on GPUs did not.
     """
 
     device: Device
@@ -85,8 +86,8 @@ class Machine:
     def link(self, ranks: int, stride: int) -> Link:
         """Return the link of `ranks` devices whose numbers are `stride` apart, as in one group of a mesh.
 
-        Within a node it is the inner link. Across nodes a ring leaves each node once, and several devices of
-        the group in a node share their network cards: NCCL runs a ring through each card.
+        Within a node it is the inner link. Across nodes a ring leaves each node only once, but NCCL runs a
+        ring through each network card, so the group has the cards of all its devices in a node together.
         """
         if (ranks - 1) * stride < self.devices_per_node:
             return self.inner
@@ -94,7 +95,7 @@ class Machine:
         return Link(self.outer.alpha, max(self.inner.beta, self.outer.beta / cards))
 
 
-LINK_SHARE = 0.8  # of a link's rate, that a collective reaches
+LINK_SHARE = 0.8  # of a link's rate: what a collective reaches
 OVERHEAD = 0.07  # of a step, on all GPUs
 
 A100_FLOPS = {"float32": 156e12, "bf16": 312e12}  # float32 as TF32
@@ -108,7 +109,7 @@ DEVICES = {
 
 
 def _node(device: Device, nvlink: float, network: float) -> Machine:
-    """Return nodes of 8 devices; rates of the links in bytes per second and direction, for each device."""
+    """Return nodes of 8 devices. The rates of the links are for each device, in bytes/s in one direction."""
     return Machine(device, 8, Link(5e-6, 1 / (nvlink * LINK_SHARE)), Link(10e-6, 1 / (network * LINK_SHARE)))
 
 
@@ -140,7 +141,7 @@ def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machi
 def this_machine(ranks: int, link: Link, handling: Handling = NO_HANDLING) -> Machine:
     """Return this machine, its cores and memory shared by `ranks` processes with one thread each.
 
-    The rates are measured in a second (measured.py). They are those of a core.
+    The rates are those of a core. Measuring them takes about a second (measured.py).
     """
     rates = measure_rates()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks

@@ -2,13 +2,13 @@
 
       flops             a matrix product of a small GPT's layer
       attention_flops   the fused kernel, which skips the half that the causal mask removes
-      bandwidth         GELU: reads and writes each number
-      layer_seconds     a GPT's layer with a single token: what remains are Python and the calls of kernels
-      handling          all-reduces of one element and of 4 MiB: the seconds of all threads for a call, and
+      bandwidth         a GELU, which reads and writes each element
+      layer_seconds     a GPT layer with a single token: the time of Python and of the calls of kernels
+      handling          all-reduces of one element and of 4 MiB: the CPU time of all threads for a call, and
                         for each byte that is sent
 
-The clock is that of the thread or the process: it stands still while others have the core. So the rates are
-those of a core, however many ranks share it and whatever else the machine does.
+All times are CPU times of the thread or of the process. That clock stands still while others have the core.
+So the rates are those of a core, however many ranks share it and whatever else the machine does.
 """
 
 import statistics
@@ -32,7 +32,7 @@ COPIED_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Rates:
-    """Holds the operations and bytes per second of a core, and the seconds of an empty layer's forward."""
+    """Holds the operations and bytes per second of a core, and the seconds to call the kernels of a layer."""
 
     flops: float
     attention_flops: float
@@ -42,13 +42,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Handling:
-    """Holds the seconds of a core that a rank spends on a collective: for the call, for each sent byte."""
+    """Holds the CPU seconds that a collective takes on a rank: for the call, and for each sent byte."""
 
     call: float = 0.0
     byte: float = 0.0
 
     def seconds(self, calls: float, num_bytes: float) -> float:
-        """Return the seconds of a core for collectives that send so many bytes together."""
+        """Return the CPU seconds of `calls` collectives that send `num_bytes` together."""
         return calls * self.call + num_bytes * self.byte
 
 
@@ -57,7 +57,7 @@ NO_HANDLING = Handling()
 
 @cache
 def measure_rates() -> Rates:
-    """Return the rates of this machine, measured with one thread in a second."""
+    """Return the rates of this machine, measured with one thread. It takes about a second."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -77,16 +77,16 @@ def measure_rates() -> Rates:
 
 
 def attend(heads: torch.Tensor) -> torch.Tensor:
-    """Return causal self-attention of the heads, each with itself."""
+    """Return causal self-attention with `heads` as queries, keys and values."""
     return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 def measure_handling(pattern: str, group: Group = None, repeats: int = 5) -> Handling:
-    """Return what an all-reduce costs a rank's core. All ranks must call it."""
+    """Return the CPU time that an all-reduce takes on a rank. All ranks must call it."""
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return NO_HANDLING
-    sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))
+    sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))  # bytes: 1 s each
     with slow_link.slowed(None):
         barrier(group)
         call, large = (
@@ -103,7 +103,7 @@ def measure_handling(pattern: str, group: Group = None, repeats: int = 5) -> Han
 def usual(
     call: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 30
 ) -> float:
-    """Return the median of the seconds that the call takes on the clock: a rate that lasts, not the best."""
+    """Return the median seconds of a call on the clock: the usual speed, not the best one."""
     call()
     seconds = []
     for _ in range(repeats):

@@ -1,12 +1,12 @@
 """Predict the bytes that a rank holds at the peak of a training step.
 
-    parameters, gradients, optimizer state     2, 2 and 12 bytes for each number with bf16, and with float32
+    parameters, gradients, optimizer state     with bf16 2, 2 and 12 bytes for each parameter, with float32
                                                4, 4 and 8, for AdamW; ZeRO divides them (zero_memory.py)
     activations of a microbatch in a layer     what the backward needs, see `layer_activations`
     microbatches held at a time                by the schedule's formula (pipeline_parallel/theory.py)
     final norm and logits                      on the last stage; logits also in float32
     messages in flight                         between stages of a pipeline
-    gradients of outputs                       of weight gradients that zero-bubble schedules compute later
+    inputs and gradients of outputs            for weight gradients that zero-bubble schedules compute later
     gathered units                             with ZeRO 3: two layers' parameters, and one's gradients
 
 After Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, section 3.1, and Korthikanti et al., "Reducing
@@ -24,9 +24,9 @@ from pipeline_parallel import theory
 from pipeline_parallel.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from pipeline_parallel.schedules import table_of
 
-MESSAGES = 4  # that a stage holds: two receives are posted ahead, and one leaves each way (messages.py)
+MESSAGES = 4  # held by a stage: two receives posted ahead, and one send in each direction (messages.py)
 ITEMSIZE = {"float32": 4, "bf16": 2}
-# Bytes of a parameter, its gradient and its optimizer state. bf16 keeps the parameter in float32, too.
+# Bytes of a parameter, its gradient and its optimizer state, which with bf16 includes a float32 parameter.
 STATE = {"float32": (4, 4, 8), "bf16": (2, 2, 12)}
 
 
@@ -40,7 +40,7 @@ class Memory:
     activations: float
     temporary: float  # logits, gathered units, and what one layer recomputes
     in_flight: float = 0.0  # messages between stages
-    deferred: float = 0.0  # what weight gradients that come later need beyond the activations
+    deferred: float = 0.0  # for weight gradients that are computed later, beyond the activations
 
     @property
     def total(self) -> float:
@@ -57,11 +57,11 @@ def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 
 def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, as even as possible.
 
-    Longer stages begin in the second one, because the first and the last stage also have the embeddings and
-    the head.
+    If some stages are one layer longer than others, they are stage 1 and those after it, because the first
+    and the last stage also have the embeddings and the head.
     """
     least, longer = divmod(num_layers, num_stages)
-    order = [*range(1, num_stages - 1), 0, num_stages - 1]  # with one stage both are the same
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]  # with one stage, the last two are the same
     return tuple(least + (order.index(stage) < longer) for stage in range(num_stages))
 
 
@@ -74,8 +74,11 @@ def layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int:
 
 
 def fullest_ranks(sizes: ParallelSizes) -> set[int]:
-    """Return pipeline ranks of which one has as many layers as any: longer stages begin on rank 1. The others
-    have the embeddings, and the head or the middle of a V."""
+    """Return the pipeline ranks of which one holds the most, and one computes the most.
+
+    Rank 1 has as many layers as any other rank, because longer stages begin there. The first and the last
+    rank have the embeddings or the head, or hold the most microbatches.
+    """
     return {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
 
 
@@ -103,8 +106,9 @@ def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
 def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
     """Return the bytes that a forward of one layer keeps for the backward, for each token of a microbatch.
 
-    For a GPT in 16 bit with dropout and no fused attention these are the s b h (10 + 24/t + 5 a s / (h t)) of
-    Korthikanti et al., equation 2, and with sequence parallelism a t-th of all, equation 4.
+    For a GPT in 16 bit with dropout and no fused attention, s b tokens have s b h (10 + 24/t + 5 a s / (h t))
+    bytes, equation 2 of Korthikanti et al., with t tensor ranks, a heads and width h. With sequence
+    parallelism all terms are divided by t, equation 4.
     """
     replicated, divided = shape.kept_bytes(ITEMSIZE[sizes.precision])
     return replicated / (sizes.tensor if sizes.sequence_parallel else 1) + divided / sizes.tensor
@@ -131,9 +135,10 @@ def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: i
 def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> float:
     """Return what a rank holds for weight gradients that it computes later, beyond its activations.
 
-    A weight gradient needs the input and the gradient of the output. In a transformer's layer both together
-    are as large as the activations, of which an input gradient frees the rest. In an MLP they are twice that.
-    Layers that are divided by their outputs compute both gradients at once (tensor_parallel/overlapped.py).
+    A weight gradient needs the layer's input and the gradient of its output. In a transformer both together
+    are as large as the activations, and an input gradient frees all other activations. So nothing is added.
+    In an MLP they are twice as large (`deferred_share`). With tensor parallelism no weight gradient is
+    deferred: column-parallel layers compute both gradients at once (tensor_parallel/overlapped.py).
     """
     splits = sizes.schedule in ("zb_h1", "zb_v") and sizes.pipeline > 1 and sizes.tensor == 1
     if shape.deferred_share == 1 or not splits:
@@ -148,7 +153,7 @@ def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, r
 
 
 def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
-    """Return what the ranks at one place of the pipeline hold at their peak."""
+    """Return what the ranks at place `rank` of the pipeline hold at their peak."""
     numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch, context)
     parameter, gradient, optimizer_state = STATE[sizes.precision]
     # Context ranks hold the same parameters, so ZeRO divides among them, too.

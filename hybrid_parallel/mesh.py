@@ -1,4 +1,4 @@
-"""Form the groups of a job: one for each line of ranks along the pipeline, data and tensor axes.
+"""Form the groups of a job: along the pipeline, data and tensor axes, one for each line of ranks.
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
@@ -7,15 +7,18 @@
       replica 0   rank 0     rank 1        rank 4     rank 5
       replica 1   rank 2     rank 3        rank 6     rank 7
 
-Ranks that differ in one coordinate only form a group: 0 and 1 divide each layer of stage 0 (tensor), 0 and 2
-average their gradients (data), 0 and 4 pass activations on (pipeline).
+The ranks of a group differ in their coordinate along one axis, and in no other: 0 and 1 divide each layer of
+stage 0 (tensor), 0 and 2 average their gradients (data), 0 and 4 exchange activations and their gradients
+(pipeline).
 
-Launchers number the ranks of a machine one after the other. So the last axis, whose ranks are neighbours,
-stays inside a machine, and the first one crosses machines. The order is that of how much an axis sends:
+Launchers give consecutive numbers to the ranks of one machine. So the groups of the last axis, whose ranks
+are neighbours, stay inside a machine, and those of the first axis cross machines. A rank sends the most along
+the last axis, and the least along the first:
 
-      tensor      activations in each layer, forward and backward, and the rank waits for them
-      data        gradients, once in a step, beside the backward
-      pipeline    one activation for each boundary and microbatch: the least
+      tensor      activations and their gradients, several times in each layer, and the rank waits for them
+      data        gradients, once in a step, or with ZeRO 2 and 3 once for each microbatch; with ZeRO also
+                  parameters
+      pipeline    one activation or gradient for each microbatch over each boundary between stages
 
 After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 2021, https://arxiv.org/abs/2104.04473, section 3.
@@ -55,7 +58,7 @@ def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
 class Mesh:
     """Holds the three groups that this rank belongs to, and its coordinate in each.
 
-    All ranks make it together. An axis of one rank has a group of one rank.
+    All ranks of the job must create it together. Along an axis of size 1 each rank is a group of its own.
     """
 
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
@@ -66,7 +69,7 @@ class Mesh:
         keep_from_preempting()  # each group has threads of its own
         for axis in AXES:
             name_axis(self.group(axis), axis)
-        # The same groups in torch's own class, for what takes one; init_device_mesh would form them, too.
+        # The same groups as torch's DeviceMesh, for code that takes one; init_device_mesh would form others.
         grid = torch.arange(sizes.world_size).reshape(sizes.pipeline, sizes.data, sizes.tensor)
         groups = [self.group(axis) for axis in AXES]
         self.device_mesh = DeviceMesh.from_group(groups, cluster.device.type, grid, mesh_dim_names=AXES)

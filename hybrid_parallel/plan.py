@@ -1,4 +1,4 @@
-"""Hold what the planner predicts of one division of the ranks, and show plans beside each other."""
+"""Hold a plan: a division of the ranks, with its predicted memory and time. Show plans in a table."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a division of the ranks, its predicted memory and seconds, and why it is not the best.
+    """Holds a division of the ranks, its predicted memory and seconds, and why it is the best or is not.
 
-    A plan that does not fit has no seconds.
+    A plan that does not fit into the memory of a device has None as `seconds`.
     """
 
     sizes: ParallelSizes
@@ -47,7 +47,7 @@ class Plan:
 
 
 def reason_of(plan: Plan, best: Plan, usable: float) -> str:
-    """Return why a plan lost: what it needs too much memory for, or by what it is slower than the best."""
+    """Return why a plan is not the best: what takes too much memory, or why it is slower than the best."""
     if plan.seconds is None:
         name, most = max(vars(plan.memory).items(), key=lambda item: item[1])
         parts = {"temporary": "logits and buffers", "optimizer_state": "optimizer state"}
@@ -65,7 +65,9 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
         more_bytes = plan.memory_bytes - best.memory_bytes
         small = plan.sizes.microbatches > best.sizes.microbatches
         return (
-            "as fast, with smaller microbatches" if small else f"as fast, with {show_bytes(more_bytes)} more"
+            "as fast, with smaller microbatches"
+            if small
+            else f"as fast, with {show_bytes(more_bytes)} more memory"
         )
     return f"{slower:.1%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
 
@@ -79,7 +81,7 @@ def best_by_division(found: list[Plan]) -> list[Plan]:
 
 
 def describe(sizes: ParallelSizes) -> str:
-    """Return how a division runs, in a few words."""
+    """Return in a few words how the ranks of a division work."""
     words = [f"{sizes.microbatches} microbatch{'es' * (sizes.microbatches > 1)}"]
     if sizes.pipeline > 1:
         words.append(f"schedule {_schedule(sizes)}")
@@ -89,7 +91,7 @@ def describe(sizes: ParallelSizes) -> str:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Return a plan as one flat dictionary for JSON; a plan that does not fit has no seconds."""
+    """Return a plan as one flat dictionary for JSON. `step_seconds` is None if the plan does not fit."""
     seconds = None if plan.seconds is None else plan.step_seconds
     numbers = {"memory_bytes": round(plan.memory_bytes), "step_seconds": seconds}
     return dataclasses.asdict(plan.sizes) | numbers | {"reason": plan.reason}

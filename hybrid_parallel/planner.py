@@ -1,14 +1,15 @@
-"""Choose how a job's ranks are divided: try every division on paper, and keep the fastest that fits.
+"""Choose how a job's ranks are divided: predict every division by formula, and take the fastest that fits.
 
       python hybrid_parallel/planner.py --model llama-3-405b --devices 16384 --device h100
 
-A plan is a ParallelSizes (sizes.py). For each one that makes sense for the model and the batch,
+A plan is a ParallelSizes (sizes.py). For each one that is possible for the model and the batch,
 
-      memory_model.py   says what the fullest rank holds at its peak: more than the device has, and it is out
-      time_model.py     says how long a step takes: each loser is told by what it is slower than the best
+      memory_model.py   predicts what the fullest rank holds at its peak, which must fit into a device
+      time_model.py     predicts how long a step takes, if the plan fits
+      plan.py           says why it is slower than the best plan, or does not fit
 
-`plans` returns all of them in order, and so chooses for `sharding_strategy: auto` and for the command line.
-The search is exhaustive, because formulas are fast: 16384 devices have some 3000 plans.
+`plans` returns all plans, the best one first, for `sharding_strategy: auto` and for the command line. It
+tries them all, because the formulas are fast: 16384 devices have some 3000 plans.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ def plans(
     """Return all plans, the best one first, and those that do not fit at the end, the smallest one first.
 
     `batch` is the number of examples in a step, over all devices together. `given` are fields of
-    ParallelSizes that must stay as they are. WorkbookError if no plan makes sense.
+    ParallelSizes that must stay as they are. Raise WorkbookError if no plan is possible.
     """
     given = given or {}
     _refuse(devices, batch, given)
@@ -71,7 +72,10 @@ def plans(
 
 
 def _num_kernels(plan: Plan) -> int:
-    """Return a number that grows with that of kernels: plans that do not fit are in order of memory alone."""
+    """Return the number of microbatches, with which that of kernels grows; 0 if the plan does not fit.
+
+    So plans that do not fit are in order of their memory alone.
+    """
     return 0 if plan.seconds is None else plan.sizes.microbatches
 
 
@@ -146,24 +150,25 @@ def _refuse(devices: int, batch: int, given: Mapping[str, Any]) -> None:
 
 @dataclass
 class Args:
-    """Choose on paper how a job's devices are divided, and print the plans in their order."""
+    """Choose by formula how a job's devices are divided, and print the plans, the best one first."""
 
     model: str = "llama-3-8b"
     """Name of a model (shapes.py, lab/model.py), a .yaml file of its sizes, or a Hugging Face config.json."""
     devices: int = 8
-    """Number of devices, which are ranks."""
+    """Number of devices. Each of them is one rank."""
     device: Literal["a100-40gb", "a100-80gb", "h100", "h200", "this"] = "h100"
-    """Kind of the devices; this is the machine at hand, whose speed is measured."""
+    """Kind of the devices. "this" is the machine that this command runs on; its speed is measured."""
     batch: int | None = None
     """Number of examples in a step, over all devices together. None: 64 for each device, but at most as many
     as make 16 Mi tokens."""
     sequence_length: int | None = None
     """Number of tokens of an example. None: as many as the model's description says."""
     link: str | None = None
-    """Link between nodes, as a rate (400gbit) or a rate and the delay of a message (1gbit,1ms); with this,
-    between ranks. None: that of the device's usual network; with this, messages take no time."""
+    """Link between nodes, as a rate (400gbit) or a rate and the latency of a message (1gbit,1ms). With
+    --device this, the link between ranks. None: that of the device's usual network; with --device this,
+    messages take no time."""
     precision: Precision | None = None
-    """Type of the numbers in which the model computes. None: bf16, and float32 on this machine."""
+    """Type of the numbers in which the model computes. None: bf16; with --device this, float32."""
     rows: int = 20
     """Number of rows of the table. Each shows the best plan of one division of the devices."""
     json: bool = False

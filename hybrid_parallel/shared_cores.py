@@ -1,14 +1,14 @@
-"""Simulate a pipeline whose ranks share too few cores: ranks that compute at the same time slow each other.
+"""Simulate a pipeline on too few cores: ranks that compute at the same time slow each other down.
 
-      2 ranks, 2 cores   rank 0  F0 F1 .  .  B0--- B1---           idle ranks cost time
-                         rank 1  .  F0 B0--- F1 B1--- .
+      2 ranks, 2 cores   rank 0  F0 F1 .  .  B0--- .  B1---            9 seconds: idle ranks cost time
+                         rank 1  .  F0 B0--- F1 B1--- .  .
 
-      2 ranks, 1 core    rank 0  F0 F1-- .    .   .      B0---...  while rank 0 is idle, rank 1 has the core
-                         rank 1  .  F0-- B0--- F1 B1---            for itself, and is twice as fast
+      2 ranks, 1 core    rank 0  F0 F1--- .  .  B0--------- .  B1---   12 seconds: while rank 0 is idle,
+                         rank 1  .  F0--- B0--- F1--- B1------ .  .    rank 1 is twice as fast
 
-On devices of their own a step takes as long as the longest chain of actions (pipeline_parallel/simulate.py).
-On shared cores each of n ranks that compute gets cores / n of one, as Linux divides them. So the idle time of
-a rank is not lost: other ranks use it.
+If each rank has a core, a step takes as long as the longest chain of actions (pipeline_parallel/simulate.py).
+On shared cores, n ranks that compute at the same time get cores / n of a core each, because Linux divides the
+cores equally. So the idle time of a rank is not lost: other ranks use it.
 """
 
 from operator import add
@@ -26,7 +26,7 @@ from pipeline_parallel.actions import (
 from pipeline_parallel.simulate import Costs, simulate
 
 _NEVER = float("inf")
-_DONE = 1e-12  # seconds of a core that are left by rounding
+_DONE = 1e-12  # seconds of a core: what remains is a rounding error
 
 
 def makespan(
@@ -44,7 +44,7 @@ def makespan(
 
 
 class _Simulation:
-    """Holds how far each rank is. `left` is what its action still has to compute, if it has begun."""
+    """Holds the state of each rank. `left` is the work of its action that remains; None if none has begun."""
 
     def __init__(self, table: Table, work: Costs, waiting: Costs, link: Link, message_bytes: int) -> None:
         self.table, self.work, self.waiting = table, work, waiting
@@ -52,9 +52,9 @@ class _Simulation:
         self.rank_of = placement(table)
         self.last_stage = max(self.rank_of)
         self.now = 0.0
-        self.position = [0] * len(table)  # of each rank's next action in its row
+        self.position = [0] * len(table)  # index of each rank's next action in its row
         self.left: list[float | None] = [None] * len(table)
-        self.free = [0.0] * len(table)  # when the rank has waited for the collectives of its last action
+        self.free = [0.0] * len(table)  # when the rank is free: the collectives of its last action have ended
         self.link_free = [0.0] * len(table)
         self.arrives: dict[Action, float] = {}
 
@@ -75,7 +75,7 @@ class _Simulation:
         return max(self.free)
 
     def _begin(self, rank: int) -> float:
-        """Begin the rank's next action if it can. Return when it could begin, if that is known and later."""
+        """Begin the rank's next action if it can. Return the later time when it can, if known, or _NEVER."""
         at, row = self.position[rank], self.table[rank]
         if self.left[rank] is not None or at == len(row):
             return _NEVER

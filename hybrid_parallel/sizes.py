@@ -1,9 +1,9 @@
-"""Say how a job's ranks are divided: so many pipeline stages, times replicas, times parts of each layer.
+"""Say how a job's ranks are divided: the number of ranks along the pipeline, data and tensor axes.
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
-Every rank has one coordinate along each of the three axes (mesh.py). `refuse_sizes` says in one sentence why
-a division makes no sense for a model and a batch, before any process starts.
+Every rank has one coordinate along each of the three axes (mesh.py). `refuse_sizes` refuses a division that
+makes no sense for a model and a batch, before the training begins, and says why.
 """
 
 from dataclasses import dataclass
@@ -65,21 +65,25 @@ def refuse_sizes(
         if getattr(sizes, axis) < 1:
             raise WorkbookError(f"{axis} is {getattr(sizes, axis)}; it must be at least 1.")
     if sizes.world_size != world_size:
-        raise WorkbookError(f"{sizes}, but there are {world_size}: the product of the axes must be that.")
+        raise WorkbookError(
+            f"{sizes}, but there are {world_size} ranks: the product of the axes must be {world_size}."
+        )
     if sizes.schedule not in SCHEDULES:
         raise WorkbookError(f"schedule is {sizes.schedule!r}; it must be one of {', '.join(SCHEDULES)}.")
     if sizes.zero not in (0, 1, 2, 3):
         raise WorkbookError(f"zero is {sizes.zero}; the stages of ZeRO are 1, 2 and 3, and 0 means none.")
     if sizes.zero > 1 and sizes.pipeline > 1:
-        what = "send all gradients" if sizes.zero == 2 else "gather all parameters"
+        what = "send all its gradients" if sizes.zero == 2 else "gather all its parameters"
         raise WorkbookError(
-            f"zero is {sizes.zero} beside a pipeline: each microbatch would {what} of its stage, or they "
-            "would stay in full during the step, as with zero 1; take zero 1, or one pipeline stage."
+            f"zero is {sizes.zero} beside a pipeline: a stage would {what} for each microbatch, or keep "
+            "them in full during the step, as with zero 1; take zero 1, or one pipeline stage."
         )
     if isinstance(config, MLPConfig):
         _refuse_for_mlp(sizes)
     if sizes.sequence_parallel and sizes.tensor == 1:
-        raise WorkbookError("sequence_parallel divides tokens among the ranks of the tensor axis: give it 2.")
+        raise WorkbookError(
+            "sequence_parallel divides tokens among the ranks of the tensor axis; make tensor at least 2."
+        )
     for what, number in _divided_by_tensor(config):
         if number % sizes.tensor:
             raise WorkbookError(f"tensor is {sizes.tensor}; it must divide the model's {number} {what}.")
@@ -98,7 +102,7 @@ def refuse_sizes(
 def _divided_by_tensor(config: GPTConfig | MLPConfig) -> list[tuple[str, int]]:
     """Return what the tensor axis divides, and how many there are."""
     if isinstance(config, MLPConfig):
-        # The even layers are divided by their outputs, and the others by their inputs.
+        # Layers 0, 2, ... are divided by their outputs, which are the inputs that divide layers 1, 3, ...
         return [("outputs per layer", size) for size in config.sizes[1::2]]
     return [("query heads", config.num_heads), ("key and value heads", config.kv_heads)]
 

@@ -1,11 +1,14 @@
 """Say which elements of the full model and of its optimizer's state a rank of a mesh has.
 
-      axis        what is left of a parameter         as a piece
-      pipeline    the parameters of own stages        only those; a later copy of a tied one is a replica
-      tensor      an n-th along one dimension         the box, without rows that pad a vocabulary
-      data        with ZeRO a range of elements       the range; without ZeRO each replica saves about an n-th
+      axis        what a rank has of the model      what it saves
+      pipeline    the parameters of its stages      those; a tied parameter only on its first stage
+      tensor      an n-th along one dimension       its box, without rows that pad a vocabulary
+                  some parameters in full           those, but only on the first tensor rank
+      data        with ZeRO, a range of elements    its range
+                  without ZeRO, all elements        some of the parameters: about an n-th of the elements
 
-The optimizer's state has the same elements. The number of steps that it has made is one number for all.
+AdamW's two moments have the same elements as the parameters, and are saved in the same way. The number of
+steps that the optimizer has taken is the same for all parameters, so it is one number in `extra` (run.py).
 """
 
 from collections.abc import Iterator
@@ -33,7 +36,7 @@ class Held(NamedTuple):
 
 
 def first_names(hybrid: HybridParallel) -> dict[str, str]:
-    """Return the first name of each tensor that has a second one, by the second one."""
+    """Return a dictionary from the second name of each tied tensor to its first name."""
     is_tied = isinstance(hybrid.plain, GPT) and hybrid.plain.config.tied
     return {"head.weight": "token_embedding.weight"} if is_tied else {}
 
@@ -48,7 +51,7 @@ def held(hybrid: HybridParallel) -> list[Held]:
 
 
 def pieces_of(hybrid: HybridParallel) -> list[Piece]:
-    """Return this rank's pieces of the model and of AdamW's state, whose missing tensors are made here."""
+    """Return this rank's pieces of the model and of AdamW's state, which starts with zeros if it is empty."""
     is_copy = counted_elsewhere(hybrid.pipeline, hybrid.tensor)
     own = hybrid.mesh.coordinate("data")
     pieces: list[Piece] = []
@@ -68,7 +71,8 @@ def pieces_of(hybrid: HybridParallel) -> list[Piece]:
 def _with_replicas(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
     """Yield what this rank trains, each with the coordinate on the data axis of the rank that saves it.
 
-    Without ZeRO all replicas hold the same, and the next parameter goes to the one that saves least so far.
+    Without ZeRO all replicas hold the same, and each parameter goes to the one that has the fewest elements
+    to save so far.
     """
     elements = [0] * hybrid.sizes.data
     for one in held(hybrid):
@@ -78,7 +82,7 @@ def _with_replicas(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
 
 
 def _place(hybrid: HybridParallel, one: Held) -> tuple[tuple[int, ...], Box | None, int]:
-    """Return the full shape, the box of this rank in it, and how many of the elements are no padding."""
+    """Return the full shape, this rank's box in it, and the number of elements that are not padding."""
     local = tuple(one.parameter.shape)
     if hybrid.tensor is None or one.name not in hybrid.tensor.dims:
         return local, None, one.tensor.numel()
@@ -93,12 +97,15 @@ def _place(hybrid: HybridParallel, one: Held) -> tuple[tuple[int, ...], Box | No
 
 
 def optimizer_steps(hybrid: HybridParallel) -> int:
-    """Return how many steps the optimizer has made of each of this rank's parameters."""
+    """Return the number of steps that the optimizer has taken, which is equal for all parameters."""
     return int(max((state["step"].item() for state in _states(hybrid)), default=0))
 
 
 def set_optimizer_steps(hybrid: HybridParallel, steps: int) -> None:
-    """Let the optimizer go on after so many steps, and complete parameters that ZeRO has loaded in part."""
+    """Set the optimizer's number of steps. With ZeRO 1 or 2, gather the parameters, loaded only in shards.
+
+    All ranks must call it.
+    """
     for state in _states(hybrid):
         state["step"].fill_(steps)
     if hybrid.sizes.zero in (1, 2):

@@ -1,20 +1,25 @@
 """Agree on which ranks are alive, and form a group of them in the same processes.
 
       before        rank 0       rank 1       rank 2 ✗     rank 3
-      ask           rank 0 ◄──── rank 1                    rank 3     the lowest rank that answers decides
-      agree         [0, 1, 3] ─► rank 1 ───────────────►   rank 3     and knocks at the doors of the missing
-      after         rank 0       rank 1                    rank 2     a new group, with a prefix of its own
+      ask           rank 0 ◄─┬── rank 1                               the lowest rank that is alive decides,
+                             └──────────────────────────── rank 3     and checks the doors of silent ranks
+      agree         [0, 1, 3] ─► rank 1 ───────────────►   rank 3     all get its list
+      after         rank 0       rank 1                    rank 2     a new group, under a new prefix
 
-Each rank opens a small store at the start, its *door*, and all ranks know all doors. The survivors do not
-need the store of the rendezvous, which dies with its host: rank 0, or under torchrun the launcher. The
-kernel closes the door of a process that dies, so a door that refuses a connection shows a death at once. If
-a door is open, but its rank does not answer for `patience` seconds, that rank hangs, and counts as dead. When
-it goes on later, it asks at the other doors, learns that they went on without it, and leaves.
+At the start each rank opens a small key-value store (TCPStore), its *door*, and all ranks learn the addresses
+of all doors. So the survivors do not need the store of the rendezvous, which dies with its host: rank 0, or
+under torchrun the launcher. They write their requests and the list into the decider's store, and the new
+group finds its ranks through it, with keys under a prefix that no earlier group has used.
 
-A rank may also die during the agreement. If it is the one that decides, the next rank decides. If it is in
-the list, the new group does not form, or breaks, and all survivors agree again. A network that falls into two
-parts is not handled: both would go on. Systems that handle it count votes (Ongaro and Ousterhout, "In Search
-of an Understandable Consensus Algorithm", 2014).
+The kernel closes the door of a process that dies, so a door that refuses a connection shows a death at once.
+If a door is open, but its rank does not answer for `patience` seconds, that rank hangs, and the others treat
+it as dead. If it wakes up later, it asks at the other doors, learns that they continued without it, and ends
+with an error.
+
+A rank may also die during the agreement. If it is the decider, the next rank decides. If it is in the list,
+the new group does not form, or its first collective fails, and all survivors agree again. A network that
+splits into two parts is not handled: the ranks of both parts would continue. Systems that handle it take a
+majority vote (Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", 2014).
 """
 
 import gc
@@ -39,15 +44,15 @@ from lab.gloo_threads import keep_from_preempting
 from lab.interface import own_address
 from lab.store import open_store
 
-_NAP = 0.002  # seconds between two looks at a door
-_LOOK = 0.1  # seconds between two looks whether another rank has died meanwhile
+_NAP = 0.002  # seconds between two checks of the doors
+_LOOK = 0.1  # seconds between two checks whether the rank that this one waits for has died
 
 
 class Survivors:
     """Holds the ranks that train: `cluster` describes this rank in their group, and `names` has all of them.
 
-    A rank's name is its rank at the start, and stays when its rank changes. `patience` is the time in seconds
-    after which a rank that does not answer counts as dead.
+    A rank's name is its rank at the start. It stays the same when the rank has another number in a new group.
+    `patience` is the time in seconds after which a rank that does not answer is treated as dead.
     """
 
     def __init__(self, cluster: Cluster, patience: float) -> None:
@@ -57,25 +62,25 @@ class Survivors:
         self._addresses: list[tuple[str, int]] = [
             tuple(a) for a in exchange((own_address(), self._door.port))
         ]
-        self._rounds = dict.fromkeys(self.names, 0)  # how often each rank has decided, with this one
+        self._rounds = dict.fromkeys(self.names, 0)  # by decider: the agreements that this rank took part in
         self._tell_own_door()
-        liveness.forget()  # it knows what rank 0 sees, as long as that lives
-        gc.freeze()  # what the imports made need not be searched in every recovery
-        # The first group gets the same patience as the later ones.
+        liveness.forget()  # its connections go to rank 0, which may die
+        gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
+        # The group of the rendezvous has another timeout. So form it again, with `patience`.
         _leave_group()
         self._form(cluster.store, "begin")
 
     def regroup(self) -> None:
         """Form a group of the ranks that are alive. Raise WorkbookError if the others go on without this one.
 
-        All survivors must call it. Their collectives fail one after the other, because this closes the rank's
-        connections.
+        All survivors must call it. At first a collective fails only on the dead rank's neighbours. They close
+        their connections here, so it fails on their neighbours next, and in the end on all ranks.
         """
         begin, before = time.perf_counter(), self.names
         while True:
             _leave_group()
             store, prefix = self._agree()
-            with suppress(RuntimeError):  # another rank has died meanwhile
+            with suppress(RuntimeError):  # if another rank has died meanwhile, agree again
                 self._form(store, prefix)
                 break
         if self.cluster.is_main:
@@ -88,7 +93,7 @@ class Survivors:
             )
 
     def _agree(self) -> tuple[dist.Store, str]:
-        """Return the store of the rank that decides and a new prefix in it, and set `names`."""
+        """Return the decider's store and a new prefix in it, and set `names`."""
         for decider in self.names:
             number = self._rounds[decider] + 1
             try:
@@ -99,7 +104,7 @@ class Survivors:
             except (OSError, RuntimeError) as error:
                 if isinstance(error, WorkbookError):
                     raise
-                continue  # it has died or hangs: the next one decides
+                continue  # the decider has died or hangs: the next rank decides
             if self.name not in names:
                 raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
             self._rounds[decider], self.names = number, names
@@ -114,21 +119,24 @@ class Survivors:
         return store, json.loads(store.get(f"{number}/names"))
 
     def _decide(self, number: int) -> list[int]:
-        """Return the names of the ranks that have come, when all others are known to be dead."""
+        """Return the names of the ranks that go on: this rank and those that have asked it.
+
+        Wait for at most `patience` seconds until every other rank has asked or died.
+        """
         missing = {name for name in self.names if name != self.name}
         deadline = time.monotonic() + self.patience
         while missing and time.monotonic() < deadline:
             missing = {name for name in missing if not self._door.check([f"{number}/here/{name}"])}
             missing = {name for name in missing if self._is_open(name)}
             time.sleep(_NAP)
-        for name in missing:  # it hangs, or it is this rank that has
+        for name in missing:  # it hangs; or this rank did, and the others have formed a group without it
             self._refuse_to_go_on_alone(name)
         here = [n for n in self.names if n == self.name or self._door.check([f"{number}/here/{n}"])]
         self._door.set(f"{number}/names", json.dumps(here))
         return here
 
     def _is_open(self, name: int) -> bool:
-        """Return whether a rank's door takes connections, or may do so later."""
+        """Return whether a rank's door is open. If a connection times out, the rank may hang: True, too."""
         try:
             socket.create_connection(self._addresses[name], timeout=self.patience).close()
         except TimeoutError:
@@ -138,7 +146,7 @@ class Survivors:
         return True
 
     def _refuse_to_go_on_alone(self, name: int) -> None:
-        """Raise WorkbookError if a rank has formed a group without this one."""
+        """Raise WorkbookError if the rank `name` has formed a group without this one."""
         names = None
         with suppress(OSError, RuntimeError):
             names = json.loads(_within(self.patience, lambda: self._store_behind(name).get("names")))
@@ -146,7 +154,7 @@ class Survivors:
             raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
 
     def _store_behind(self, name: int) -> dist.TCPStore:
-        """Return the store of a rank. Raise OSError if the rank has died, also while this connects to it."""
+        """Return the store of a rank. Raise OSError if the rank has died, or dies during the connection."""
         host, port = self._addresses[name]
         timeout = timedelta(seconds=self.patience)
 
@@ -155,18 +163,19 @@ class Survivors:
 
         if not self._is_open(name):
             raise ConnectionRefusedError(f"rank {name} has died")
-        # If it dies now, torch tries again and again, for longer than the others wait for this rank.
+        # If the rank dies now, torch retries for longer than the next decider waits for this rank.
         return _within(2 * self.patience, connect, lambda: not self._is_open(name))
 
     def _tell_own_door(self) -> None:
+        """Write this rank's group into its own store, where a rank that hung reads that it is not in it."""
         self._door.set("names", json.dumps(self.names))
 
     def _form(self, store: dist.Store, prefix: str) -> None:
         rank, size = self.names.index(self.name), len(self.names)
         group_store = dist.PrefixStore(f"group/{prefix}", store)
         patience = timedelta(seconds=self.patience)
-        # torch counts groups, and the count is in the keys of the store. A group that did not form is counted
-        # on those ranks only that tried, and then they would not meet again.
+        # torch counts the groups of a process, and uses the count in the keys of the store. A group that does
+        # not form is counted only on the ranks that tried, and then their keys would differ from the others'.
         distributed_c10d._world.group_count = 0
         dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=patience)
         keep_from_preempting()
@@ -175,14 +184,14 @@ class Survivors:
 
 
 def _leave_group() -> None:
-    """Close this rank's connections, which tells its neighbours in a collective that something is wrong."""
+    """Close this rank's connections, so that the collective fails on its neighbours, too."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # an error of the last collective holds its group
+    gc.collect()  # the error of the failed collective still refers to the group
 
 
 def _within(seconds: float, action: Callable[[], Any], gives_up: Callable[[], bool] = lambda: False) -> Any:
-    """Return what `action` returns. Raise TimeoutError if it takes longer, or as soon as `gives_up()`."""
+    """Return what `action` returns. Raise TimeoutError after `seconds`, or once `gives_up()` is true."""
     outcome: list[Any] = []
 
     def run() -> None:

@@ -1,24 +1,24 @@
 """Predict the seconds of a training step from the operations, the bytes and the messages of each rank.
 
     a layer        matrix products and attention: operations / rate; norms, activation functions, residuals
-                   and masks: bytes / bandwidth; so much for a forward, for the gradients of inputs and for
+                   and masks: bytes / bandwidth; as long for a forward as for the gradients of inputs and for
                    those of weights; recomputation adds a forward
     tensor axis    2 all-reduces in the forward and 2 in the backward of a layer, or as many gathers and
-                   scatters with sequence parallelism; none is hidden (tensor_parallel/expected_traffic.py)
+                   scatters with sequence parallelism; hidden only on this machine, in part (`_exposed`)
     context axis   a gather of all keys and values before attention, and a scatter of their gradients
-    pipeline       microbatches * slowest rank, and the idle time of the schedule, by the simulator; for long
-                   schedules by formula, and then a rank also waits for each message between stages
-    data axis      gradients and what ZeRO gathers, a layer at a time; without a pipeline hidden behind the
-                   computing of one microbatch, but for one layer's
+    pipeline       microbatches * slowest rank, and the idle time of the schedule from the simulator; for long
+                   schedules from a formula, and then the time of the messages between stages is added
+    data axis      gradients and what ZeRO gathers, a layer at a time; without a pipeline one microbatch hides
+                   them, except for one layer's and for the parameters that ZeRO 1 and 2 gather after the step
     optimizer      bytes / bandwidth
     overhead       the share of a step that is in none of these, one number for all GPUs (machine.py)
 
-Where ranks share cores, all of them compute at the same time, each with its share of a core; only in a
-pipeline do they wait for each other (shared_cores.py). Their collectives need cores, too: what a rank spends
-on calls, copies and sums is computing, and the rest of a collective is waiting.
+Ranks that share cores compute at the same time, each with its share of a core; only in a pipeline does one
+rank compute while another one waits (shared_cores.py). Collectives need cores, too: the time that a rank
+spends on calls, copies and sums counts as computing, and the rest of a collective as waiting.
 
-The parts follow one another on a rank, so their seconds are added. Collectives take the time of comm/cost.py:
-alpha for each message and beta for each byte, around a ring.
+A rank does these parts one after the other, so their seconds are added. A collective takes the time of a ring
+in comm/cost.py: alpha for each message and beta for each byte.
 """
 
 from collections.abc import Callable, Hashable
@@ -49,12 +49,12 @@ SIMULATED = 128  # stages * microbatches of the longest schedule that is simulat
 
 
 def collective(op: str, size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a collective around a ring; all shards together have `size` bytes."""
+    """Return the seconds of a ring collective on a full tensor of `size` bytes."""
     return cost.seconds(op, "ring", round(size), ranks, link)
 
 
 class TimeModel:
-    """Predicts the steps of one model on one machine; `batch` is the examples of a step, over all ranks.
+    """Predicts the steps of one model on one machine; `batch` counts the examples of a step, over all ranks.
 
     `context` ranks divide each sequence, in addition to the axes of the sizes, and lie between the tensor and
     the data axis. What several plans have in common is computed once.
@@ -91,7 +91,7 @@ class TimeModel:
             work = self.shape.num_layers * sum(each.compute for each in passes) + 3 * sum(ends)
             compute = m * work / (sizes.pipeline * share)
         waiting, messages = self._pipeline(sizes, passes, ends, compute + tensor)
-        if waiting < 0:  # one stage computes while another one waits for a collective
+        if waiting < 0:  # on shared cores one stage computes while another one waits for a collective
             tensor, waiting = max(0.0, tensor + waiting), 0.0
         forward, *backward = (layers * (each.compute / share + each.tensor) for each in passes)
         parts = {
@@ -108,7 +108,7 @@ class TimeModel:
     def layer(self, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
         """Return a layer's forward, input gradient and weight gradient for one microbatch.
 
-        Each computes for about as long as the others. Recomputation comes before the input gradient.
+        Each computes for about as long as the others. The input gradient includes recomputation.
         """
         per_rank = (sizes.data, sizes.microbatches, sizes.tensor)
         key = (*per_rank, sizes.sequence_parallel, sizes.precision, sizes.recompute)
@@ -121,7 +121,7 @@ class TimeModel:
             backward = _handled(compute, waits, handling * (1.5 if gathers_again else 1))
             if sizes.recompute:
                 backward = Pass(forward.compute + backward.compute, forward.tensor + backward.tensor)
-            added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to the gradients of earlier ones
+            added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to earlier microbatches' gradients
             self._layers[key] = forward, backward, Pass(compute + added, 0.0)
         return self._layers[key]
 
@@ -173,10 +173,10 @@ class TimeModel:
 
     def _exposed(self, sizes: ParallelSizes, compute: float) -> float:
         """Return the seconds of a layer's collectives in the backward that tensor_parallel/overlapped.py does
-        not hide. `compute` seconds take the gradients of inputs, and as many those of weights.
+        not hide. The gradients of inputs take `compute` seconds, and those of weights take as many.
 
-        Layers that are divided by their outputs hide what they send: the reduction of the input's gradient
-        behind the weight's gradient, and with sequence parallelism a second gather behind the input's.
+        Column-parallel layers hide their collectives: the reduction of the input's gradient behind the
+        weight's gradient, and with sequence parallelism a second gather behind the input's gradient.
         """
         shape, t, link = self.shape, sizes.tensor, self.machine.link(sizes.tensor, 1)
         stream = self._tokens(sizes) * shape.width * ITEMSIZE[sizes.precision]
@@ -199,7 +199,7 @@ class TimeModel:
         return self._tokens(sizes) / sizes.tensor * first, self._tokens(sizes) / sizes.tensor * last
 
     def _message(self, sizes: ParallelSizes) -> float:
-        """Return the seconds of a message to the next stage: a shard across nodes, then a gather in one."""
+        """Return the seconds of a message to the next stage: a shard from each tensor rank, and a gather."""
         tokens, t = self._tokens(sizes), sizes.tensor
         size = tokens * self.shape.width * ITEMSIZE[sizes.precision]
         link = self.machine.link(2, sizes.data * self.context * t)
@@ -210,11 +210,11 @@ class TimeModel:
     def _pipeline(
         self, sizes: ParallelSizes, passes: tuple[Pass, Pass, Pass], ends: tuple[float, float], busy: float
     ) -> tuple[float, float]:
-        """Return the seconds in which the slowest rank, which computes for `busy` seconds, is idle, and those
-        in which it waits for messages.
+        """Return the seconds in which the slowest rank, which works for `busy` seconds, is idle, and those in
+        which it waits for messages.
 
-        The simulator knows stages of any length, and takes both together. Long schedules go by formula, for
-        ranks that take the mean of all.
+        The simulator takes stages of any length, and its idle time includes the messages. The formula for
+        long schedules takes the mean of all ranks.
         """
         if sizes.pipeline == 1:
             return 0.0, 0.0
@@ -232,7 +232,7 @@ class TimeModel:
     def _simulated(
         self, sizes: ParallelSizes, passes: tuple[Pass, Pass, Pass], ends: tuple[float, float], message: float
     ) -> float:
-        """Return the seconds in which all microbatches go through the pipeline."""
+        """Return the makespan of the pipeline, with its messages, in seconds."""
         stages = sizes.num_stages
         layers = layers_by_stage(self.shape.num_layers, stages)
         none = [0.0] * stages
@@ -261,7 +261,7 @@ class TimeModel:
         return link.alpha + self.shape.head_parameters / sizes.tensor * STATE[sizes.precision][1] * link.beta
 
     def _data_axis(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
-        """Return the seconds of the data axis that no computing hides."""
+        """Return the seconds of the data axis's collectives that no computation hides."""
         ranks, m = sizes.data * self.context, sizes.microbatches
         if ranks == 1:
             return 0.0
@@ -273,7 +273,7 @@ class TimeModel:
         def seconds(op: str, size: float) -> float:
             return layers * collective(op, numbers / layers * size, ranks, link)
 
-        def left(comm: float, hiding: float) -> float:
+        def left(comm: float, hiding: float) -> float:  # what `hiding` seconds of computing do not hide
             if sizes.pipeline > 1:
                 return comm
             copies = comm / link.beta * self.machine.handling.byte / self.machine.share if link.beta else 0.0
@@ -295,5 +295,5 @@ class TimeModel:
 
 
 def _handled(compute: float, waiting: float, handling: float) -> Pass:
-    """Return a pass whose collectives keep the core busy for `handling` seconds of `waiting`."""
+    """Return a pass in which the core works for `handling` of the `waiting` seconds of collectives."""
     return Pass(compute + handling, max(0.0, waiting - handling))

@@ -1,14 +1,14 @@
-"""Train elastically: kill a rank, and the others go on without it.
+"""Train with elastic recovery: when a rank is killed, the others continue without it.
 
     make run RUN_MODE=hybrid_elastic WORLD_SIZE=4 ARGS='--kill 2@20 0@40'
     RUN_MODE=hybrid_elastic ARGS='--steps 5000' docker-compose up --build   # then docker kill a node
 
 What to read, in this order:
-  1. elastic.py: `ElasticReplica` counts its steps, and takes over the state of a rank that has taken more.
-  2. survivors.py: `Survivors` agrees on which ranks are alive, and forms their group.
-  3. `main` below: a step that fails is taken again in a smaller group.
+  1. elastic.py: `ElasticReplica` counts its steps, and copies the state of a rank that has taken more steps.
+  2. survivors.py: `Survivors` agrees on which ranks are alive, and forms a new group of them.
+  3. `main` below: when a step fails, the survivors form a group, catch up, and repeat the step.
 
-README.md compares this with the two ways to start dead ranks again.
+README.md compares this with the two ways that restart dead ranks.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class ElasticArgs:
     steps: int = 60
     """Number of optimizer steps."""
     batch_size: int = 24
-    """Number of examples in a step, over all ranks together: as many after a death as before it."""
+    """Number of examples in a step, over all ranks together; the same before and after a death."""
     size: Size = "small"
     """Size of the GPT (lab/model.py)."""
     lr: float = 1e-3
@@ -47,10 +47,12 @@ class ElasticArgs:
     seed: int = 0
     """Number from which the initial weights and the batches are drawn."""
     kill: tuple[str, ...] = ()
-    """RANK@STEP: the rank kills itself (SIGKILL) when it comes to the step. Several, such as 2@20 0@40, kill
-    several. Ranks keep the numbers that they have at the start."""
+    """RANK@STEP: the rank kills itself with SIGKILL just before it takes the step. Give several, such as
+    2@20 0@40, to kill several ranks. RANK is the number of the rank at the start, also after another rank has
+    died. STEP counts from 0."""
     patience: float = 10.0
-    """Number of seconds after which a rank that neither answers nor has died counts as dead."""
+    """Number of seconds after which a rank that does not answer is treated as dead, even if its process still
+    exists."""
     json: bool = False
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
@@ -64,7 +66,7 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
     model = GPT(config, seed=args.seed + cluster.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     replica = ElasticReplica(model, optimizer, lambda model, x, y: loss_of(model(x), y) * len(x))
-    meter = None
+    meter = None  # None: the group is new, and its ranks must catch up first
     while replica.steps < args.steps:
         try:
             if meter is None:
@@ -79,8 +81,8 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
                 x, y = data.batch(replica.steps)
                 record.loss = replica.step(x, y, survivors.cluster.rank, survivors.cluster.world_size)
         except Mismatch:
-            raise  # a mistake in the code, and no death
-        except CommError:  # a rank has died, or hangs
+            raise  # a bug in the code, not a death
+        except CommError:  # a rank has died or hangs
             meter = None
             survivors.regroup()
     finish(survivors, replica, meter)
@@ -99,7 +101,7 @@ def finish(survivors: Survivors, replica: ElasticReplica, meter: Meter | None) -
 
 
 def deaths_of(args: ElasticArgs, world_size: int) -> set[tuple[int, int]]:
-    """Return the pairs of a rank and a step that --kill names. Raise WorkbookError where it names none."""
+    """Return the pairs of a rank and a step in --kill. Raise WorkbookError if one is invalid, or all die."""
     deaths = set()
     for text in args.kill:
         rank, at, step = text.partition("@")
@@ -112,4 +114,4 @@ def deaths_of(args: ElasticArgs, world_size: int) -> set[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    start(main, ElasticArgs, in_a_child=True)  # torchrun would end all ranks when it sees one die
+    start(main, ElasticArgs, in_a_child=True)  # or torchrun would end all ranks when it sees one die

@@ -1,4 +1,4 @@
-"""Train with pipeline, data and tensor parallelism at once, as one set of sizes says.
+"""Train with pipeline, data and tensor parallelism at once, on one mesh of ranks.
 
     torchrun --nproc-per-node=8 hybrid_parallel/train_hybrid.py --pipeline 2 --tensor 2 --microbatches 4
     bash scripts/launch_training.sh --config configs/config.yaml

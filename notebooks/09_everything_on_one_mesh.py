@@ -16,9 +16,9 @@
 # of them gets?
 #
 # You need about 40 minutes. The lesson beside this notebook is [hybrid_parallel](../hybrid_parallel/README.md). It adds no
-# technique: it puts the classes of notebooks 05 to 08 together. You need to know `%%ranks` and `predict` from
-# [notebook 02](02_collectives.ipynb): a cell that begins with `%%ranks` runs on all ranks, and `predict` asks for your
-# guess before the run.
+# technique: it puts the classes of notebooks 05 to 08 together. You need to know the techniques of those notebooks, and
+# `%%ranks` and `predict` from [notebook 02](02_collectives.ipynb): a cell that begins with `%%ranks` runs on all ranks, and
+# `predict` asks for your guess before the run.
 
 # %%
 # %load_ext lab.notebook
@@ -30,14 +30,14 @@ from lab.prediction import predict
 # %% [markdown]
 # ## Eight ranks, three groups
 #
-# Two stages, two replicas of each stage, and each layer divided between two ranks: 2 · 2 · 2 = 8 ranks. Think of them as a
-# grid with three *axes*: pipeline, data and tensor. A rank has a place along each axis. Ranks that differ in one place only
-# form a group, and communicate along this axis.
+# Take two stages, two replicas of each stage, and each layer divided between two ranks: 2 · 2 · 2 = 8 ranks. Think of them
+# as a grid with three *axes*: pipeline, data and tensor. A rank has a place along each axis, its *coordinate*. Ranks that
+# differ in one coordinate only form a group, and communicate along this axis.
 #
-# Ranks are numbered like the digits of a number. The last digit is the place along the tensor axis, so it changes with every
-# rank. The digit before it is the place along the data axis, and the first digit is the stage. With two ranks along each axis
-# these are binary digits: rank 5 is 101, so it has stage 1, replica 0 and tensor place 1. **Predict**: rank 5 averages its
-# gradients with the other replica of its stage. Which rank is that?
+# Ranks are numbered like the digits of a number. The last digit is the place along the tensor axis, so it changes from each
+# rank to the next. The digit before it is the place along the data axis, and the first digit is the stage. With two ranks
+# along each axis these are binary digits: rank 5 is 101, so it has stage 1, replica 0 and tensor place 1. **Predict**: rank 5
+# averages its gradients with the other replica of its stage. Which rank is that?
 
 # %%
 partner = predict("With which rank does rank 5 average its gradients?", example=4)
@@ -57,7 +57,7 @@ groups
 partner.compare(other)
 
 # %% [markdown]
-# Rank 5 is 101, and the other replica is 111, which is 7. Each training on a mesh prints this picture of its ranks:
+# Rank 5 is 101, and the other replica is 111, which is 7. Every training run on a mesh prints this picture of its ranks:
 
 # %%
 from hybrid_parallel.mesh import drawn
@@ -66,16 +66,17 @@ from hybrid_parallel.sizes import ParallelSizes
 print(drawn(ParallelSizes(pipeline=2, data=2, tensor=2)))
 
 # %% [markdown]
-# Read it in three directions. Neighbours in a row, such as 0 and 1, are a tensor group: they divide each layer of a stage.
-# Ranks below each other, such as 0 and 2, are a data group: they have equal weights, and average their gradients. Ranks at the
-# same place of both blocks, such as 0 and 4, are a pipeline group: they pass activations on. There are four groups of each
-# kind. [hybrid_parallel/mesh.py](../hybrid_parallel/mesh.py) forms them, and gives one of each kind to a rank.
+# Read it in three directions. Neighbours in a row of one stage, such as 0 and 1, are a tensor group: they divide each layer of
+# the stage. Ranks below each other, such as 0 and 2, are a data group: they have equal weights, and average their gradients.
+# Ranks at the same place of both blocks, such as 0 and 4, are a pipeline group: the first stage sends its activations to the
+# second one. There are four groups of each kind, and each rank belongs to one of each kind.
+# [hybrid_parallel/mesh.py](../hybrid_parallel/mesh.py) forms them.
 #
 # ## Who sends how much
 #
 # **A common belief**: "the data axis sends the most, because it sends all gradients of the model". Let us count. The model is a
-# small GPT of four layers and 0.8 million parameters, so a rank has a quarter of them: half of the layers, and half of each
-# layer. A step has 16 examples of 64 tokens. **Predict**: how many times as many bytes does a rank send along the tensor
+# small GPT of four layers and 0.8 million parameters, so a rank has about a quarter of them: half of the layers, and half of
+# each layer. A step has 16 examples of 64 tokens. **Predict**: how many times as many bytes does a rank send along the tensor
 # axis as along the data axis? Below 1 means fewer.
 
 # %%
@@ -117,11 +118,11 @@ more.compare(sent["tensor"] / sent["data"])
 
 # %% [markdown]
 # The tensor axis sends the most, even in this small model. It sends *activations*: in each layer four all-reduces of
-# tokens · width numbers, two in the forward and two in the backward. The data axis sends *gradients*: as many numbers as the
-# rank has parameters, once in a step. The pipeline axis sends one activation over each boundary between stages, and its
-# gradient back, and the gradient of the embedding that the first and the last stage share.
-# [hybrid_parallel/traffic.py](../hybrid_parallel/traffic.py) has these formulas, and each training reports them beside what
-# it has counted. Count again for other numbers of examples:
+# tokens · width numbers, two of activations in the forward and two of their gradients in the backward. The data axis sends
+# *gradients*: as many numbers as the rank has parameters, once in a step. The pipeline axis sends, over each boundary between
+# stages, one activation for each microbatch and its gradient back. It also sends the gradient of the embedding that the first
+# and the last stage share. [hybrid_parallel/traffic.py](../hybrid_parallel/traffic.py) has these formulas, and the report of a
+# training run shows them beside the counted bytes. Count again for other numbers of examples:
 
 # %%
 # %%ranks
@@ -146,19 +147,20 @@ show(
 )
 
 # %% [markdown]
-# The data axis is level: the number of gradients does not depend on the number of examples. Activations grow with the
-# examples, on the tensor axis four times in each layer, on the pipeline axis once for each boundary between stages. So the
-# belief is right for few tokens, and wrong for the batches with which large models are trained.
+# The data axis is level: the number of gradients does not depend on the number of examples. The other two axes send
+# activations, which grow with the number of examples: the tensor axis sends them four times in each layer, the pipeline axis
+# only at the boundaries between stages. So the belief is right for few tokens, and wrong for the batches with which large
+# models are trained.
 #
 # ## Which axis may use the slow link?
 #
-# The number of bytes is not everything. The ranks of a tensor group wait for each all-reduce, because the next layer needs its result. The mean
-# over replicas can hide behind the backward (notebook 05). A pipeline's activation travels while its rank computes the next
-# microbatch (notebook 08).
+# The number of bytes is not everything. The ranks of a tensor group wait for each all-reduce, because the next layer needs its
+# result. The mean over replicas can hide behind the backward (notebook 05). While a pipeline's activation travels, the rank
+# that sent it computes the next microbatch (notebook 08).
 #
 # Imagine two machines with a slow cable between them, 100 Mbit/s. We take only two ranks, one in each machine, and one axis at
-# a time: the same model and the same 16 examples. **Predict** for tensor parallelism: how many times as long as without the
-# slow cable does a step take?
+# a time, with the same model and the same 16 examples. **Predict**: with tensor parallelism, how many times as long does a step
+# take over the slow cable as without it?
 
 # %%
 longer = predict("With tensor parallelism a step takes how many times as long?", example=1.5, unit="times as long")
@@ -220,21 +222,23 @@ longer.compare(over_the_cable / here)
 # %% [markdown]
 # Now the order of the axes has a reason. A launcher such as `torchrun` numbers the ranks of one machine one after the other:
 # with eight GPUs in a machine, ranks 0 to 7 are in the first. The tensor axis is the *last* one, so the ranks of a tensor
-# group are neighbours, and in one machine as long as the group has at most eight ranks. The pipeline axis is the *first*
-# one, so its ranks are far apart, in different machines. Data is between the two. That is the order of Megatron-LM, of
-# Llama 3's training and of this lesson.
+# group are neighbours, and are all in one machine if the group's size divides eight. The pipeline axis is the *first* one, so
+# its ranks are far apart, in different machines. The data axis is between the two. This is also the order of Megatron-LM.
+# The training of Llama 3 has another one: data, pipeline, tensor. Its data axis is FSDP, which gathers parameters before they
+# are needed, so it can hide messages over a slow link, too.
 #
 # ## Each number counts once
 #
-# After the backward, a rank has gradients that are not complete. Each axis completes its part, with the class of its lesson:
-# the pipeline adds up both gradients of the tied embedding, which is in the first stage and in the last one. With sequence
-# parallelism the tensor axis adds up the gradients of norms. The data axis takes the mean over replicas. All three are sums.
-# [hybrid_parallel/hybrid.py](../hybrid_parallel/hybrid.py) calls them one after the other.
+# After the backward, a rank has gradients that are not complete. Along each axis, the class of that axis's lesson completes
+# them. The pipeline adds up the two gradients of the tied embedding, which is in the first stage and in the last one. The data
+# axis takes the mean over replicas. With sequence parallelism, each rank of a tensor group has the gradients of LayerNorm
+# weights from its own tokens only, and the tensor axis adds them up. All three are sums: a mean is a sum that is divided by the
+# number of replicas. [hybrid_parallel/hybrid.py](../hybrid_parallel/hybrid.py) computes them one after the other.
 #
 # Clipping is not so simple. It needs the norm of *all* gradients of the model: the root of the sum of all squares. No rank has
-# all gradients, so the ranks must add up. **A common belief**: "the norm is the root of the squares of all ranks". Each rank
-# adds up its squares, and an all-reduce over all eight ranks adds up the sums. **Predict**: how many times too large is the
-# result? 1 means that it is right.
+# all gradients, so the ranks must combine theirs. **A common belief**: "the norm is the root of the squares of all ranks".
+# That is, each rank adds up the squares of its gradients, an all-reduce over all eight ranks adds up these sums, and the norm
+# is the root of the result. **Predict**: how many times too large is this norm? 1 means that it is right.
 
 # %%
 too_large = predict("How many times too large is the norm?", example=1, unit="times")
@@ -261,19 +265,20 @@ norm_of_all_ranks, norm_of_one_process
 too_large.compare((pull("norm_of_all_ranks")[0] / pull("norm_of_one_process")[0]).item())
 
 # %% [markdown]
-# Almost twice as large, so gradients are clipped too hard, and harder with more replicas. There is no error, and the loss
-# still falls. Two replicas hold the same gradients, which alone makes the norm √2 = 1.414 times too large. The rest are other
-# copies: above all the tied embedding, which is on two stages and has the largest gradient, and also the norms and some
-# biases, which are on both ranks of a tensor group. What is *divided* must be added up, and what is *copied* must count once:
+# The norm is almost twice as large, so gradients are clipped too much, and with more replicas even more. There is no error, and
+# the loss still falls. Two replicas hold the same gradients, which alone makes the norm √2 = 1.414 times too large. The rest
+# comes from other copies: above all the tied embedding, which is on two stages and has the largest gradient, and also the
+# LayerNorms, the position embedding and some biases, which are on both ranks of a tensor group. What is *divided* must be added
+# up, and what is *copied* must count once:
 #
-# | axis | ranks have | in the sum |
+# | axis | its ranks have | what counts |
 # |---|---|---|
-# | pipeline | other stages; the tied embedding twice | all stages, without the second copy |
-# | tensor | parts of a layer; norms in full | all parts; what is in full on the first rank only |
-# | data | the same gradients; with ZeRO other shards | nothing more; with ZeRO all shards |
+# | pipeline | different stages; the tied embedding twice | all stages, without the second copy |
+# | tensor | parts of a layer; LayerNorms and others in full | all parts; what is in full on the first rank only |
+# | data | the same gradients; with ZeRO different shards | one replica; with ZeRO all shards |
 #
-# [hybrid_parallel/clipping.py](../hybrid_parallel/clipping.py) does that. Then the check: the norm, and all weights after a
-# step, equal those of one process.
+# [hybrid_parallel/clipping.py](../hybrid_parallel/clipping.py) does that. Now check it: the norm, and all weights after a step,
+# must equal those of one process.
 
 # %%
 # %%ranks
@@ -290,7 +295,7 @@ errors = [float((ours[name] - theirs[name]).abs().max()) for name in theirs]
 # %% [markdown]
 # ## The same from a file
 #
-# A training has many options, so a file says what is trained and how the ranks are divided. Here is
+# A training run has many options, so a file says what is trained and how the ranks are divided. Here is
 # [configs/config.yaml](../configs/config.yaml) without its comments:
 
 # %%
@@ -305,15 +310,18 @@ print("\n".join(line for line in path.read_text().splitlines() if line and not l
 # | key | what it means |
 # |---|---|
 # | `model` | what is trained, by its name in [lab/model.py](../lab/model.py) |
-# | `batch_size` | examples *per device*: the ranks of a pipeline and of a tensor group share theirs |
+# | `batch_size` | examples *per device*; the ranks of a pipeline and of a tensor group work on the same ones |
 # | `num_gpus` | number of processes, whether they have GPUs or not |
-# | `pipeline_parallelism` | `False`, `True` or a number of stages |
-# | `zero_redundancy` | `False`, `True`, or the stage of ZeRO along the data axis |
-# | `sharding_strategy` | `manual`: as written; `auto`: a planner chooses what is not written |
+# | `pipeline_parallelism` | `False`, a number of stages, or `True`: as few stages as possible, but at least two |
+# | `zero_redundancy` | `False`, the stage of ZeRO along the data axis, or `True`: stage 1 beside a pipeline, else 2 |
+# | `sharding_strategy` | `manual`: as written; `auto`: a planner chooses all sizes that are not given as a number or `False` |
 # | `communication_pattern` | who sends what to whom in a collective: `ring`, `tree`, or `torch` for PyTorch's own |
 #
-# The rest are explicit sizes, such as `tensor: 2`. **A common belief**: "a step has batch_size times number of GPUs examples".
-# **Predict**: how many examples does a step of this file have?
+# The other keys are options of the training script, such as `tensor: 2`, the number of ranks along the tensor axis.
+# The data axis has the ranks that the pipeline and the tensor axis leave.
+#
+# **A common belief**: "a step has batch_size times number of GPUs examples". **Predict**: how many examples does a step of this
+# file have?
 
 # %%
 examples = predict("How many examples does a step have?", example=64, unit="examples")
@@ -328,9 +336,9 @@ examples.compare(config.args.batch_size)
 
 # %% [markdown]
 # Only the two replicas work on different examples: 8 · 2 = 16. The four ranks of a replica work together on the same eight.
-# A learning rate for a batch of 64 would be wrong here: the batch has a quarter of that.
+# A learning rate that was chosen for a batch of 64 would be wrong here: this batch is a quarter of that.
 #
-# A mistake is found before any process starts, with its key and its line. Here are four; try your own:
+# A mistake in the file is reported before any process starts, with its key and its line. Here are four; try your own:
 
 # %%
 import tempfile
@@ -350,11 +358,15 @@ for mistake in MISTAKES:
 # %% [markdown]
 # ## Who chooses the sizes?
 #
-# `sharding_strategy: auto` asks the planner, which tries every division of the ranks on paper. For each one it predicts the
+# `sharding_strategy: auto` asks the planner. It tries every plan on paper, that is, by formulas and without running it: each
+# division of the ranks, with each schedule, stage of ZeRO, number of microbatches and so on. For each plan it predicts the
 # memory of the fullest rank ([memory_model.py](../hybrid_parallel/memory_model.py)) and the seconds of a step
 # ([time_model.py](../hybrid_parallel/time_model.py)), with the formulas of notebooks 03 and 06 to 08. The fastest plan that
-# fits is the choice. On paper it can use machines that you do not have: Llama 3 8B on one machine with eight H100 of 80 GB, with
-# 64 examples of 8192 tokens in a step.
+# fits is the choice. With `auto`, a step has `batch_size` examples for each process, whatever the division, so that all plans
+# train the same batch.
+#
+# On paper it can plan for machines that you do not have. Here it plans for Llama 3 8B on one machine with eight H100 of 80 GB,
+# with 64 examples of 8192 tokens in a step:
 
 # %%
 from rich.console import Console
@@ -380,11 +392,12 @@ show_plans(one_machine, h100)
 
 # %% [markdown]
 # Eight replicas with ZeRO 3 win: NVLink is fast, so almost all of their messages hide behind computing. The last column says
-# why each other division lost. Tensor parallelism waits in every layer. In a pipeline the rank with the head, which has 128,256
-# entries, computes more than the others, and these wait for it.
+# why each other division lost. Tensor parallelism waits in every layer. In a pipeline, the rank with the head also computes
+# 128,256 logits for each token, and the other ranks wait for it.
 #
-# **A common belief**: "ZeRO 3 fits everything, so I need nothing else". Now take the eight H100 from eight machines, with a
-# network of 10 Gbit/s between them, as in many offices. **Predict**: how many pipeline stages does the best plan have?
+# **A common belief**: "ZeRO 3 fits everything, so I need nothing else". Now put the eight H100 into eight machines, one in
+# each, with a network of 10 Gbit/s between them, as in many offices. **Predict**: how many pipeline stages does the best plan
+# have?
 
 # %%
 stages = predict("How many pipeline stages does the best plan have?", example=1)
@@ -424,13 +437,13 @@ show(
 )
 
 # %% [markdown]
-# The circle is the choice. With NVLink many plans are nearly as good. Over the slow network the division decides: replicas
-# send all gradients and parameters, and ZeRO 3 does so for each microbatch: it fits, and a step takes more than a minute. A
-# pipeline sends only activations at its boundaries. So there is no best way to divide a model. There is one for a model, a
-# batch, a memory and a network.
+# The circle marks the planner's choice. With NVLink many plans are nearly as good. Over the slow network the division decides.
+# Replicas send all gradients, and with ZeRO all parameters too. ZeRO 3 does so for each microbatch: it fits, but a step takes
+# more than a minute. A pipeline sends only activations at its boundaries. So no division is the best one for every case. The
+# best one depends on the model, the batch, the memory of a device and the network.
 #
-# How good are such predictions? Compare those for the three axes with what you have measured above. The planner measures the
-# rates of this machine in a second, and the link is the slow cable.
+# How good are such predictions? Compare those for the three axes with what you have measured above. First the planner measures
+# how fast this machine computes, which takes about a second. For the link it takes the slow cable.
 
 # %%
 from hybrid_parallel.machine import this_machine
@@ -442,28 +455,32 @@ for axis in AXES:
     print(f"{axis:<10} predicted {predicted * 1e3:6.1f} ms      measured {steps[axis][1] * 1e3:6.1f} ms")
 
 # %% [markdown]
-# The order is right, and a choice needs no more. The seconds are less exact, because a step of such a small model has many
-# short operations and messages. The lesson's [README](../hybrid_parallel/README.md#5-plans) compares the planner with
-# measurements of larger steps and with published runs.
+# The three axes are in the right order, and a choice needs no more. The seconds are less exact, because a step of such a small
+# model has many short operations and messages. The lesson's [README](../hybrid_parallel/README.md#5-plans) compares the planner
+# with measurements of larger steps and with published runs.
 #
 # ## On a real cluster
 #
-# The same script runs there, and the file stays the same. What changes is who starts the processes:
+# The same script, [train_hybrid.py](../hybrid_parallel/train_hybrid.py), runs there with the same kind of file. What changes is
+# who starts the processes:
 #
 # ```
-# bash scripts/launch_training.sh --config configs/config.yaml         one machine
-# sbatch scripts/slurm.sbatch                                          Slurm: goes on after preemption and time limit
-# kubectl apply -f scripts/kubernetes.yaml                             Kubernetes: an indexed Job
+# bash scripts/launch_training.sh --config configs/config.yaml                  one machine
+# RANKS_PER_NODE=4 sbatch scripts/slurm.sbatch --config configs/config.yaml     Slurm: two machines with four ranks each
+# kubectl apply -f scripts/kubernetes.yaml                                      Kubernetes: an indexed Job
 # ```
 #
-# - Measure the links before you choose: `RUN_MODE=comm` on the same machines prints alpha and beta (notebook 03).
-# - Keep a tensor group inside a machine: `tensor` divides the number of GPUs in a machine.
-# - Save checkpoints in the background: `--checkpoint FOLDER --checkpoint-every 100`. Each rank saves its part, and another
-#   mesh can load it. So a job that has lost a machine can go on with fewer ranks.
-# - One slow or dead machine stops all others. Notebook 10 finds it.
+# On Slurm and Kubernetes the job goes on after every interruption. [scripts/kubernetes.yaml](../scripts/kubernetes.yaml) names
+# its own configuration.
 #
-# [scripts/](../scripts/README.md) explains each of the three commands. Measured times of all techniques stand in the tables
-# of the [top README](../README.md).
+# - Measure the links before you choose: `torchrun ... comm/tour.py` on the same machines prints alpha and beta (notebook 03).
+# - Keep a tensor group inside a machine: `tensor` should divide the number of GPUs in a machine.
+# - Save checkpoints in the background: `--checkpoint FOLDER --checkpoint-every 100`. Each rank saves its part, and a run on
+#   another mesh can load the checkpoint. So a job that has lost a machine can go on with fewer ranks.
+# - One slow or dead machine stops all others. Notebook 10 shows how to find it.
+#
+# [scripts/](../scripts/README.md) explains the files for Slurm and Kubernetes. Measured times of all techniques are in the
+# tables of the [top README](../README.md).
 #
 # ## Exercises
 #
@@ -485,7 +502,7 @@ def groups_of(axis, sizes):
 
 # %% [markdown]
 # 2. `memory_model` (50 minutes) and then `choose_a_plan` (40 minutes): predict what a rank holds, and find the fastest plan that
-#    fits. `make exercises ARGS='watch memory_model'` grades on each save.
+#    fits. `make exercises ARGS='watch memory_model'` checks your file each time you save it.
 # 3. `make exercises ARGS='bug bug_clipping_d29'`: "runs with a pipeline clip harder". Find the mistake.
 #
 # ## Further reading
