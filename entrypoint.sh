@@ -33,6 +33,7 @@ pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py   
 pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop
 hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data and tensor parallelism at once, on one mesh of ranks
 hybrid_elastic                         hybrid_parallel/train_elastic.py              a rank dies, and the others go on in the same processes with a smaller group
+hybrid_elastic_mesh                    hybrid_parallel/train_elastic_mesh.py         a rank of a mesh dies, and the others go on, on another mesh, from the last checkpoint
 TABLE
 }
 

@@ -1,4 +1,4 @@
-"""Compare three ways to go on after a rank has died, by the seconds that are lost.
+"""Compare four ways to go on after a rank has died, by the seconds that are lost.
 
     python benchmarks/elastic.py                # 4 ranks; a table; about 4 minutes on 2 cores
     python benchmarks/elastic.py --json
@@ -8,6 +8,7 @@
 
       torchrun     all ranks end, and start again with the last checkpoint (train_hybrid.py)
       containers   the engine starts all nodes again, with the last checkpoint (elastic_containers.py)
+      mesh         the others form a smaller group, with the last checkpoint (train_elastic_mesh.py)
       survivors    the others form a smaller group in the same processes (train_elastic.py)
 
 `lost` is the time from the kill to the end of the step in which the rank died, less the time of a step. Of
@@ -69,7 +70,7 @@ def one_run(way: str, args: Args) -> dict[str, float]:
         shared = elastic_containers.SHARED if way == "containers" else folder
         if way != "survivors":
             options += ["--layers", "4", "--checkpoint", f"{shared}/run", "--checkpoint-every", str(EVERY)]
-            options.append("--auto-resume")
+            options += [] if way == "mesh" else ["--auto-resume"]
         variables = {EVENTS: f"{shared}/events", WAY: way, "OMP_NUM_THREADS": "1"}
         if way == "containers":
             elastic_containers.train(args.ranks, options, variables, Path(folder))
@@ -116,7 +117,7 @@ def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:
 def main(args: Args) -> None:
     if args.quick:
         args = dataclasses.replace(args, ranks=2, runs=1, size="tiny")
-    ways = ["torchrun", "containers", "survivors"]
+    ways = ["torchrun", "containers", "mesh", "survivors"]
     if not elastic_containers.engine_answers():
         print("No Docker engine answers, so there is no row for containers.", file=sys.stderr)
         ways.remove("containers")

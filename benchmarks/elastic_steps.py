@@ -10,13 +10,14 @@ from typing import Any
 
 from comm.errors import CommError
 from comm.script import command_line, start
-from hybrid_parallel import train_elastic, train_hybrid
+from hybrid_parallel import train_elastic, train_elastic_mesh, train_hybrid
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.checkpoint_folder import complete_steps
 from hybrid_parallel.elastic import ElasticReplica
 from hybrid_parallel.run import Run
 from hybrid_parallel.survivors import Survivors
 from hybrid_parallel.train_elastic import ElasticArgs
+from hybrid_parallel.train_elastic_mesh import ElasticMeshArgs
 from lab.cluster import Cluster
 
 KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost
@@ -63,8 +64,7 @@ def restart(cluster: Cluster, args: HybridArgs) -> None:
 
     def before_batch(run: Run, step: int) -> None:
         if is_first and cluster.rank == 1 and step == KILL_AT and run._meter is not None:
-            while not complete_steps(Path(str(args.checkpoint))):
-                time.sleep(0.01)
+            _wait_for_a_checkpoint(args)
             die()
 
     noting(Run, "batch", before_batch, None)
@@ -94,8 +94,31 @@ def survive(cluster: Cluster, args: ElasticArgs) -> None:
     train_elastic.main(cluster, args)
 
 
+def survive_on_a_mesh(cluster: Cluster, args: ElasticMeshArgs) -> None:
+    """Train as train_elastic_mesh.py does."""
+    rank = cluster.rank
+
+    def before_batch(run: Run, step: int) -> None:
+        if rank == 1 and step == KILL_AT and run._meter is not None:
+            _wait_for_a_checkpoint(args)
+            die()
+
+    noting(Run, "batch", before_batch, None)
+    noting(Run, "_load", None, lambda run: note(f"restored {rank}"))
+    noting(Run, "save_if_due", lambda run, step: note(f"step {rank}", step), None)
+    noting(Survivors, "regroup", lambda _: note(f"noticed {rank}"), lambda _: note(f"met {rank}"))
+    train_elastic_mesh.main(cluster, args)
+
+
+def _wait_for_a_checkpoint(args: HybridArgs) -> None:
+    while not complete_steps(Path(str(args.checkpoint))):
+        time.sleep(0.01)
+
+
 if __name__ == "__main__":
     if os.environ[WAY] == "survivors":
         start(survive, ElasticArgs, in_a_child=True)
+    elif os.environ[WAY] == "mesh":
+        start(survive_on_a_mesh, ElasticMeshArgs, in_a_child=True)
     else:
         start(restart, HybridArgs, read=lambda words, cluster: command_line(HybridArgs))

@@ -70,6 +70,15 @@ def measure(
     return Measured(seconds, cores, peak, peak - base)
 
 
+def screen(cluster: Cluster, sizes: ParallelSizes, config: Config, batch: int, link: Link) -> float:
+    """Return the seconds of a plan's second step: enough to tell which plans deserve `measure`."""
+    keep_freed_memory()
+    step = training(Mesh(cluster, sizes), config, batch)
+    step()
+    with slow_link.slowed(link):
+        return timed(step)
+
+
 def training(mesh: Mesh, config: Config, batch: int) -> Callable[[], None]:
     """Return a step of a new model on the mesh."""
     rows = batch // mesh.sizes.data

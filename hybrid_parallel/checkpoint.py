@@ -33,14 +33,12 @@ import json
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comm.exchange import on_all, on_main
@@ -72,6 +70,7 @@ class BackgroundCheckpoints:
         self._writer: threading.Thread | None = None
         self._buffers: dict[Part, Tensor] = {}
         self._failure = ""
+        self._abandoned = threading.Event()
         self._last_saved, self._saves = -1, 0
 
     def _prepare(self) -> str:
@@ -141,14 +140,14 @@ class BackgroundCheckpoints:
         rank, store, key = self._cluster.rank, self._cluster.store, f"{self._token}/{self._saves}"
         try:
             if self._cluster.is_main:
-                others = [_answer(store, f"{key}/{other}") for other in range(1, self._cluster.world_size)]
+                others = [self._answer(f"{key}/{other}") for other in range(1, self._cluster.world_size)]
                 outcome = self._publish(step, [json.loads(each) for each in (word, *others)])
                 store.set(f"{key}/outcome", outcome)
                 if outcome:
                     print(f"{self._sentence(step, outcome)}; training goes on", file=sys.stderr, flush=True)
             else:
                 store.set(f"{key}/{rank}", word)
-                outcome = _answer(store, f"{key}/outcome", is_last=False)
+                outcome = self._answer(f"{key}/outcome", is_last=False)
         except Exception as error:  # another rank has died, and the store perhaps with it
             outcome = reason(error)
         if outcome:
@@ -184,6 +183,26 @@ class BackgroundCheckpoints:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+
+    def abandon(self) -> None:
+        """End the save that is under way, without waiting for the other ranks: one of them has died."""
+        self._abandoned.set()
+        self._finish_writing()
+
+    def _answer(self, key: str, is_last: bool = True) -> str:
+        """Return the value of a key once another rank has set it; `is_last`: no other rank will read it.
+
+        This checks the key again and again, so the training can use the store between two checks. The store's
+        `wait` would block it.
+        """
+        store = self._cluster.store
+        while not store.check([key]):
+            if self._abandoned.wait(_POLL):
+                raise WorkbookError("another rank has died")
+        value = store.get(key).decode()
+        if is_last:
+            store.delete_key(key)
+        return value
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None; the same on all ranks."""
@@ -237,17 +256,3 @@ def set_random_state(text: str) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1 and torch.cuda.is_available():
         torch.cuda.set_rng_state(states[1])
-
-
-def _answer(store: dist.Store, key: str, is_last: bool = True) -> str:
-    """Return the value of a key once another rank has set it; `is_last`: no other rank will read it.
-
-    This checks the key again and again, so the training can use the store between two checks. The store's
-    `wait` would block it.
-    """
-    while not store.check([key]):
-        time.sleep(_POLL)
-    value = store.get(key).decode()
-    if is_last:
-        store.delete_key(key)
-    return value

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import training.run
+from comm.errors import CommError
 from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
@@ -41,8 +42,8 @@ def stream_of(rank: int, sizes: ParallelSizes) -> int:
 class Run(training.run.Run):
     """One rank's side of a training on a mesh."""
 
-    def __init__(self, cluster: Cluster, args: HybridArgs) -> None:
-        super().__init__(cluster, args, "hybrid", args.model)
+    def __init__(self, cluster: Cluster, args: HybridArgs, run_mode: str = "hybrid") -> None:
+        super().__init__(cluster, args, run_mode, args.model)
         self._args: HybridArgs = args
         self.mesh = Mesh(cluster, self.sizes)
         self.not_measured = "the axes share a rank's time, and their spans overlap"
@@ -94,6 +95,9 @@ class Run(training.run.Run):
                 yield self._first_step
             except Stopped:
                 self._save_and_wait()
+                raise
+            except CommError:  # a rank has died, and the thread that saves may wait for it
+                self._saved.abandon()
                 raise
             self._save_and_wait()
             self._until_reported = handlers.pop_all()

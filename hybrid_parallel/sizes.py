@@ -49,6 +49,11 @@ class ParallelSizes:
         """Return the number of stages into which the model is cut, over all ranks of a pipeline."""
         return self.pipeline * stages_per_rank(self.schedule, self.chunks)
 
+    @property
+    def holders(self) -> int:
+        """Return the number of ranks that hold one copy of the parameters together."""
+        return self.pipeline * self.tensor * (self.data if self.zero == 3 else 1)
+
     def __str__(self) -> str:
         axes = f"{self.pipeline} (pipeline) x {self.data} (data) x {self.tensor} (tensor)"
         return f"{self.world_size} ranks = {axes}"

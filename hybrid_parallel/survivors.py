@@ -92,6 +92,10 @@ class Survivors:
                 flush=True,
             )
 
+    def misses_a_rank(self) -> bool:
+        """Return whether a rank of the group has died."""
+        return not all(self._is_open(name) for name in self.names)
+
     def _agree(self) -> tuple[dist.Store, str]:
         """Return the decider's store and a new prefix in it, and set `names`."""
         for decider in self.names:
@@ -186,7 +190,7 @@ class Survivors:
 def _leave_group() -> None:
     """Close this rank's connections, so that the collective fails on its neighbours, too."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        distributed_c10d._abort_process_group()  # destroying it would wait for pending operations
     gc.collect()  # the error of the failed collective still refers to the group
 
 

@@ -12,18 +12,16 @@ README.md compares this with the two ways that restart dead ranks.
 """
 
 import dataclasses
-import os
-import signal
 
 import torch
 
 from comm.errors import CommError, Mismatch
 from comm.script import start
+from hybrid_parallel.deaths import Deaths, ElasticOptions
 from hybrid_parallel.elastic import ElasticReplica
 from hybrid_parallel.survivors import Survivors
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
 from lab.meter import Meter
 from lab.model import GPT, GPTConfig, loss_of
 from lab.same_start import check_same_start
@@ -33,7 +31,7 @@ from training.replicas import replica_digests
 
 
 @dataclasses.dataclass
-class ElasticArgs:
+class ElasticArgs(ElasticOptions):
     """Train a small GPT on replicas, and go on with the survivors when ranks die."""
 
     steps: int = 60
@@ -46,13 +44,6 @@ class ElasticArgs:
     """Learning rate: the factor of the optimizer's update, a number without unit."""
     seed: int = 0
     """Number from which the initial weights and the batches are drawn."""
-    kill: tuple[str, ...] = ()
-    """RANK@STEP: the rank kills itself with SIGKILL just before it takes the step. Give several, such as
-    2@20 0@40, to kill several ranks. RANK is the number of the rank at the start, also after another rank has
-    died. STEP counts from 0."""
-    patience: float = 10.0
-    """Number of seconds after which a rank that does not answer is treated as dead, even if its process still
-    exists."""
     json: bool = False
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
@@ -61,7 +52,7 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
     config = GPTConfig.named(args.size)
     data = TrainingData("gpt", args.batch_size, args.seed, config.block_size)
     check_same_start(cluster, data.everything, dataclasses.asdict(args) | {"json": ""})
-    deaths = deaths_of(args, cluster.world_size)
+    deaths = Deaths(args.kill, cluster.world_size)
     survivors = Survivors(cluster, args.patience)
     model = GPT(config, seed=args.seed + cluster.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -75,8 +66,7 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
                     survivors.cluster, "hybrid_elastic", args.steps, data.tokens_per_step, args.json,
                     first_step=replica.steps,
                 )  # fmt: skip
-            if (survivors.name, replica.steps) in deaths:
-                os.kill(os.getpid(), signal.SIGKILL)
+            deaths.die_if_due(survivors.name, replica.steps)
             with meter.step() as record:
                 x, y = data.batch(replica.steps)
                 record.loss = replica.step(x, y, survivors.cluster.rank, survivors.cluster.world_size)
@@ -98,19 +88,6 @@ def finish(survivors: Survivors, replica: ElasticReplica, meter: Meter | None) -
         survivors=survivors.names, replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16]
     )
     refuse_unequal(digests)
-
-
-def deaths_of(args: ElasticArgs, world_size: int) -> set[tuple[int, int]]:
-    """Return the pairs of a rank and a step in --kill. Raise WorkbookError if one is invalid, or all die."""
-    deaths = set()
-    for text in args.kill:
-        rank, at, step = text.partition("@")
-        if not (at and rank.isdecimal() and step.isdecimal() and int(rank) < world_size):
-            raise WorkbookError(f"--kill {text}: write RANK@STEP, with a rank from 0 to {world_size - 1}.")
-        deaths.add((int(rank), int(step)))
-    if len({rank for rank, _ in deaths}) == world_size:
-        raise WorkbookError("--kill names all ranks; one must stay alive.")
-    return deaths
 
 
 if __name__ == "__main__":
