@@ -193,8 +193,7 @@ def show(rows: list[Row], said: dict[str, Any]) -> None:
     console.print(
         f"Median absolute error: {said['median_seconds_error']:.1%} of the step time, "
         f"{said['median_memory_error']:.1%} of the memory. The choice takes {said['choice_over_best']:.2f} "
-        f"of the time of the fastest measured plan: {said['best']}."
-        + left_out(said)
+        f"of the time of the fastest measured plan: {said['best']}." + left_out(said)
     )
 
 

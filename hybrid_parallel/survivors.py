@@ -42,6 +42,7 @@ from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.gloo_threads import keep_from_preempting
 from lab.interface import own_address
+from lab.open_sockets import open_sockets, shut_down
 from lab.store import open_store
 
 _NAP = 0.002  # seconds between two checks of the doors
@@ -67,7 +68,7 @@ class Survivors:
         liveness.forget()  # its connections go to rank 0, which may die
         gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
         # The group of the rendezvous has another timeout. So form it again, with `patience`.
-        _leave_group()
+        dist.destroy_process_group()
         self._form(cluster.store, "begin")
 
     def regroup(self) -> None:
@@ -78,7 +79,7 @@ class Survivors:
         """
         begin, before = time.perf_counter(), self.names
         while True:
-            _leave_group()
+            self._leave_group()
             store, prefix = self._agree()
             with suppress(RuntimeError):  # if another rank has died meanwhile, agree again
                 self._form(store, prefix)
@@ -174,10 +175,18 @@ class Survivors:
         """Write this rank's group into its own store, where a rank that hung reads that it is not in it."""
         self._door.set("names", json.dumps(self.names))
 
+    def _leave_group(self) -> None:
+        """Close this rank's connections, so that the collective fails on its neighbours, too."""
+        shut_down(self._sockets, {port for _, port in self._addresses})
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # the error of the failed collective still refers to the group
+
     def _form(self, store: dist.Store, prefix: str) -> None:
         rank, size = self.names.index(self.name), len(self.names)
         group_store = dist.PrefixStore(f"group/{prefix}", store)
         patience = timedelta(seconds=self.patience)
+        self._sockets = open_sockets()
         # torch counts the groups of a process, and uses the count in the keys of the store. A group that does
         # not form is counted only on the ranks that tried, and then their keys would differ from the others'.
         distributed_c10d._world.group_count = 0
@@ -185,13 +194,6 @@ class Survivors:
         keep_from_preempting()
         own = dist.PrefixStore(f"lab/{prefix}", store)
         self.cluster = Cluster(rank, size, self.cluster.local_rank, self.cluster.device, own)
-
-
-def _leave_group() -> None:
-    """Close this rank's connections, so that the collective fails on its neighbours, too."""
-    if dist.is_initialized():
-        distributed_c10d._abort_process_group()  # destroying it would wait for pending operations
-    gc.collect()  # the error of the failed collective still refers to the group
 
 
 def _within(seconds: float, action: Callable[[], Any], gives_up: Callable[[], bool] = lambda: False) -> Any:

@@ -58,7 +58,7 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     replica = ElasticReplica(model, optimizer, lambda model, x, y: loss_of(model(x), y) * len(x))
     meter = None  # None: the group is new, and its ranks must catch up first
-    while replica.steps < args.steps:
+    while True:
         try:
             if meter is None:
                 replica.catch_up()
@@ -66,6 +66,9 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
                     survivors.cluster, "hybrid_elastic", args.steps, data.tokens_per_step, args.json,
                     first_step=replica.steps,
                 )  # fmt: skip
+            if replica.steps == args.steps:
+                finish(survivors, replica, meter)
+                return replica
             deaths.die_if_due(survivors.name, replica.steps)
             with meter.step() as record:
                 x, y = data.batch(replica.steps)
@@ -75,14 +78,10 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
         except CommError:  # a rank has died or hangs
             meter = None
             survivors.regroup()
-    finish(survivors, replica, meter)
-    return replica
 
 
-def finish(survivors: Survivors, replica: ElasticReplica, meter: Meter | None) -> None:
+def finish(survivors: Survivors, replica: ElasticReplica, meter: Meter) -> None:
     """Report the last group's steps, and check that its replicas are equal."""
-    if meter is None:
-        return
     digests = replica_digests(survivors.cluster, replica.model)
     meter.finish(
         survivors=survivors.names, replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16]

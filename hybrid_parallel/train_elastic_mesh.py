@@ -25,6 +25,8 @@ What to read, in this order:
 import dataclasses
 import itertools
 
+from torch.distributed import DistError
+
 from comm.errors import CommError, Mismatch
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
@@ -51,7 +53,7 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
         try:
             train(survivors, args, sizes, deaths)
             return
-        except WorkbookError as error:
+        except (WorkbookError, DistError) as error:  # torch raises the second one if the store's rank dies
             has_lost_a_rank = isinstance(error, CommError) or survivors.misses_a_rank()
             if isinstance(error, Mismatch) or not has_lost_a_rank:
                 raise
@@ -101,7 +103,7 @@ def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSi
             refuse_sizes(sizes, model, args.batch_size, ranks)
             fitting.append(sizes)
         except WorkbookError as error:
-            refusal = error
+            refusal = refusal or error
     if not fitting:
         raise WorkbookError(f"{ranks} ranks are left, and cannot train this model: {refusal}")
 

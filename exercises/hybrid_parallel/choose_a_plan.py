@@ -6,8 +6,8 @@ contains the solution. All that you need is in this file, in the notebook and in
 You may use:
 
     _num_kernels(plan: Plan) -> int
-        Return a number that grows with that of kernels: plans that do not fit are in order of memory
-        alone.
+        Return the number of microbatches, with which that of kernels grows; 0 if the plan does not
+        fit.
     _refuse(devices: int, batch: int, given: Mapping[str, Any]) -> None
     AnyShape = ModelShape | MLPShape
     candidates(shape, machine, devices, batch, given) -> Iterator[ParallelSizes]
@@ -22,7 +22,8 @@ You may use:
     memory.total: float
         Return the sum of all parts.
     Plan(sizes: ParallelSizes, memory: Memory, seconds: Seconds | None, reason: str = '')
-        Holds a division of the ranks, its predicted memory and seconds, and why it is not the best.
+        Holds a division of the ranks, its predicted memory and seconds, and why it is the best or is
+        not.
     plan.memory_bytes: float
         Return the bytes that the fullest rank holds at its peak.
     plan.step_seconds: float
@@ -31,7 +32,7 @@ You may use:
     predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory
         Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
     reason_of(plan: Plan, best: Plan, usable: float) -> str
-        Return why a plan lost: what it needs too much memory for, or by what it is slower than the
+        Return why a plan is not the best: what takes too much memory, or why it is slower than the
         best.
     shape.kv_heads: int
         Return the number of key and value heads: by default one for each query head.
@@ -41,8 +42,8 @@ You may use:
     time_model.predict(sizes: ParallelSizes) -> Seconds
         Return the predicted seconds of a step of a plan.
     TimeModel(shape: AnyShape, machine: Machine, batch: int, context: int = 1)
-        Predicts the steps of one model on one machine; `batch` is the examples of a step, over all
-        ranks.
+        Predicts the steps of one model on one machine; `batch` counts the examples of a step, over
+        all ranks.
     USABLE = 0.95
     WorkbookError
         Tell the user what is wrong and how to fix it.

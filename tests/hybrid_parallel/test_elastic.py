@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comm.errors import CommError
 from hybrid_parallel import elastic, train_elastic
+from hybrid_parallel.deaths import Deaths
 from hybrid_parallel.elastic import ElasticReplica
 from hybrid_parallel.survivors import Survivors
 from hybrid_parallel.train_elastic import ElasticArgs
@@ -135,6 +136,18 @@ def test_a_death_inside_the_all_reduce_or_the_optimizers_step_leaves_each_step_t
     survivors_equal_one_process(4, {0, 1}, disturb)
 
 
+def test_a_death_in_the_last_step_or_before_the_replicas_are_compared_leaves_the_others_to_end():
+    def disturb(cluster: Cluster) -> None:
+        if cluster.rank == 0:  # it takes over the state of rank 1, which has taken the last step
+            at_step(ARGS.steps - 1, elastic, "all_reduce", and_then(interrupted))
+        if cluster.rank == 2:
+            at_step(0, train_elastic, "replica_digests", lambda original: die)
+        if cluster.rank == 3:
+            at_step(ARGS.steps - 1, torch.optim.AdamW, "step", lambda original: die)
+
+    survivors_equal_one_process(4, {2, 3}, disturb)
+
+
 @pytest.mark.parametrize("moment", ["_decide", "_form", "_state_of"])
 def test_a_death_during_the_recovery_leads_to_another_recovery(moment: str):
     def disturb(cluster: Cluster) -> None:
@@ -210,4 +223,4 @@ def test_a_kill_that_names_no_step_no_rank_or_all_ranks_is_refused():
         (("0@1", "1@3"), "--kill names all ranks; one must stay alive"),
     ):
         with pytest.raises(WorkbookError, match=sentence):
-            train_elastic.deaths_of(ElasticArgs(kill=kill), 2)
+            Deaths(kill, 2)
