@@ -75,7 +75,7 @@ def replicated(parameter: Tensor) -> Share:
 
 
 def formula(stage: int, full: Held, ranks: int) -> Held:
-    """Return what one of `ranks` ranks holds by the paper's formula, if one process holds `full`."""
+    """Return what one of `ranks` ranks holds with a stage of ZeRO, if one process holds `full`."""
     if stage not in range(len(FORMULAS)):
         raise WorkbookError(
             f"ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}."

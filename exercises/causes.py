@@ -7,7 +7,7 @@ the name of an exercise or a mutant: what it may use is in `Evidence`.
 import re
 from collections.abc import Callable
 
-from exercises.causes_in_lessons import IN_LESSONS, mixed_up_microbatches
+from exercises.causes_in_lessons import IN_LESSONS, ON_A_MESH, mixed_up_microbatches
 from exercises.causes_of_lists import OF_LISTS
 from exercises.causes_of_numbers import norm, overflow, part, powers, rounded, scale, shown_names, zeros
 from exercises.evidence import Evidence
@@ -98,7 +98,10 @@ def order(e: Evidence) -> str | None:
             "epoch, and on nothing else?"
         )
     if "order" in e.kinds:
-        return "The numbers are right and in the wrong order: is each part written to the place of its rank?"
+        of_topic = plain_topic(e) if e.first and e.first.is_plain else None
+        return of_topic or (
+            "The numbers are right and in the wrong order: is each part written to the place of its rank?"
+        )
     return None
 
 
@@ -194,6 +197,7 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     *OF_LISTS,
     count,
     mixed_up_microbatches,
+    *ON_A_MESH,
     order,
     not_reduced,
     scale,

@@ -1,11 +1,16 @@
 """Say what has probably caused a failure in a way that only makes sense in one lesson, such as pipelines."""
 
+import re
 from collections.abc import Callable
 
 from torch import Tensor
 
 from exercises.evidence import Evidence
 from exercises.relations import relation
+
+# The tied embedding, and what the ranks of a tensor group do not divide.
+_TIED = re.compile(r"(token_embedding|head)\.weight")
+_UNDIVIDED = re.compile(r"norm|position|bias")
 
 
 def mixed_up_microbatches(e: Evidence) -> str | None:
@@ -84,6 +89,41 @@ def conjugate(e: Evidence) -> str | None:
     )
 
 
+def completed_along_one_axis_too_few(e: Evidence) -> str | None:
+    """Find out from the names of wrong gradients along which axis of a mesh they are not completed."""
+    if e.lesson != "hybrid_parallel" or not e.first or not e.first.what.startswith("gradient of step"):
+        return None
+    what, names = e.first.what, e.wrong
+    if not names:
+        return None
+    if "1 (pipeline)" not in what and all(_TIED.fullmatch(name) for name in names):
+        shards = (
+            " With ZeRO the mean over replicas leaves only shards, and both stages have different ones: is "
+            "the sum formed before the mean?"
+        )
+        return (
+            "Two stages hold a copy of a tied weight: both copies must get the sum of both gradients, once."
+            f"{'' if 'zero 0' in what else shards}"
+        )
+    if "sequence parallel" in what and all(_UNDIVIDED.search(name) for name in names):
+        return (
+            "Only parameters are wrong that the ranks of a tensor group do not divide. Each of these ranks "
+            "has seen only its tokens, so their gradients must be added up over the tensor group."
+        )
+    return None
+
+
+def scaled(e: Evidence) -> str | None:
+    """Find out whether a step went wrong after its gradients and their norm were right."""
+    if not e.first or "its gradients and norm were right" not in e.first.what:
+        return None
+    return (
+        "The gradients and their norm were right before, so look at what changes the parameters: is each "
+        "gradient scaled, also one that does not count in the norm, and by at most 1? Does the optimizer "
+        "update each parameter, and is it gathered after that?"
+    )
+
+
 def shard(e: Evidence) -> str | None:
     """Find out whether values are wrong only before or after one element, as where a shard ends."""
     if e.lesson != "data_parallel" or e.kinds != {"part"}:
@@ -113,3 +153,6 @@ IN_LESSONS: tuple[Callable[[Evidence], str | None], ...] = (
     conjugate,
     shard,
 )
+
+# They come before what is said of any lesson: the names on a mesh say more than how the ranks differ.
+ON_A_MESH: tuple[Callable[[Evidence], str | None], ...] = (completed_along_one_axis_too_few, scaled)

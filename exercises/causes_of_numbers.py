@@ -65,6 +65,8 @@ def scale(e: Evidence) -> str | None:
         )
     if n > 1 and _close(factor, n * n):
         return f"That is {n} times {n}, with {n} ranks: it is added up over the ranks twice."
+    if 1.5 < factor < 10 and _close(factor, round(factor)) and not n and e.first and e.first.is_plain:
+        return f"It is {round(factor)} times too large: is something counted twice, or is a division missing?"
     if 1.5 < factor < 10 and _close(factor, round(factor)):
         return (
             f"It is added up {round(factor)} times where a mean is due, or once too often for each "
@@ -113,7 +115,7 @@ def part(e: Evidence) -> str | None:
 
 
 def rounded(e: Evidence) -> str | None:
-    if "rounded" in e.kinds:
+    if e.kinds == {"rounded"}:
         return "It is right but for rounding: is something computed or sent in a smaller dtype?"
     return None
 

@@ -37,7 +37,8 @@ def helpers(exercise: Exercise, functions: list[ast.FunctionDef]) -> list[str]:
     targets = {target.rpartition(".")[2] for target in exercise.targets}
     found = {text for text in _names(exercise, functions, targets) if text}
     found |= {text for text in _attributes(exercise, functions, targets) if text}
-    found |= set(_of_results(exercise, functions, found))
+    known = {text.partition(".")[2] for text in found}  # members that are listed under the name of a variable
+    found |= {text for text in _of_results(exercise, functions, found) if text.partition(".")[2] not in known}
     return sorted(found, key=lambda text: text.lower())
 
 

@@ -121,7 +121,8 @@ def _by_element(g: Tensor, e: Tensor, scale: float) -> Relation:
     worst = error.max().item()
     if g.dim() > 1 and g.shape[-1] == 2 and not g[..., 1].any() and e[..., 1].all() and g[..., 0].any():
         return Relation("second", "0 in every second number")
-    if g.numel() > 1 and _agree(g.flatten().abs().sort()[0], e.flatten().abs().sort()[0], CLOSE * scale):
+    is_far = worst > CLOSE * scale  # else each number is almost right at its own place
+    if is_far and _agree(g.flatten().abs().sort()[0], e.flatten().abs().sort()[0], CLOSE * scale):
         return Relation("order", "the right numbers in another order")
     if g.numel() > 3 and any(worst <= digits * scale for digits in DIGITS.values()):
         return Relation("rounded", f"off by {worst:.3g}, as if it were rounded")

@@ -95,7 +95,7 @@ PLAIN_TOPICS = (
         "to the next, and which one changes least often?",
     ),
     (
-        ("plans come in order",),
+        ("plans come in order", "equally fast plans"),
         "Plans are sorted by several things: does a plan that does not fit come after all that fit, and what "
         "decides between equal ones?",
     ),

@@ -82,7 +82,7 @@ class HybridParallel:
             )
             _free_other_stages(model, self.pipeline)
         self._replicate(optimizer_class, options)
-        self.terms: TensorParallel | TermsInPieces | None = self.tensor  # of gradients, along the tensor axis
+        self.terms: TensorParallel | TermsInPieces | None = self.tensor  # adds up gradients
         if self.tensor is not None and sizes.zero:
             pieces = {piece.parameter: piece.tensor for piece in self.pieces}
             self.terms = TermsInPieces(self.tensor, pieces)

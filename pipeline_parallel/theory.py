@@ -87,7 +87,7 @@ def idle(
 
 
 def held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
-    """Return the most microbatches that the rank holds at a time. One that two stages hold counts twice.
+    """Return the most microbatches that the rank holds at a time, counted once for each stage that holds it.
 
     `chunks` is the number of stages of a rank, for `interleaved` alone. ValueError for an unknown schedule.
     """

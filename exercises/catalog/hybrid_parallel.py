@@ -4,6 +4,7 @@ from exercises.catalog.exercise import Exercise
 
 MESH = "tests/hybrid_parallel/test_mesh.py::"
 ONE_PROCESS = "tests/hybrid_parallel/test_equivalence.py::"
+CLIPPING = "tests/hybrid_parallel/test_clipping.py::"
 MEMORY = "tests/hybrid_parallel/test_planner_memory.py::"
 PLANNER = "tests/hybrid_parallel/test_planner.py::"
 
@@ -48,6 +49,7 @@ EXERCISES = (
         target="hybrid_parallel.hybrid.HybridParallel.backward",
         tests=(
             ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
+            ONE_PROCESS + "test_pipelines_of_replicas_equal_one_process",
             ONE_PROCESS + "test_replicas_of_divided_tokens_equal_one_process",
             ONE_PROCESS + "test_divided_tokens_and_gradients_in_shards_equal_one_process",
         ),
@@ -57,11 +59,13 @@ EXERCISES = (
         doc="""
             Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
-            `self.pipeline`, `self.data` and `self.terms` are classes of lessons 4, 2 and 3, or None for an
-            axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
-            all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
-            the gradients of this rank, and return the loss, which in a pipeline is zero on all stages but the
-            last. Only they run in `with self.in_precision():`.
+            `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3: one for each
+            axis, or None for an axis of one rank. Their method `finish_gradient_sync()` completes the
+            gradients along that axis. With ZeRO, `self.data` leaves this rank's shard of a gradient only, so
+            the order of the three matters. `self._through_stages(x, y)` runs all microbatches through a
+            pipeline, and `self._in_one_stage(x, y)` runs them without one: both add the gradients of this
+            rank, and return the loss, which in a pipeline is zero on all stages but the last. Only they run
+            in `with self.in_precision():`.
         """,
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "
@@ -81,6 +85,7 @@ EXERCISES = (
         target="hybrid_parallel.clipping.counted_elsewhere",
         also=("hybrid_parallel.clipping.clip_over",),
         tests=(
+            CLIPPING + "test_the_norm_of_a_rank_without_gradients_is_that_of_all",
             ONE_PROCESS + "test_pipelines_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_replicas_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_divided_layers_in_shards_of_zero_3_equal_one_process",
@@ -92,10 +97,11 @@ EXERCISES = (
         doc="""
             Return the parameters of this rank whose gradients another rank of its replica counts.
 
-            `pipeline` and `tensor` are None for an axis of one rank. `tensor.dims` has the names of the
-            parameters that the ranks of `tensor.group` divide; of all others each of these ranks has the full
-            gradient. `tensor.module.named_parameters(remove_duplicate=False)` gives this rank's names and
-            parameters. `pipeline.later_copies()` are those that an earlier stage has, too.
+            `pipeline` and `tensor` are None for an axis of one rank. The keys of `tensor.dims` are the names
+            of the parameters that the ranks of `tensor.group` divide; of all others each of these ranks has
+            the full gradient. `tensor.module.named_parameters(remove_duplicate=False)` gives this rank's
+            names and parameters. `pipeline.later_copies()` returns the parameters that an earlier stage also
+            has.
         """,
         docs={
             "clip_over": """
@@ -103,10 +109,10 @@ EXERCISES = (
 
                 `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
                 gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
-                groups over which the squares are added up. All ranks must call it, also one that has no
-                gradient. Return the norm before the scaling, in float64. The gradients are multiplied by
-                max_norm / (norm + 1e-6), but never by more than 1, in place:
-                `gradient.as_subclass(Tensor).mul_(scale)`.
+                groups over which the squares are added up, along one axis after the other. All ranks take
+                part, also one that has no gradient: it adds zero. Return the norm before the scaling, in
+                float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by more than 1,
+                in place: `gradient.as_subclass(Tensor).mul_(scale)`.
             """,
         },
         hints=(
@@ -132,6 +138,9 @@ EXERCISES = (
             MEMORY + "test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts[interleaved]",
             MEMORY + "test_recomputation_keeps_the_input_of_each_layer_and_one_layer_more",
             MEMORY + "test_a_vocabulary_counts_on_the_rank_with_the_head_alone",
+            MEMORY + "test_sequence_parallelism_divides_the_final_norm_and_the_input_of_each_layer",
+            MEMORY + "test_zero_3_holds_the_parameters_of_two_layers_and_the_gradients_of_one_for_a_time",
+            MEMORY + "test_a_context_axis_divides_tokens_and_state",
             MEMORY
             + "test_predicted_activations_are_within_1_percent_of_what_a_forward_holds_at_its_end[small]",
         ),
@@ -139,24 +148,29 @@ EXERCISES = (
         minutes=50,
         needs=("memory_formulas", "pipeline_1f1b"),
         doc="""
-            Return what the ranks at one place of the pipeline, `rank`, hold at their peak.
+            Return what the ranks at place `rank` of the pipeline hold at their peak.
 
             `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
             divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-            context ranks. Return a `Memory` of these numbers of bytes; the rest is added elsewhere:
+            context ranks. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
+            `deferred` at 0, because other functions add them:
 
-                parameters, gradients,     for each number of the rank those of STATE, divided by ZeRO
-                optimizer_state
-                activations                those of a layer, for each layer of the rank in the microbatches
-                                           that it holds: theory.held counts stages, of which a rank may have
-                                           several
-                temporary                  recomputation: activations of one layer. The rank with the head:
-                                           for each token the numbers of the final norm in the precision, and
-                                           the logits in the precision and once more in float32. ZeRO 3: the
-                                           parameters of two layers, and the gradients of one
+                parameters, gradients,     parameters_of the rank, each with the three sizes that STATE has in
+                optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)
+                activations                of each layer of the rank, for each microbatch that is held.
+                                           theory.held counts a microbatch once for each stage that holds it,
+                                           and each stage of the rank has an equal part of the rank's layers
+                temporary                  the sum of these. Recomputation: the activations of one layer. The
+                                           rank with the head: for each token the numbers of the final norm in
+                                           the precision, and the logits twice, in the precision and in
+                                           float32. ZeRO 3: the parameters of two layers, and the gradients of
+                                           one
 
-            With recomputation only the input of each layer is kept. Sequence parallelism divides that input
-            and the final norm among the ranks of the tensor axis, which always divides the logits.
+            `layer_activations` is already divided by the tensor axis, and does not know of recomputation.
+            With recomputation only the input of each layer is kept: shape.width numbers for each token in the
+            precision. Sequence parallelism divides that input and the final norm among the ranks of the
+            tensor axis. The tensor axis always divides the logits and the layer's parameters;
+            `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
         """,
         hints=(
             "Begin with the state: the number of parameters of the rank times each of the three sizes in "
@@ -193,21 +207,24 @@ EXERCISES = (
             Return all plans: the best one first, and at the end those that do not fit, the smallest first.
 
             `batch` is the number of examples in a step, over all devices together. `given` are fields of
-            ParallelSizes that must stay as they are; with the precision, `candidates` needs them as one
-            dictionary. First call `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory,
-            seconds). It fits if the fullest rank needs at most USABLE of machine.device.memory_bytes; else
-            its seconds are None. Raise WorkbookError if there is no plan at all.
+            ParallelSizes that must stay as they are. `candidates` needs them as one dictionary together with
+            the precision; a precision in `given` counts more than the argument. First call
+            `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory, seconds). It fits if the
+            fullest rank needs at most USABLE times machine.device.memory_bytes; else its seconds are None.
+            Raise WorkbookError if there is no plan at all.
 
-            Steps are equally fast if they agree in four digits. Of equally fast plans the one with fewer
-            microbatches comes first, and then the one with less memory; `_num_kernels` says the first for
-            plans that fit. In the end each plan gets the reason that `reason_of` finds for it.
+            Steps are equally fast if they agree in four significant digits. Of equally fast plans the one
+            with fewer microbatches comes first, and then the one with less memory. `_num_kernels(plan)` is
+            the number of microbatches, and 0 for a plan that does not fit, so that only memory decides the
+            order of these. In the end each plan gets the reason that `reason_of` finds for it.
         """,
         docs={
             "choose": """
                 Return the best plan. WorkbookError if none fits into `memory_bytes` of a device.
 
-                `found` is what `plans` returns. The message has the form "No plan fits: the smallest one
-                needs {} per device, ...", with a size by show_bytes.
+                `found` is what `plans` returns for a device with `memory_bytes`: a plan fits if it has
+                seconds. The message has the form "No plan fits: the smallest one needs {} per device, ...",
+                with a size by show_bytes.
             """,
         },
         hints=(

@@ -77,14 +77,16 @@ def plans(
     """Return all plans: the best one first, and at the end those that do not fit, the smallest first.
 
     `batch` is the number of examples in a step, over all devices together. `given` are fields of
-    ParallelSizes that must stay as they are; with the precision, `candidates` needs them as one
-    dictionary. First call `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory,
-    seconds). It fits if the fullest rank needs at most USABLE of machine.device.memory_bytes; else
-    its seconds are None. Raise WorkbookError if there is no plan at all.
+    ParallelSizes that must stay as they are. `candidates` needs them as one dictionary together with
+    the precision; a precision in `given` counts more than the argument. First call
+    `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory, seconds). It fits if the
+    fullest rank needs at most USABLE times machine.device.memory_bytes; else its seconds are None.
+    Raise WorkbookError if there is no plan at all.
 
-    Steps are equally fast if they agree in four digits. Of equally fast plans the one with fewer
-    microbatches comes first, and then the one with less memory; `_num_kernels` says the first for
-    plans that fit. In the end each plan gets the reason that `reason_of` finds for it.
+    Steps are equally fast if they agree in four significant digits. Of equally fast plans the one
+    with fewer microbatches comes first, and then the one with less memory. `_num_kernels(plan)` is
+    the number of microbatches, and 0 for a plan that does not fit, so that only memory decides the
+    order of these. In the end each plan gets the reason that `reason_of` finds for it.
     """
     raise NotImplementedError("Choosing a plan is not written yet: `plans` has no body.")
 
@@ -92,7 +94,8 @@ def plans(
 def choose(found: list[Plan], memory_bytes: float) -> Plan:
     """Return the best plan. WorkbookError if none fits into `memory_bytes` of a device.
 
-    `found` is what `plans` returns. The message has the form "No plan fits: the smallest one
-    needs {} per device, ...", with a size by show_bytes.
+    `found` is what `plans` returns for a device with `memory_bytes`: a plan fits if it has
+    seconds. The message has the form "No plan fits: the smallest one needs {} per device, ...",
+    with a size by show_bytes.
     """
     raise NotImplementedError("Choosing a plan is not written yet: `choose` has no body.")

@@ -29,10 +29,11 @@ from training.clipping import sum_of_squares
 def counted_elsewhere(pipeline: Pipeline | None, tensor: TensorParallel | None) -> set[nn.Parameter]:
     """Return the parameters of this rank whose gradients another rank of its replica counts.
 
-    `pipeline` and `tensor` are None for an axis of one rank. `tensor.dims` has the names of the
-    parameters that the ranks of `tensor.group` divide; of all others each of these ranks has the full
-    gradient. `tensor.module.named_parameters(remove_duplicate=False)` gives this rank's names and
-    parameters. `pipeline.later_copies()` are those that an earlier stage has, too.
+    `pipeline` and `tensor` are None for an axis of one rank. The keys of `tensor.dims` are the names
+    of the parameters that the ranks of `tensor.group` divide; of all others each of these ranks has
+    the full gradient. `tensor.module.named_parameters(remove_duplicate=False)` gives this rank's
+    names and parameters. `pipeline.later_copies()` returns the parameters that an earlier stage also
+    has.
     """
     raise NotImplementedError("Clipping on a mesh is not written yet: `counted_elsewhere` has no body.")
 
@@ -48,9 +49,9 @@ def clip_over(
 
     `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
     gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
-    groups over which the squares are added up. All ranks must call it, also one that has no
-    gradient. Return the norm before the scaling, in float64. The gradients are multiplied by
-    max_norm / (norm + 1e-6), but never by more than 1, in place:
-    `gradient.as_subclass(Tensor).mul_(scale)`.
+    groups over which the squares are added up, along one axis after the other. All ranks take
+    part, also one that has no gradient: it adds zero. Return the norm before the scaling, in
+    float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by more than 1,
+    in place: `gradient.as_subclass(Tensor).mul_(scale)`.
     """
     raise NotImplementedError("Clipping on a mesh is not written yet: `clip_over` has no body.")

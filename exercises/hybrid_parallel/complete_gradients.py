@@ -12,7 +12,7 @@ You may use:
         Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are.
     self.pipeline: Pipeline | None
     self.terms: TensorParallel | TermsInPieces | None
-        Of gradients, along the tensor axis.
+        Adds up gradients.
 
 Check it with `python -m exercises check complete_gradients`.
 """
@@ -23,11 +23,13 @@ from torch import Tensor
 def backward(self, x: Tensor, y: Tensor) -> Tensor:
     """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
-    `self.pipeline`, `self.data` and `self.terms` are classes of lessons 4, 2 and 3, or None for an
-    axis of one rank. Each has a method `finish_gradient_sync()`. `self._through_stages(x, y)` runs
-    all microbatches through a pipeline, and `self._in_one_stage(x, y)` does it without one: both add
-    the gradients of this rank, and return the loss, which in a pipeline is zero on all stages but the
-    last. Only they run in `with self.in_precision():`.
+    `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3: one for each
+    axis, or None for an axis of one rank. Their method `finish_gradient_sync()` completes the
+    gradients along that axis. With ZeRO, `self.data` leaves this rank's shard of a gradient only, so
+    the order of the three matters. `self._through_stages(x, y)` runs all microbatches through a
+    pipeline, and `self._in_one_stage(x, y)` runs them without one: both add the gradients of this
+    rank, and return the loss, which in a pipeline is zero on all stages but the last. Only they run
+    in `with self.in_precision():`.
     """
     raise NotImplementedError(
         "Completing the gradients of a step is not written yet: `HybridParallel.backward` has no body."

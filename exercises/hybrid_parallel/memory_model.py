@@ -7,7 +7,7 @@ You may use:
 
     AnyShape = ModelShape | MLPShape
     formula(stage: int, full: Held, ranks: int) -> Held
-        Return what one of `ranks` ranks holds by the paper's formula, if one process holds `full`.
+        Return what one of `ranks` ranks holds with a stage of ZeRO, if one process holds `full`.
     has_head(sizes: ParallelSizes, rank: int) -> bool
         Return whether the last stage is on this pipeline rank.
     Held(parameters: float, gradients: float, optimizer_state: float)
@@ -21,8 +21,6 @@ You may use:
     Memory(parameters: float, gradients: float, optimizer_state: float, activations: float, temporary:
             float, in_flight: float = 0.0, deferred: float = 0.0)
         Holds the bytes of one rank by what they are for.
-    parallel_sizes.num_stages: int
-        Return the number of stages into which the model is cut, over all ranks of a pipeline.
     ParallelSizes(pipeline: int = 1, data: int = 1, tensor: int = 1, zero: Zero = 0, sequence_parallel:
             bool = False, schedule: Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute:
             bool = False, precision: Precision = 'float32', pattern: str | None = None)
@@ -49,7 +47,8 @@ You may use:
     sizes.zero: Zero
     STATE = {'float32': (4, 4, 8), 'bf16': (2, 2, 12)}
     theory.held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int
-        Return the most microbatches that the rank holds at a time.
+        Return the most microbatches that the rank holds at a time, counted once for each stage that
+        holds it.
     tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float
         Return the number of tokens of a microbatch on one rank.
 
@@ -73,23 +72,28 @@ from pipeline_parallel import theory
 
 
 def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
-    """Return what the ranks at one place of the pipeline, `rank`, hold at their peak.
+    """Return what the ranks at place `rank` of the pipeline hold at their peak.
 
     `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
     divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-    context ranks. Return a `Memory` of these numbers of bytes; the rest is added elsewhere:
+    context ranks. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
+    `deferred` at 0, because other functions add them:
 
-        parameters, gradients,     for each number of the rank those of STATE, divided by ZeRO
-        optimizer_state
-        activations                those of a layer, for each layer of the rank in the microbatches
-                                   that it holds: theory.held counts stages, of which a rank may have
-                                   several
-        temporary                  recomputation: activations of one layer. The rank with the head:
-                                   for each token the numbers of the final norm in the precision, and
-                                   the logits in the precision and once more in float32. ZeRO 3: the
-                                   parameters of two layers, and the gradients of one
+        parameters, gradients,     parameters_of the rank, each with the three sizes that STATE has in
+        optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)
+        activations                of each layer of the rank, for each microbatch that is held.
+                                   theory.held counts a microbatch once for each stage that holds it,
+                                   and each stage of the rank has an equal part of the rank's layers
+        temporary                  the sum of these. Recomputation: the activations of one layer. The
+                                   rank with the head: for each token the numbers of the final norm in
+                                   the precision, and the logits twice, in the precision and in
+                                   float32. ZeRO 3: the parameters of two layers, and the gradients of
+                                   one
 
-    With recomputation only the input of each layer is kept. Sequence parallelism divides that input
-    and the final norm among the ranks of the tensor axis, which always divides the logits.
+    `layer_activations` is already divided by the tensor axis, and does not know of recomputation.
+    With recomputation only the input of each layer is kept: shape.width numbers for each token in the
+    precision. Sequence parallelism divides that input and the final norm among the ranks of the
+    tensor axis. The tensor axis always divides the logits and the layer's parameters;
+    `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
     """
     raise NotImplementedError("The memory of a rank is not written yet: `memory_of_rank` has no body.")

@@ -5,8 +5,6 @@ the solution. All that you need is in this file, in the notebook and in the hint
 
 You may use:
 
-    parallel_sizes.world_size: int
-        Return the number of ranks: the product of the axes.
     ParallelSizes(pipeline: int = 1, data: int = 1, tensor: int = 1, zero: Zero = 0, sequence_parallel:
             bool = False, schedule: Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute:
             bool = False, precision: Precision = 'float32', pattern: str | None = None)

@@ -103,13 +103,20 @@ def counting(sent: dict[Entry, Traffic]) -> Iterator[None]:
         sent[entry] = sent.get(entry, Traffic()) + traffic - before.get(entry, Traffic())
 
 
+def described(sizes: ParallelSizes) -> str:
+    """Return the sizes in words, with what the ranks of each axis do."""
+    tokens = ", sequence parallel" if sizes.sequence_parallel else ""
+    schedule = f", {sizes.schedule}" if sizes.pipeline > 1 else ""
+    return f"{sizes}, zero {sizes.zero}{tokens}{schedule}"
+
+
 def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
     """Train as `sizes` says, and compare with one process; compare what is sent with the formulas.
 
     Each replica begins with other weights.
     """
     mesh = Mesh(cluster, sizes)
-    replica, what = mesh.coordinate("data"), f"{sizes}, zero {sizes.zero}, {sizes.schedule}"
+    replica, what = mesh.coordinate("data"), described(sizes)
     rows = 2 * sizes.data * sizes.microbatches
     x, y = (part.chunk(sizes.data)[replica] for part in batch(rows, **changes))
     example = x[: len(x) // sizes.microbatches]
@@ -136,4 +143,5 @@ def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
         with hybrid.gathered():
             ours = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_parameters().items()}
         expected = {name: step.parameters[name] for name in ours}
-        assert_same(ours, expected, RTOL, f"parameter after step {number}, {what},")
+        done = f"parameter after step {number} (its gradients and norm were right), {what},"
+        assert_same(ours, expected, RTOL, done)

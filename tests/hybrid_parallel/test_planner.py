@@ -43,8 +43,10 @@ def test_plans_come_in_order_and_those_that_do_not_fit_at_the_end():
     assert found[: len(fit)] == fit and len(fit) < len(found)
     steps = [plan.step_seconds for plan in fit]
     assert all(a <= b * 1.001 for a, b in pairwise(steps))
-    rest = [plan.memory_bytes for plan in found[len(fit) :]]
-    assert rest == sorted(rest) and min(rest) > 0.95 * H100.device.memory_bytes
+    rest, usable = [plan.memory_bytes for plan in found[len(fit) :]], 0.95 * H100.device.memory_bytes
+    assert rest == sorted(rest)
+    assert max(plan.memory_bytes for plan in fit) <= usable < min(rest)
+    assert {plan.sizes.precision for plan in found} == {"bf16"}
 
 
 def test_every_plan_makes_sense_and_is_there_once():
@@ -149,8 +151,12 @@ def test_impossible_inputs_are_refused_in_a_sentence(devices: int, batch: int, g
 
 def test_no_plan_fits_is_said_with_the_smallest_need():
     found = plans(SHAPES["llama-3-405b"], H100, 8, 8)
-    with pytest.raises(WorkbookError, match=r"No plan fits: the smallest one needs \d.* TB|GB per device"):
+    with pytest.raises(WorkbookError, match=r"No plan fits: the smallest one needs \d.* (TB|GB) per device"):
         choose(found, H100.device.memory_bytes)
+    need = found[0].memory_bytes
+    found = plans(SHAPES["llama-3-405b"], with_memory(H100, need / 0.99), 8, 8)
+    with pytest.raises(WorkbookError, match="No plan fits"):  # of the memory only 0.95 can be used
+        choose(found, need / 0.99)
 
 
 def test_the_table_shows_the_choice_and_its_step(capsys):

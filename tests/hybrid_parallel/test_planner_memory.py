@@ -138,6 +138,21 @@ def test_a_vocabulary_counts_on_the_rank_with_the_head_alone():
     assert more == 2 * 32 * 256 / 2 * (4 + 4)
 
 
+def test_sequence_parallelism_divides_the_final_norm_and_the_input_of_each_layer():
+    sizes = ParallelSizes(tensor=2, recompute=True)
+    full, divided = (predict_memory(GPT, replace(sizes, sequence_parallel=sp), 1) for sp in (False, True))
+    assert full.activations == 2 * divided.activations
+    layers = [layer_activations(GPT, replace(sizes, sequence_parallel=sp)) for sp in (False, True)]
+    norm = GPT.last_numbers[0] * 4
+    expected = GPT.sequence_length * (layers[0] - layers[1] + norm / 2)
+    assert full.temporary - divided.temporary == pytest.approx(expected)
+
+
+def test_zero_3_holds_the_parameters_of_two_layers_and_the_gradients_of_one_for_a_time():
+    zero_2, zero_3 = (predict_memory(GPT, ParallelSizes(data=4, tensor=2, zero=z), 4) for z in (2, 3))
+    assert zero_3.temporary - zero_2.temporary == GPT.layer_parameters / 2 * (4 + 4 + 4)
+
+
 def test_a_context_axis_divides_tokens_and_state():
     one, four = (predict_memory(GPT, ParallelSizes(zero=3), 1, context) for context in (1, 4))
     assert one.activations == 4 * four.activations and one.parameters == 4 * four.parameters
