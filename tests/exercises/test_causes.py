@@ -30,6 +30,7 @@ RIGHT = torch.tensor([1.0, -2.0, 3.0, 5.0], dtype=torch.float64)
         (RIGHT + torch.tensor([0, 0, 1.0, 2.5]), "part"),
         (RIGHT * torch.tensor([2, 2, 4, 4]), "factors"),
         (RIGHT + 1, "other"),
+        (RIGHT + torch.tensor([1e-7, -1e-7, 1e-7, 0]), "rounded"),  # and not in another order
     ],
 )
 def test_a_value_is_related_to_what_was_expected(got, kind):
@@ -234,3 +235,30 @@ def test_schedules_with_chunks_are_compared_too():
         return [row[::-1] for row in interleaved_1f1b(ranks, microbatches, chunks)]
 
     assert "interleaved_1f1b(1, 1, 2), rank 0, slot 0" in wrong_table(interleaved_1f1b, written)
+
+
+@pytest.mark.parametrize(
+    "what, name, words",
+    [
+        (
+            "gradient of step 0, 2 (pipeline) x 2 (data) x 1 (tensor), zero 1",
+            "head.weight",
+            "before the mean",
+        ),
+        ("gradient of step 0, 1 (pipeline) x 2 (tensor), zero 0, sequence parallel", "o_proj.bias", "tokens"),
+        (
+            "parameter after step 0 (its gradients and norm were right), zero 0",
+            "weight",
+            "each gradient scaled",
+        ),
+    ],
+)
+def test_on_a_mesh_the_names_of_wrong_values_say_what_is_not_completed(what, name, words):
+    found = on_ranks(RIGHT + NOISE, RIGHT - 2 * NOISE, what=what, name=name)
+    assert words in likely_cause(Evidence("", "", found, lesson="hybrid_parallel"))
+
+
+def test_a_wrong_factor_is_not_called_rounding_because_another_value_is_rounded():
+    pairs = {"a": (RIGHT * 2.9, RIGHT), "b": (RIGHT * 1.0001 + 1e-4, RIGHT)}
+    found = likely_cause(Evidence("", "", {0: Compared("parameter", pairs, 1)}))
+    assert found is None or "rounding" not in found
