@@ -85,7 +85,9 @@ def _train_here(ranks: int, options: list[str], variables: dict[str, str]) -> No
     script = str(Path(__file__).with_name("elastic_steps.py"))
     # The last variable keeps the script's folder from sys.path.
     env = os.environ | variables | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-    subprocess.run([*launch, script, *options], env=env, check=True, capture_output=True, timeout=200)
+    done = subprocess.run([*launch, script, *options], env=env, capture_output=True, timeout=200, text=True)
+    if done.returncode:
+        raise SystemExit(f"{variables[WAY]} ended with exit code {done.returncode}:\n{done.stderr}")
 
 
 def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:

@@ -85,10 +85,10 @@ class Survivors:
                 self._form(store, prefix)
                 break
         if self.cluster.is_main:
-            dead = ", ".join(str(name) for name in before if name not in self.names)
+            lost = ", ".join(str(name) for name in before if name not in self.names)
             took = time.perf_counter() - begin
             print(
-                f"rank {dead} has died; {len(self.names)} ranks go on ({took:.3f} s).",
+                f"lost rank {lost}; {len(self.names)} ranks go on ({took:.3f} s).",
                 file=sys.stderr,
                 flush=True,
             )
