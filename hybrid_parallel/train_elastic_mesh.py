@@ -52,7 +52,7 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
     survivors = Survivors(cluster, args.patience)
     while True:
         try:
-            train(survivors, args, sizes, deaths)
+            train(survivors, args, deaths)
             return
         except (WorkbookError, DistError) as error:  # torch raises the second one if the store's rank dies
             has_lost_a_rank = isinstance(error, CommError) or survivors.misses_a_rank()
@@ -63,7 +63,7 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
         args = dataclasses.replace(args, **dataclasses.asdict(sizes), auto_resume=args.checkpoint is not None)
 
 
-def train(survivors: Survivors, args: ElasticMeshArgs, sizes: ParallelSizes, deaths: Deaths) -> None:
+def train(survivors: Survivors, args: ElasticMeshArgs, deaths: Deaths) -> None:
     """Train to the end in the present group, from the last checkpoint if there is one."""
     run = Run(survivors.cluster, args, "hybrid_elastic_mesh")
     hybrid = run.hybrid()
