@@ -46,6 +46,7 @@ from lab.open_sockets import open_sockets, shut_down
 from lab.store import open_store
 
 _NAP = 0.002  # seconds between two checks of the doors
+_DYING = 1.0  # seconds after which a rank that dies has closed its sockets
 _LOOK = 0.1  # seconds between two checks whether the rank that this one waits for has died
 
 
@@ -94,8 +95,13 @@ class Survivors:
             )
 
     def misses_a_rank(self) -> bool:
-        """Return whether a rank of the group has died."""
-        return not all(self._is_open(name) for name in self.names)
+        """Return whether a rank of the group has died, perhaps just now: its sockets close one by one."""
+        deadline = time.monotonic() + _DYING
+        while all(self._is_open(name) for name in self.names):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_NAP)
+        return True
 
     def _agree(self) -> tuple[dist.Store, str]:
         """Return the decider's store and a new prefix in it, and set `names`."""

@@ -48,7 +48,7 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
     if args.config is not None:
         raise WorkbookError("--config: this script takes the sizes as options, such as --pipeline 2.")
     sizes, deaths = sizes_of(args, cluster.world_size), Deaths(args.kill, cluster.world_size)
-    refuse_sizes(sizes, model_of(args), args.batch_size, cluster.world_size)  # also here: rank 0 alone says it
+    refuse_sizes(sizes, model_of(args), args.batch_size, cluster.world_size)  # here rank 0 alone says it
     survivors = Survivors(cluster, args.patience)
     while True:
         try:

@@ -17,6 +17,7 @@ lose the connection to it, and their error names it (comm.membership.liveness).
 """
 
 import ctypes
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import all_reduce
+from comm.errors import CommError, Mismatch
 from comm.transport.wire import Group, group_of
 from lab.errors import WorkbookError, reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
@@ -90,7 +92,7 @@ class SharedFailure:
         """Return the error that this rank has to raise, or None.
 
         That is the rank's own error, if there is one and it is no WorkbookError. Otherwise it is a
-        WorkbookError with the sentence of the first rank that failed.
+        WorkbookError with the sentence of the first rank that failed: a CommError if that rank lost a peer.
         """
         if any(map(is_failure_mark, self._last_bytes.values())):
             self.has_failed = True
@@ -99,7 +101,7 @@ class SharedFailure:
         own, self._own = self._own, None
         if own is not None and not isinstance(own, WorkbookError):
             return own
-        return WorkbookError(self._sentence())
+        return self._first_failure()
 
     def end_step_on_all(self) -> Exception | None:
         """Return what `end_step` does, after messages that went one way only. All ranks call it together.
@@ -122,15 +124,17 @@ class SharedFailure:
             sentence = f"Rank {dist.get_rank()} failed in {_described(action)}: {what}."
         store, key = self._group.get_group_store(), self._key()
         if store.add(f"{key}/claimed", 1) == 1:  # if several ranks fail, all raise the same sentence
-            store.set(key, sentence)
+            lost_a_peer = isinstance(error, CommError) and not isinstance(error, Mismatch)
+            store.set(key, json.dumps([sentence, lost_a_peer]))
 
-    def _sentence(self) -> str:
+    def _first_failure(self) -> WorkbookError:
         store = self._group.get_group_store()
         try:
             store.wait([self._key()], _SECONDS)
-            return store.get(self._key()).decode()
+            sentence, lost_a_peer = json.loads(store.get(self._key()))
         except RuntimeError:
-            return "Another rank failed in this step; look for the first error in its log."
+            return WorkbookError("Another rank failed in this step; look for the first error in its log.")
+        return CommError(sentence) if lost_a_peer else WorkbookError(sentence)
 
     def _key(self) -> str:
         return f"pipeline_parallel.failure/{_steps[self._group]}"
