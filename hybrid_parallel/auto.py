@@ -62,4 +62,4 @@ def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
     known = [device for device in MACHINES if device.partition("-")[0] in name]
     if not known:
         raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
-    return machine_of(known[-1], cluster.world_size, link)
+    return dataclasses.replace(machine_of(known[-1], cluster.world_size, link), autocast=True)

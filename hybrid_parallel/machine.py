@@ -67,7 +67,8 @@ class Machine:
     On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
     those of a core. `handling` is the time of a core that collectives take on a rank. `hides_reductions` says
     whether column-parallel layers hide their collectives in the backward, as tensor_parallel/overlapped.py
-    does; the programs of the published runs on GPUs did not.
+    does; the programs of the published runs on GPUs did not. `autocast` says whether bf16 is only the type in
+    which the model computes, as in this workbook; Megatron-LM has its parameters and gradients in bf16, too.
     """
 
     device: Device
@@ -77,6 +78,7 @@ class Machine:
     cores: int | None = None
     handling: Handling = NO_HANDLING
     hides_reductions: bool = False
+    autocast: bool = False
 
     @property
     def share(self) -> float:
@@ -149,4 +151,4 @@ def this_machine(ranks: int, link: Link, handling: Handling = NO_HANDLING) -> Ma
     attention = rates.attention_flops / rates.flops
     free = max(0.0, memory - resident_bytes())  # a rank holds Python and torch, as this process does
     device = Device("this", free, peak, rates.bandwidth, 1.0, attention, 1.0, 0.0, rates.layer_seconds)
-    return Machine(device, ranks, link, link, len(own_cores()), handling, True)
+    return Machine(device, ranks, link, link, len(own_cores()), handling, True, True)

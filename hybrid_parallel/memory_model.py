@@ -1,7 +1,8 @@
 """Predict the bytes that a rank holds at the peak of a training step.
 
-    parameters, gradients, optimizer state     with bf16 2, 2 and 12 bytes for each parameter, with float32
-                                               4, 4 and 8, for AdamW; ZeRO divides them (zero_memory.py)
+    parameters, gradients, optimizer state     with float32 and with autocast 4, 4 and 8 bytes for each one,
+                                               otherwise 2, 2 and 12, for AdamW; ZeRO divides them
+                                               (zero_memory.py)
     activations of a microbatch in a layer     what the backward needs, see `layer_activations`
     microbatches held at a time                by the schedule's formula (pipeline_parallel/theory.py)
     final norm and logits                      on the last stage; logits also in float32
@@ -26,8 +27,17 @@ from pipeline_parallel.schedules import table_of
 
 MESSAGES = 4  # held by a stage: two receives posted ahead, and one send in each direction (messages.py)
 ITEMSIZE = {"float32": 4, "bf16": 2}
-# Bytes of a parameter, its gradient and its optimizer state, which with bf16 includes a float32 parameter.
+# Bytes of a parameter, its gradient and its optimizer state, by the type of the parameters. With bf16 the
+# optimizer's state includes a float32 parameter.
 STATE = {"float32": (4, 4, 8), "bf16": (2, 2, 12)}
+
+
+def state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]:
+    """Return the bytes of a parameter, of its gradient and of its optimizer state.
+
+    Autocast leaves parameters and gradients in float32, whatever the type in which the model computes.
+    """
+    return STATE["float32" if autocast else sizes.precision]
 
 
 @dataclass(frozen=True)
@@ -114,10 +124,15 @@ def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
     return replicated / (sizes.tensor if sizes.sequence_parallel else 1) + divided / sizes.tensor
 
 
-def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory:
-    """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
+def predict_memory(
+    shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1, autocast: bool = False
+) -> Memory:
+    """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
+
+    `autocast` is that of a Machine.
+    """
     of_ranks = (
-        replace(memory_of_rank(shape, sizes, batch, context, rank), deferred=more)
+        replace(memory_of_rank(shape, sizes, batch, context, rank, autocast), deferred=more)
         for rank in fullest_ranks(sizes)
         for more in [_deferred(shape, sizes, batch, context, rank)]
     )
@@ -152,10 +167,12 @@ def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, r
     return max(0.0, most - held) * layers_of(shape, sizes, rank) / stages * kept
 
 
-def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+def memory_of_rank(
+    shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int, autocast: bool = False
+) -> Memory:
     """Return what the ranks at place `rank` of the pipeline hold at their peak."""
     numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch, context)
-    parameter, gradient, optimizer_state = STATE[sizes.precision]
+    parameter, gradient, optimizer_state = state_bytes(sizes, autocast)
     # Context ranks hold the same parameters, so ZeRO divides among them, too.
     full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
     state = formula(sizes.zero, full, sizes.data * context)

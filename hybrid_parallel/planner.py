@@ -56,7 +56,7 @@ def plans(
     model, usable = TimeModel(shape, machine, batch), USABLE * machine.device.memory_bytes
     found = []
     for sizes in candidates(shape, machine, devices, batch, {"precision": precision} | dict(given)):
-        memory = predict_memory(shape, sizes, batch)
+        memory = predict_memory(shape, sizes, batch, autocast=machine.autocast)
         found.append(Plan(sizes, memory, model.predict(sizes) if memory.total <= usable else None))
     if not found:
         raise WorkbookError(

@@ -28,12 +28,12 @@ from comm.cost import Link
 from hybrid_parallel.machine import Machine
 from hybrid_parallel.memory_model import (
     ITEMSIZE,
-    STATE,
     fullest_ranks,
     has_head,
     layers_by_stage,
     layers_of,
     parameters_of,
+    state_bytes,
     tokens_of,
 )
 from hybrid_parallel.seconds import Pass, Seconds
@@ -258,7 +258,8 @@ class TimeModel:
         if not self.shape.tied or rank == 0:
             return 0.0
         link = self.machine.link(2, (sizes.pipeline - 1) * sizes.data * self.context * sizes.tensor)
-        return link.alpha + self.shape.head_parameters / sizes.tensor * STATE[sizes.precision][1] * link.beta
+        _, of_gradient, _ = state_bytes(sizes, self.machine.autocast)
+        return link.alpha + self.shape.head_parameters / sizes.tensor * of_gradient * link.beta
 
     def _data_axis(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
         """Return the seconds of the data axis's collectives that no computation hides."""
@@ -267,7 +268,7 @@ class TimeModel:
             return 0.0
         link = self.machine.link(ranks, sizes.tensor)
         numbers = max(parameters_of(self.shape, sizes, rank) for rank in fullest_ranks(sizes))
-        of_parameter, of_gradient, _ = STATE[sizes.precision]
+        of_parameter, of_gradient, _ = state_bytes(sizes, self.machine.autocast)
         layers = max(1.0, layers_of(self.shape, sizes, 0))
 
         def seconds(op: str, size: float) -> float:

@@ -152,10 +152,11 @@ EXERCISES = (
 
             `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
             divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-            context ranks. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
+            context ranks. `autocast` is for state_bytes. Return a `Memory` with the bytes of the
+            following fields, and leave `in_flight` and
             `deferred` at 0, because other functions add them:
 
-                parameters, gradients,     parameters_of the rank, each with the three sizes that STATE has in
+                parameters, gradients,     parameters_of the rank, each with the three sizes of state_bytes in
                 optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)
                 activations                of each layer of the rank, for each microbatch that is held.
                                            theory.held counts a microbatch once for each stage that holds it,
@@ -173,8 +174,8 @@ EXERCISES = (
             `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
         """,
         hints=(
-            "Begin with the state: the number of parameters of the rank times each of the three sizes in "
-            "STATE[sizes.precision] makes a Held, and `formula` of the ZeRO lesson divides it. Then take "
+            "Begin with the state: the number of parameters of the rank times each of the three sizes of "
+            "state_bytes makes a Held, and `formula` of the ZeRO lesson divides it. Then take "
             "tokens_of a microbatch.",
             "Activations: bytes of a token in a layer, times tokens, times layers, times microbatches that "
             "are held. A rank with several stages holds theory.held of them, each with its part of the "

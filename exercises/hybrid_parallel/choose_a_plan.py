@@ -14,9 +14,10 @@ You may use:
         Yield every division of `devices` that makes sense and agrees with `given`, in every way to
         run it.
     Machine(device: Device, devices_per_node: int, inner: Link, outer: Link, cores: int | None = None,
-            handling: Handling = NO_HANDLING, hides_reductions: bool = False)
+            handling: Handling = NO_HANDLING, hides_reductions: bool = False, autocast: bool = False)
         Holds a device, the number of them in a node, and the links of each device within and between
         nodes.
+    machine.autocast: bool
     machine.device.memory_bytes: float
     machine.device: Device
     memory.total: float
@@ -29,7 +30,7 @@ You may use:
     plan.step_seconds: float
         Return the seconds of a step; infinity for a plan that does not fit.
     Precision = Literal['float32', 'bf16']
-    predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> Memory
+    predict_memory(shape, sizes, batch, context=1, autocast=False) -> Memory
         Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
     reason_of(plan: Plan, best: Plan, usable: float) -> str
         Return why a plan is not the best: what takes too much memory, or why it is slower than the

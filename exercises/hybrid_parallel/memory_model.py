@@ -45,7 +45,8 @@ You may use:
     sizes.sequence_parallel: bool
     sizes.tensor: int
     sizes.zero: Zero
-    STATE = {'float32': (4, 4, 8), 'bf16': (2, 2, 12)}
+    state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]
+        Return the bytes of a parameter, of its gradient and of its optimizer state.
     theory.held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int
         Return the most microbatches that the rank holds at a time, counted once for each stage that
         holds it.
@@ -58,12 +59,12 @@ Check it with `python -m exercises check memory_model`.
 from data_parallel.zero_memory import Held, formula
 from hybrid_parallel.memory_model import (
     ITEMSIZE,
-    STATE,
     Memory,
     has_head,
     layer_activations,
     layers_of,
     parameters_of,
+    state_bytes,
     tokens_of,
 )
 from hybrid_parallel.shapes import AnyShape
@@ -71,15 +72,18 @@ from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel import theory
 
 
-def memory_of_rank(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> Memory:
+def memory_of_rank(
+    shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int, autocast: bool = False
+) -> Memory:
     """Return what the ranks at place `rank` of the pipeline hold at their peak.
 
     `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
     divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-    context ranks. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
+    context ranks. `autocast` is for state_bytes. Return a `Memory` with the bytes of the
+    following fields, and leave `in_flight` and
     `deferred` at 0, because other functions add them:
 
-        parameters, gradients,     parameters_of the rank, each with the three sizes that STATE has in
+        parameters, gradients,     parameters_of the rank, each with the three sizes of state_bytes in
         optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)
         activations                of each layer of the rank, for each microbatch that is held.
                                    theory.held counts a microbatch once for each stage that holds it,

@@ -6,9 +6,14 @@ import sys
 import time
 from dataclasses import fields, replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import hybrid_parallel.auto
+from comm.cost import Link
+from hybrid_parallel.auto import measured_machine
 from hybrid_parallel.machine import MACHINES, Machine
 from hybrid_parallel.mlp_shape import MLPShape
 from hybrid_parallel.plan import best_by_division
@@ -101,6 +106,22 @@ def test_less_memory_makes_plans_that_hold_less():
     free = plans(LLAMA, with_memory(H100, 1e15), 8, 64)[0]
     tight = plans(LLAMA, with_memory(H100, free.memory_bytes * 0.5), 8, 64)[0]
     assert tight.memory_bytes < 0.5 * free.memory_bytes and tight.step_seconds > free.step_seconds
+
+
+def test_autocast_makes_the_state_of_a_plan_that_of_float32():
+    shape, given = workbook_shape("small"), {"data": 4, "microbatches": 1}
+    autocast, bf16 = (plans(shape, replace(H100, autocast=a), 4, 8, given=given) for a in (True, False))
+    gradients = {plan.sizes: plan.memory.gradients for plan in bf16}
+    assert autocast and {p.sizes.precision for p in autocast} == {"bf16"}
+    assert all(plan.memory.gradients == 2 * gradients[plan.sizes] for plan in autocast)
+
+
+def test_a_run_of_this_workbook_on_gpus_is_planned_with_autocast(monkeypatch):
+    monkeypatch.setattr(hybrid_parallel.auto, "measure_all_reduce", lambda *_, **__: Link(1.0, 1.0))
+    monkeypatch.setattr(hybrid_parallel.auto, "fastest_pattern", lambda _: "ring")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    machine = measured_machine(SimpleNamespace(device=torch.device("cuda"), world_size=8))
+    assert machine.device == H100.device and machine.autocast and not H100.autocast
 
 
 def test_a_reason_names_what_differs():

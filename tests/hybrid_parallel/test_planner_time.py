@@ -117,6 +117,19 @@ def test_a_pipeline_hides_nothing_of_the_data_axis(zero: int):
     assert predict(sizes, machine).data == pytest.approx((3 if zero == 3 else 2) * once)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_autocast_sends_gradients_and_parameters_in_float32_whatever_it_computes_in(zero: int, pipeline: int):
+    machine = replace(FREE, inner=Link(0.0, 1.0), outer=Link(0.0, 1.0))
+    sizes = ParallelSizes(pipeline=pipeline, data=4, zero=zero, microbatches=2)
+
+    def seconds(autocast: bool, precision: str) -> float:
+        return predict(replace(sizes, precision=precision), replace(machine, autocast=autocast)).data
+
+    assert seconds(True, "bf16") == seconds(True, "float32") == seconds(False, "float32") > 0
+    assert seconds(False, "bf16") == pytest.approx(seconds(True, "bf16") / 2, rel=1e-3)
+
+
 def test_without_a_pipeline_the_backward_hides_all_but_one_layer():
     sizes, fast = ParallelSizes(data=4), Link(0.0, 1e-3)
     exposed = predict(sizes, replace(FREE, inner=fast)).data
