@@ -45,6 +45,11 @@ class Plan:
         """Return the seconds of a step; infinity for a plan that does not fit."""
         return float("inf") if self.seconds is None else self.seconds.total
 
+    @property
+    def compared_seconds(self) -> float:
+        """Return the seconds of a step as plans are compared: with four digits, because more mean nothing."""
+        return float(f"{self.step_seconds:.4g}")
+
 
 def reason_of(plan: Plan, best: Plan, usable: float) -> str:
     """Return why a plan is not the best: what takes too much memory, or why it is slower than the best."""
@@ -58,18 +63,15 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
     if plan is best:
         return "the fastest that fits"
     assert best.seconds is not None
-    slower = plan.step_seconds / best.step_seconds - 1
+    slower = plan.compared_seconds / best.compared_seconds - 1
     more = {name: getattr(plan.seconds, name) - getattr(best.seconds, name) for name in CAUSES}
     cause = max(more, key=lambda name: more[name])
-    if slower < 5e-4:
+    if slower == 0:  # then the plan comes after the best one for one of these reasons (planner.py)
+        if plan.sizes.microbatches > best.sizes.microbatches:
+            return "as fast, with smaller microbatches"
         more_bytes = plan.memory_bytes - best.memory_bytes
-        small = plan.sizes.microbatches > best.sizes.microbatches
-        return (
-            "as fast, with smaller microbatches"
-            if small
-            else f"as fast, with {show_bytes(more_bytes)} more memory"
-        )
-    return f"{slower:.1%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
+        return f"as fast, with {show_bytes(more_bytes) if more_bytes else 'no'} more memory"
+    return f"{slower:.{1 if slower >= 5e-4 else 2}%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
 
 
 def best_by_division(found: list[Plan]) -> list[Plan]:

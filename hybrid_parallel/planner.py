@@ -67,7 +67,7 @@ def plans(
         )
     # Of equally fast plans the one with larger microbatches comes first, because small kernels are slower
     # than the formulas say, and then the one with less memory.
-    found.sort(key=lambda p: (float(f"{p.step_seconds:.4g}"), _num_kernels(p), p.memory_bytes))
+    found.sort(key=lambda p: (p.compared_seconds, _num_kernels(p), p.memory_bytes))
     return [dataclasses.replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
 
 

@@ -25,10 +25,11 @@ You may use:
     Plan(sizes: ParallelSizes, memory: Memory, seconds: Seconds | None, reason: str = '')
         Holds a division of the ranks, its predicted memory and seconds, and why it is the best or is
         not.
+    plan.compared_seconds: float
+        Return the seconds of a step as plans are compared: with four digits, because more mean
+        nothing.
     plan.memory_bytes: float
         Return the bytes that the fullest rank holds at its peak.
-    plan.step_seconds: float
-        Return the seconds of a step; infinity for a plan that does not fit.
     Precision = Literal['float32', 'bf16']
     predict_memory(shape, sizes, batch, context=1, autocast=False) -> Memory
         Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.

@@ -15,9 +15,11 @@ import hybrid_parallel.auto
 from comm.cost import Link
 from hybrid_parallel.auto import measured_machine
 from hybrid_parallel.machine import MACHINES, Machine
+from hybrid_parallel.memory_model import predict_memory
 from hybrid_parallel.mlp_shape import MLPShape
-from hybrid_parallel.plan import best_by_division
+from hybrid_parallel.plan import Plan, best_by_division, reason_of
 from hybrid_parallel.planner import Args, choose, main, plans
+from hybrid_parallel.seconds import Seconds
 from hybrid_parallel.shapes import SHAPES, workbook_shape
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.time_model import TimeModel
@@ -143,6 +145,21 @@ def test_of_equally_fast_plans_the_one_with_larger_microbatches_and_less_memory_
     found = {p.sizes.schedule: p for p in plans(workbook_shape("small"), H100, 2, 8, given=given)}
     more = found["gpipe"].memory_bytes - found["1f1b"].memory_bytes
     assert list(found).index("1f1b") < list(found).index("gpipe") and more > 0
+
+
+def test_plans_that_differ_in_the_fourth_digit_are_told_apart_in_their_reason():
+    sizes = ParallelSizes(data=4)
+    held = predict_memory(LLAMA, sizes, 64)
+
+    def plan(compute: float, bytes_more: float) -> Plan:
+        seconds = Seconds(compute, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Plan(sizes, replace(held, temporary=held.temporary + bytes_more), seconds)
+
+    best = plan(9.0, 1e9)
+    assert reason_of(plan(9.0004, 2e9), best, 1e12) == "as fast, with 1.0 GB more memory"
+    assert reason_of(plan(9.0004, 1e9), best, 1e12) == "as fast, with no more memory"
+    assert reason_of(plan(9.004, 0), best, 1e12).startswith("0.04% slower: ")
+    assert reason_of(plan(9.09, 0), best, 1e12).startswith("1.0% slower: ")
 
 
 def test_a_table_has_one_row_for_each_division():
