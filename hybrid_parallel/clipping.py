@@ -39,14 +39,17 @@ def clip_over(
     uncounted: set[nn.Parameter],
     max_norm: float,
     pattern: str | None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale the gradients so that their norm over all ranks of the axes is at most `max_norm`.
 
-    `gradients` has, for each parameter, what this rank holds of its gradient. All ranks must call it. Return
-    the norm before the scaling, in float64.
+    `gradients` has, for each parameter, what this rank holds of its gradient. All ranks must call it; one
+    without any gradient needs the `device` on which the others have theirs. Return the norm before the
+    scaling, in float64.
     """
     gradients = [(parameter, gradient) for parameter, gradient in gradients if gradient is not None]
-    device = gradients[0][1].device if gradients else None
+    if gradients and device is None:
+        device = gradients[0][1].device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter, gradient in gradients:
         if parameter not in uncounted:

@@ -65,7 +65,7 @@ class HybridParallel:
         **options: Any,
     ) -> None:
         self.mesh, self.plain, self.sizes, sizes = mesh, model, mesh.sizes, mesh.sizes
-        self.example_shape = example.shape
+        self.example_shape, self.device = example.shape, example.device
         for axis in (mesh.pipeline, mesh.data, mesh.tensor):
             use_pattern(sizes.pattern, axis)
         self.pattern = chosen_pattern("all_reduce", mesh.data)  # the other axes have the same
@@ -136,7 +136,7 @@ class HybridParallel:
             gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
         groups = [self.mesh.group(axis) for axis in axes if getattr(self.sizes, axis) > 1]
-        return clip_over(groups, gradients, uncounted, max_norm, self.pattern)
+        return clip_over(groups, gradients, uncounted, max_norm, self.pattern, self.device)
 
     def _in_one_stage(self, x: Tensor, y: Tensor) -> Tensor:
         parts = microbatches(x, y, self.sizes.microbatches)

@@ -110,7 +110,7 @@ EXERCISES = (
                 `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
                 gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
                 groups over which the squares are added up, along one axis after the other. All ranks take
-                part, also one that has no gradient: it adds zero. Return the norm before the scaling, in
+                part, also one that has no gradient: it adds zero, on `device`. Return the norm before the scaling, in
                 float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by more than 1,
                 in place: `gradient.as_subclass(Tensor).mul_(scale)`.
             """,
@@ -121,9 +121,9 @@ EXERCISES = (
             "the same gradient counts it? Any, but only one of them.",
             "counted_elsewhere: the later copies of the pipeline, and on each rank of the tensor group but "
             "the first (dist.get_rank(tensor.group)) all parameters whose names are not in tensor.dims.",
-            "clip_over: start from torch.zeros((), dtype=torch.float64), add sum_of_squares(gradient."
-            "as_subclass(Tensor)) of each counted gradient, and all_reduce this one number along each axis "
-            "in turn, with group=axis and pattern=pattern. Then take the root, and scale.",
+            "clip_over: start from torch.zeros((), dtype=torch.float64, device=device), add sum_of_squares("
+            "gradient.as_subclass(Tensor)) of each counted gradient, and all_reduce this one number along "
+            "each axis in turn, with group=axis and pattern=pattern. Then take the root, and scale.",
         ),
     ),
     Exercise(

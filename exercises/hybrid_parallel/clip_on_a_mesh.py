@@ -44,13 +44,14 @@ def clip_over(
     uncounted: set[nn.Parameter],
     max_norm: float,
     pattern: str | None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale the gradients so that their norm over all ranks of the axes is at most `max_norm`.
 
     `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
     gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
     groups over which the squares are added up, along one axis after the other. All ranks take
-    part, also one that has no gradient: it adds zero. Return the norm before the scaling, in
+    part, also one that has no gradient: it adds zero, on `device`. Return the norm before the scaling, in
     float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by more than 1,
     in place: `gradient.as_subclass(Tensor).mul_(scale)`.
     """

@@ -1,12 +1,15 @@
 """A GPT or an MLP on a mesh trains as on one process: gradients, their norm, parameters, in float64."""
 
 import pytest
+import torch
 
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import SCHEDULES
-from tests.hybrid_parallel.equivalence import compare
+from tests.hybrid_parallel.equivalence import TIME, compare, gpt
 
 
 def check(*every: Sizes, **changes: object) -> None:
@@ -108,6 +111,16 @@ def test_all_three_axes_on_eight_ranks_equal_one_process(tied):
 def test_odd_sizes_of_axes_equal_one_process():
     check(Sizes(pipeline=3, data=2, microbatches=3), Sizes(pipeline=2, data=3, microbatches=2, zero=1))
     check(Sizes(data=2, tensor=3), Sizes(pipeline=2, tensor=3, microbatches=2), num_heads=6, width=12)
+
+
+def test_a_rank_without_any_gradient_takes_part_in_clipping_on_the_device_of_the_others():
+    def device(cluster: Cluster) -> str:
+        # Each parameter is on the CPU, and the example alone says where the run computes.
+        example = torch.zeros((1, TIME), dtype=torch.int64, device="meta")
+        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes()), example)
+        return hybrid.clip_grad_norm_(1.0).device.type
+
+    assert run_ranks(device, 1) == ["meta"]
 
 
 MLP = {"mlp": (6, 8, 4, 4, 12, 6)}  # the last layer is divided by its outputs
