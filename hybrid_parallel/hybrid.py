@@ -197,7 +197,8 @@ class HybridParallel:
 
 
 def _free_other_stages(model: nn.Module, pipeline: Pipeline) -> None:
-    """Free the parameters of other ranks' stages: `model` still refers to them, but this rank needs none."""
+    """Free the parameters of other ranks' stages, which this rank does not need."""
+    # `plain` stays: it says what model this is, and TensorParallel and the caller refer to all of it, too.
     own = set(pipeline.parameters())
     for parameter in model.parameters():
         if parameter not in own:
