@@ -34,6 +34,7 @@ from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
 from data_parallel.train_zero3 import FullyShardedDataParallel
 from data_parallel.zero_run import recompute_blocks
+from hybrid_parallel.accumulation import adding_to_earlier
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.mesh import Mesh
 from lab.model import GPT, MLP, loss_of
@@ -109,6 +110,11 @@ class HybridParallel:
 
         In a pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
         """
+        with adding_to_earlier(self.optimizer):
+            return self._one_backward(x, y)
+
+    def _one_backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Do what `backward` does, where no earlier backward has left a gradient."""
         with self.in_precision():
             loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
         if self.pipeline is not None:

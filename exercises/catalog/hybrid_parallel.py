@@ -46,7 +46,7 @@ EXERCISES = (
         name="complete_gradients",
         title="Completing the gradients of a step",
         notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.hybrid.HybridParallel.backward",
+        target="hybrid_parallel.hybrid.HybridParallel._one_backward",
         tests=(
             ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
             ONE_PROCESS + "test_pipelines_of_replicas_equal_one_process",

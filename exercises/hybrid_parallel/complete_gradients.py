@@ -1,4 +1,4 @@
-"""Completing the gradients of a step. Write `HybridParallel.backward` of hybrid_parallel/hybrid.py.
+"""Completing the gradients of a step. Write `HybridParallel._one_backward` of hybrid_parallel/hybrid.py.
 
 Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/hybrid.py yet: it contains
 the solution. All that you need is in this file, in the notebook and in the hints.
@@ -20,7 +20,7 @@ Check it with `python -m exercises check complete_gradients`.
 from torch import Tensor
 
 
-def backward(self, x: Tensor, y: Tensor) -> Tensor:
+def _one_backward(self, x: Tensor, y: Tensor) -> Tensor:
     """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
     `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3: one for each
@@ -32,5 +32,5 @@ def backward(self, x: Tensor, y: Tensor) -> Tensor:
     in `with self.in_precision():`.
     """
     raise NotImplementedError(
-        "Completing the gradients of a step is not written yet: `HybridParallel.backward` has no body."
+        "Completing the gradients of a step is not written yet: `HybridParallel._one_backward` has no body."
     )
