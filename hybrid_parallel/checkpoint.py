@@ -94,8 +94,8 @@ class BackgroundCheckpoints:
         """
         if self._not_loaded is not None:
             raise WorkbookError(
-                f"{self._folder} has the checkpoint of step {self._not_loaded}, with which this run has not "
-                "begun: resume from it, or name another folder"
+                f"{self._folder} has the checkpoint of step {self._not_loaded}, from which this run has not "
+                "started: resume from it, or name another folder"
             )
         # A copy, because the run may change the values. Other types than those above raise a TypeError here.
         values = json.loads(json.dumps({"extra": extra, "tied": tied or {}}))

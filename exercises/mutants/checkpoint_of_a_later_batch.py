@@ -25,8 +25,8 @@ def mutant(
 ) -> None:
     if self._not_loaded is not None:
         raise WorkbookError(
-            f"{self._folder} has the checkpoint of step {self._not_loaded}, with which this run has not "
-            "begun: resume from it, or name another folder"
+            f"{self._folder} has the checkpoint of step {self._not_loaded}, from which this run has not "
+            "started: resume from it, or name another folder"
         )
     self._finish_writing()
     if step == self._last_saved:

@@ -190,7 +190,7 @@ def test_another_version_of_the_format_and_paths_that_lead_elsewhere_are_refused
         path.write_bytes(data)
 
 
-def test_a_run_that_has_not_begun_with_the_checkpoints_of_its_folder_does_not_touch_them(tmp_path):
+def test_a_run_that_has_not_started_from_the_checkpoints_of_its_folder_does_not_touch_them(tmp_path):
     run_ranks(save, 2, tmp_path, 7)
 
     def work(cluster: Cluster) -> str:
@@ -198,7 +198,7 @@ def test_a_run_that_has_not_begun_with_the_checkpoints_of_its_folder_does_not_to
         return refusal(checkpoints.save, 1, pieces_of(cluster.rank, 2, 1), {})
 
     said = set(run_ranks(work, 2))
-    begin = f"{tmp_path} has the checkpoint of step 7, with which this run has not begun: "
+    begin = f"{tmp_path} has the checkpoint of step 7, from which this run has not started: "
     assert said == {f"{begin}resume from it, or name another folder"}
     assert run_ranks(load, 2, tmp_path) == [7, 7]
 
