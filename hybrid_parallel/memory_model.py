@@ -141,10 +141,9 @@ def predict_memory(
         return fullest
     size = tokens_of(shape, sizes, batch, context) * shape.width * ITEMSIZE[sizes.precision]
     size /= sizes.tensor if sizes.sequence_parallel else 1
-    held = shape.kept_messages * theory.held(
-        sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, 0
-    )
-    return replace(fullest, in_flight=(MESSAGES + held) * size)
+    held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, 0)
+    kept = 0 if sizes.recompute else shape.kept_messages * held  # with recomputation they are the activations
+    return replace(fullest, in_flight=(MESSAGES + kept) * size)
 
 
 def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> float:
@@ -152,16 +151,20 @@ def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, r
 
     A weight gradient needs the layer's input and the gradient of its output. In a transformer both together
     are as large as the activations, and an input gradient frees all other activations. So nothing is added.
-    In an MLP they are twice as large (`deferred_share`). With tensor parallelism no weight gradient is
-    deferred: column-parallel layers compute both gradients at once (tensor_parallel/overlapped.py).
+    In an MLP they are twice as large (`deferred_share`). With recomputation the activations are there only
+    from the input gradient on, so those of one microbatch are counted, and of all that wait are added. With
+    tensor parallelism no weight gradient is deferred: column-parallel layers compute both gradients at once
+    (tensor_parallel/overlapped.py).
     """
     splits = sizes.schedule in ("zb_h1", "zb_v") and sizes.pipeline > 1 and sizes.tensor == 1
-    if shape.deferred_share == 1 or not splits:
+    if not splits or (shape.deferred_share == 1 and not sizes.recompute):
         return 0.0
     table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches)
-    change = {FORWARD: 1.0, INPUT_GRADIENT: shape.deferred_share - 1, WEIGHT_GRADIENT: -shape.deferred_share}
+    share, kept_before = shape.deferred_share, 0.0 if sizes.recompute else 1.0
+    change = {FORWARD: kept_before, INPUT_GRADIENT: share - kept_before, WEIGHT_GRADIENT: -share}
     most = max(accumulate(change[action.kind] for action in table[rank]))
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
+    held = 1 if sizes.recompute else held
     stages = sizes.num_stages // sizes.pipeline
     kept = tokens_of(shape, sizes, batch, context) * layer_activations(shape, sizes)
     return max(0.0, most - held) * layers_of(shape, sizes, rank) / stages * kept
@@ -177,17 +180,18 @@ def memory_of_rank(
     full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
     state = formula(sizes.zero, full, sizes.data * context)
     c, divided = ITEMSIZE[sizes.precision], sizes.tensor if sizes.sequence_parallel else 1
-    stages = sizes.num_stages // sizes.pipeline
+    layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
-    kept = tokens * layer_activations(shape, sizes)
+    kept = layers * tokens * layer_activations(shape, sizes)
     temporary = 0.0
-    if sizes.recompute:  # of each layer only its input is kept, and one layer at a time is computed again
-        temporary += kept
-        kept = tokens * shape.width * c / divided
+    if sizes.recompute:  # only inputs are kept: of each layer, or in a pipeline of each stage
+        parts = layers if sizes.pipeline == 1 else 1
+        temporary += kept / parts  # of one of them, which is computed again
+        kept = parts * tokens * shape.width * c / divided
     if has_head(sizes, rank):  # the final norm; logits, and their softmax or gradient in float32
         norm, logits = shape.last_numbers
         temporary += tokens * (norm * c / divided + logits / sizes.tensor * (c + 4))
     if sizes.zero == 3:
         temporary += shape.layer_parameters / sizes.tensor * (2 * parameter + gradient)
-    activations = held * layers_of(shape, sizes, rank) / stages * kept
+    activations = held * kept
     return Memory(state.parameters, state.gradients, state.optimizer_state, activations, temporary)

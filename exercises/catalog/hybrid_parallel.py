@@ -110,9 +110,9 @@ EXERCISES = (
                 `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
                 gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
                 groups over which the squares are added up, along one axis after the other. All ranks take
-                part, also one that has no gradient: it adds zero, on `device`. Return the norm before the scaling, in
-                float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by more than 1,
-                in place: `gradient.as_subclass(Tensor).mul_(scale)`.
+                part, also one that has no gradient: it adds zero, on `device`. Return the norm before the
+                scaling, in float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by
+                more than 1, in place: `gradient.as_subclass(Tensor).mul_(scale)`.
             """,
         },
         hints=(
@@ -152,24 +152,23 @@ EXERCISES = (
 
             `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
             divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-            context ranks. `autocast` is for state_bytes. Return a `Memory` with the bytes of the
-            following fields, and leave `in_flight` and
-            `deferred` at 0, because other functions add them:
+            context ranks. `autocast` is for state_bytes. Return a `Memory` with the bytes of the following
+            fields, and leave `in_flight` and `deferred` at 0, because other functions add them:
 
                 parameters, gradients,     parameters_of the rank, each with the three sizes of state_bytes in
                 optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)
                 activations                of each layer of the rank, for each microbatch that is held.
                                            theory.held counts a microbatch once for each stage that holds it,
                                            and each stage of the rank has an equal part of the rank's layers
-                temporary                  the sum of these. Recomputation: the activations of one layer. The
-                                           rank with the head: for each token the numbers of the final norm in
-                                           the precision, and the logits twice, in the precision and in
-                                           float32. ZeRO 3: the parameters of two layers, and the gradients of
-                                           one
+                temporary                  the sum of these. Recomputation: the activations of one layer, or in
+                                           a pipeline those of the layers of one stage. The rank with the head:
+                                           for each token the numbers of the final norm in the precision, and
+                                           the logits twice, in the precision and in float32. ZeRO 3: the
+                                           parameters of two layers, and the gradients of one
 
             `layer_activations` is already divided by the tensor axis, and does not know of recomputation.
-            With recomputation only the input of each layer is kept: shape.width numbers for each token in the
-            precision. Sequence parallelism divides that input and the final norm among the ranks of the
+            With recomputation only the input of each layer is kept, or in a pipeline that of each stage:
+            shape.width numbers for each token in the precision. Sequence parallelism divides that input and the final norm among the ranks of the
             tensor axis. The tensor axis always divides the logits and the layer's parameters;
             `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
         """,
@@ -181,10 +180,10 @@ EXERCISES = (
             "are held. A rank with several stages holds theory.held of them, each with its part of the "
             "rank's layers: sizes.num_stages // sizes.pipeline is the number of stages.",
             "Recompute: what a layer keeps moves to `temporary`, once, and in its place tokens * shape.width "
-            "* ITEMSIZE stays for each layer. Head (has_head): with norm, logits = shape.last_numbers and c "
-            "the ITEMSIZE, tokens * (norm * c + logits / sizes.tensor * (c + 4)); sequence parallelism "
-            "divides norm * c. ZeRO 3: shape.layer_parameters / sizes.tensor times (2 parameters + 1 "
-            "gradient).",
+            "* ITEMSIZE stays for each layer. In a pipeline take a stage for the layer. Head (has_head): "
+            "with norm, logits = shape.last_numbers and c the ITEMSIZE, tokens * (norm * c + logits / "
+            "sizes.tensor * (c + 4)); sequence parallelism divides norm * c. ZeRO 3: shape.layer_parameters "
+            "/ sizes.tensor times (2 parameters + 1 gradient).",
         ),
     ),
     Exercise(

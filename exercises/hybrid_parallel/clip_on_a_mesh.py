@@ -51,8 +51,8 @@ def clip_over(
     `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
     gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
     groups over which the squares are added up, along one axis after the other. All ranks take
-    part, also one that has no gradient: it adds zero, on `device`. Return the norm before the scaling, in
-    float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by more than 1,
-    in place: `gradient.as_subclass(Tensor).mul_(scale)`.
+    part, also one that has no gradient: it adds zero, on `device`. Return the norm before the
+    scaling, in float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by
+    more than 1, in place: `gradient.as_subclass(Tensor).mul_(scale)`.
     """
     raise NotImplementedError("Clipping on a mesh is not written yet: `clip_over` has no body.")
