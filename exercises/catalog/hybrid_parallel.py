@@ -160,17 +160,17 @@ EXERCISES = (
                 activations                of each layer of the rank, for each microbatch that is held.
                                            theory.held counts a microbatch once for each stage that holds it,
                                            and each stage of the rank has an equal part of the rank's layers
-                temporary                  the sum of these. Recomputation: the activations of one layer, or in
-                                           a pipeline those of the layers of one stage. The rank with the head:
-                                           for each token the numbers of the final norm in the precision, and
-                                           the logits twice, in the precision and in float32. ZeRO 3: the
+                temporary                  the sum of these. Recomputation: the activations of one layer, in a
+                                           pipeline of the layers of one stage. The rank with the head: for
+                                           each token the numbers of the final norm in the precision, and the
+                                           logits twice, in the precision and in float32. ZeRO 3: the
                                            parameters of two layers, and the gradients of one
 
             `layer_activations` is already divided by the tensor axis, and does not know of recomputation.
             With recomputation only the input of each layer is kept, or in a pipeline that of each stage:
-            shape.width numbers for each token in the precision. Sequence parallelism divides that input and the final norm among the ranks of the
-            tensor axis. The tensor axis always divides the logits and the layer's parameters;
-            `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
+            shape.width numbers for each token in the precision. Sequence parallelism divides that input and
+            the final norm among the ranks of the tensor axis. The tensor axis always divides the logits and
+            the layer's parameters; `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
         """,
         hints=(
             "Begin with the state: the number of parameters of the rank times each of the three sizes of "
