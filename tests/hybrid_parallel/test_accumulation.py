@@ -33,7 +33,8 @@ def compare(cluster: Cluster, sizes: Sizes, times: int = 2) -> None:
         for both in zip(x.chunk(times), y.chunk(times), strict=True)
     ]
     hybrid = HybridParallel(gpt(), mesh, own[0][0][:2], torch.optim.SGD, lr=0.0)
-    expected = {name: of_one_process(rows, times)[name] for name in hybrid.named_parameters()}
+    alone = of_one_process(rows, times)
+    expected = {name: alone[name] for name in hybrid.named_parameters()}
     for step in range(2):
         hybrid.optimizer.zero_grad()
         for part, targets in own:
