@@ -48,7 +48,6 @@ CONFIG = GPTConfig.named("13m")
 WINDOWS = 4  # windows of text in the batch of a replica
 MESHES = {
     "data": ParallelSizes(data=2),
-    "zero1": ParallelSizes(data=2, zero=1),
     "pipeline": ParallelSizes(pipeline=2, microbatches=WINDOWS),
 }
 Rows = list[dict[str, Any]]
@@ -118,7 +117,7 @@ def measure(args: Args, folder: Path) -> Rows:
     """Return the rows of each mesh."""
     rows: Rows = []
     for mesh in ["data"] if args.quick else MESHES:
-        where, runs = str(folder / mesh), 2 if args.quick else 5
+        where, runs = str(folder / mesh), 2 if args.quick else 3
         by_rank = run_ranks(alternate, RANKS, MESHES[mesh], where, args.every, runs, timeout=1800)
         seconds = {name: value / args.every for name, value in medians(by_rank).items()}
         row = functools.partial(side_by_side.row, link="loopback", world_size=RANKS)
