@@ -1,4 +1,4 @@
-"""Read a run's configuration: a YAML file, and `--key value` of a command line, which come first.
+"""Read a run's configuration: a YAML file, and `--key value` of a command line, which overrides the file.
 
     model: small                    a GPT's size, or mlp (lab/model.py)
     batch_size: 8                   examples per device: a step has batch_size x data

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import training.run
-from comm.errors import CommError
 from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
@@ -96,7 +95,7 @@ class Run(training.run.Run):
             except Stopped:
                 self._save_and_wait()
                 raise
-            except CommError:  # a rank has died, and the thread that saves may wait for it
+            except Exception:  # perhaps a rank has died, and the thread that saves waits for it
                 self._saved.abandon()
                 raise
             self._save_and_wait()
