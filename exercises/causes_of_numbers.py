@@ -66,7 +66,10 @@ def scale(e: Evidence) -> str | None:
     if n > 1 and _close(factor, n * n):
         return f"That is {n} times {n}, with {n} ranks: it is added up over the ranks twice."
     if 1.5 < factor < 10 and _close(factor, round(factor)) and not n and e.first and e.first.is_plain:
-        return f"It is {round(factor)} times too large: is something counted twice, or is a division missing?"
+        return (
+            f"It is {round(factor)} times too large: is something counted too often, or is a division "
+            "missing, such as that by the number of microbatches?"
+        )
     if 1.5 < factor < 10 and _close(factor, round(factor)):
         return (
             f"It is added up {round(factor)} times where a mean is due, or once too often for each "

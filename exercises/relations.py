@@ -54,14 +54,20 @@ def wrong_values(compared: Compared) -> dict[str, Relation]:
 
 def belongs_to(compared: Compared) -> dict[str, str]:
     """Return, for each wrong tensor that has what another one should have, the name of that other one."""
-    tensors = {n: (g, e) for n, (g, e) in compared.pairs.items() if _is_tensor(g) and _is_tensor(e)}
+    tensors = {
+        name: (_as_tensor(got), _as_tensor(expected))
+        for name, (got, expected) in compared.pairs.items()
+        if _is_tensor(got) and _is_tensor(expected)
+    }
+    filled = {name: expected for name, (_, expected) in tensors.items() if expected.any()}
+    wrong = wrong_values(compared).keys() & tensors.keys()
     return {
         name: other
         for name in tensors
-        if name in wrong_values(compared)
-        for other, (_, expected) in tensors.items()
-        if other != name and expected.any() and relation(tensors[name][0], expected) is None
-        if tensors[name][0].shape == expected.shape
+        if name in wrong
+        for other, expected in filled.items()
+        if other != name and tensors[name][0].shape == expected.shape
+        if _agree(tensors[name][0], expected, 1e-9 * _largest(expected))
     }
 
 
@@ -134,7 +140,7 @@ def _by_element(g: Tensor, e: Tensor, scale: float) -> Relation:
         if inner is not None and inner.kind == "factor":
             return Relation("part factor", f"{where}, {inner.text}", inner.factor)
         return Relation("part", where)
-    ratios = sorted({round(ratio, 6) for ratio in (g / e).real.flatten().tolist()})
+    ratios = (g / e).real.flatten().round(decimals=6).unique().tolist()
     if (e != 0).all() and len(ratios) <= 8 and all(_is_simple(ratio) for ratio in ratios):
         shown = ", ".join(f"{ratio:.4g}" for ratio in ratios)
         return Relation("factors", f"{shown} times what it should be, by element")

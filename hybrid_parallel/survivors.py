@@ -70,7 +70,8 @@ class Survivors:
         gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
         # The group of the rendezvous has another timeout. So form it again, with `patience`.
         dist.destroy_process_group()
-        self._form(cluster.store, "begin")
+        number = cluster.store.add(f"survivors/{cluster.rank}", 1)  # of such trainings with this store
+        self._form(cluster.store, f"begin/{number}")
 
     def regroup(self) -> None:
         """Form a group of the ranks that are alive. Raise WorkbookError if the others go on without this one.

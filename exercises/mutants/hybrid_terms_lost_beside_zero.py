@@ -8,7 +8,7 @@ TARGET = "hybrid_parallel.hybrid.HybridParallel._one_backward"
 KILLER = (
     "tests.hybrid_parallel.test_equivalence.test_divided_tokens_and_gradients_in_shards_equal_one_process"
 )
-CAUSE = "never pass from one group of ranks to the other"
+CAUSE = "added up over the tensor group"
 
 
 def mutant(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ TARGET = "hybrid_parallel.memory_model.tokens_of"
 KILLER = (
     "tests.hybrid_parallel.test_planner_memory.test_microbatches_divide_what_a_step_holds_without_a_pipeline"
 )
-CAUSE = "once too often for each microbatch"
+CAUSE = "is a division missing, such as that by the number of microbatches"
 
 
 def mutant(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float:
