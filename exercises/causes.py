@@ -123,6 +123,11 @@ def plain_topic(e: Evidence) -> str | None:
 def ranks_differ(e: Evidence) -> str | None:
     """Say whether the ranks agree with one another, which shows on which side of a reduction to look."""
     across = e.across()
+    if across == "differ" and e.first and e.first.what.startswith("gradient"):
+        return (
+            "The gradients differ between the ranks, so a part of them is not averaged over the ranks: does "
+            "the average begin before all of them are there, or is something added on a rank afterwards?"
+        )
     if across == "differ":
         return (
             "The ranks end with different values: look at what each of them gets, and from whom. Is what "

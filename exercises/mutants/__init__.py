@@ -4,7 +4,8 @@ The docstring of a file says the symptom that a user would see. TARGET is the fu
 mutant replaces, KILLER is a test without arguments that must fail with it, and `mutant` is the wrong
 implementation. If the killer may fail with another error than an AssertionError, FAILS_WITH is a part of that
 error's text, or a tuple of texts of which the error must contain one. CAUSE is a part of the likely cause
-that the checker of exercises must name (exercises/causes.py); only the kinds of WITHOUT_A_CAUSE may lack it.
+that the checker of exercises must name (exercises/causes.py), or a tuple of parts of which it must name one,
+where a race decides what goes wrong. Only the kinds of WITHOUT_A_CAUSE may lack it.
 SYMPTOM is what a user sees, where the docstring tells the cause with it: the mutants of techniques are
 exercises too (exercises/find_the_bug.py). tests/test_mutants.py runs all mutants.
 

@@ -10,6 +10,7 @@ from lab.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.run_modes import few_steps, start_of
 from tests.test_defaults import NAMES, at_once, refuse_failures
+from tests.training.test_evaluation import every_mode_agrees_with_one_process
 from training.run import Run
 
 
@@ -19,6 +20,10 @@ class TheLoopBegins(Exception):
 
 def test_every_mode_trains_with_its_defaults_on_four_ranks():
     refuse_failures(4)
+
+
+def test_the_validation_loss_of_every_mode_is_one_processs_on_four_ranks():
+    every_mode_agrees_with_one_process(4)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 6, 8])

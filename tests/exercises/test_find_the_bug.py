@@ -49,7 +49,13 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     assert not {alias.asname or alias.name for node in imports for alias in node.names} & set(names)
     fields = fields_of(bug.mutant)
-    for telltale in ("mutant", bug.mutant, fields["KILLER"], fields.get("CAUSE", "mutant")):
+    causes = fields.get("CAUSE", "mutant")
+    for telltale in (
+        "mutant",
+        bug.mutant,
+        fields["KILLER"],
+        *([causes] if isinstance(causes, str) else causes),
+    ):
         assert telltale not in text
     _, _, explanation = fields["doc"].partition(": ")
     assert not explanation or explanation not in text.replace("\n", " ") or explanation in bug.symptom
