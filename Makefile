@@ -17,6 +17,9 @@ KFD ?= /dev/kfd
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
 $(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
 
+# Tests and launchers start hundreds of Python processes. Without bytecode files each would compile the workbook.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV  := .venv
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready

@@ -24,6 +24,7 @@ ON_REQUEST = {
     "exercises/end_to_end": "exercises/end_to_end",
     "notebooks/test_execution.py": "notebooks",
     "notebooks/test_jupyterlab.py": "notebooks",
+    "notebooks/test_kernels.py": "notebooks",
     "site/built": "site",
     "slurm": "slurm",
 }

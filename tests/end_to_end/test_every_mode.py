@@ -1,4 +1,4 @@
-"""Every RUN_MODE runs without options on 1, 3, 4, 6 and 8 ranks. tests/test_defaults.py does it on 2."""
+"""Every RUN_MODE runs without options on 1, 3, 4, 6 and 8 ranks. test_defaults.py does it on 2."""
 
 from unittest import mock
 
@@ -8,8 +8,8 @@ import tyro
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.ranks import run_ranks
+from tests.end_to_end.test_defaults import NAMES, at_once, refuse_failures
 from tests.run_modes import few_steps, start_of
-from tests.test_defaults import NAMES, at_once, refuse_failures
 from tests.training.test_evaluation import every_mode_agrees_with_one_process
 from training.run import Run
 
@@ -22,8 +22,9 @@ def test_every_mode_trains_with_its_defaults_on_four_ranks():
     refuse_failures(4)
 
 
-def test_the_validation_loss_of_every_mode_is_one_processs_on_four_ranks():
-    every_mode_agrees_with_one_process(4)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_validation_loss_of_every_mode_is_one_processs(world_size: int):
+    every_mode_agrees_with_one_process(world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 6, 8])

@@ -213,3 +213,29 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path, times):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_under_torchrun_a_worker_that_crashes_is_started_again_and_the_job_ends_well(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        """
+import os
+import torch
+from comm import collectives
+from comm.script import joined
+
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with joined() as cluster:
+    total = torch.ones(1)
+    collectives.all_reduce(total)
+    if attempt == "0" and cluster.rank == 1:
+        os._exit(7)
+    collectives.all_reduce(total)
+    print(f"attempt {attempt}: rank {cluster.rank} has {total.item()}\\n", end="")
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.1", f"--master-port={free_port()}", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"attempt 1: rank {rank} has 4.0" for rank in (0, 1)]

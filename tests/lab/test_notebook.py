@@ -1,19 +1,15 @@
-"""The extension of IPython runs cells on ranks, in a terminal's shell and in a notebook's kernel."""
+"""The extension of IPython runs cells on ranks. tests/notebooks/test_kernels.py uses it in a kernel."""
 
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import nbformat
 import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
-from lab.cell_output import LIVE_LINES, Table, Values
+from lab.cell_output import Table, Values
 from lab.gantt import Event
 from lab.notebook import CellError, parse_ranks
 
@@ -159,38 +155,3 @@ def test_values_are_a_table_in_a_notebook():
 def test_ranks_are_listed_or_given_as_a_range():
     assert parse_ranks("0") == [0]
     assert parse_ranks("0,2-4") == [0, 2, 3, 4]
-
-
-def test_it_works_in_a_notebooks_kernel_where_a_deadlock_can_be_interrupted():
-    cells = [
-        "%load_ext lab.notebook",
-        "%ranks 2",
-        "%%ranks\nx = torch.ones(1) * rank\nx",
-        f"%%ranks\nfor i in range({LIVE_LINES}):\n    print('line', i)",
-        "import os, signal, threading\nthreading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()",
-        "%%ranks\ndist.recv(x, 1 - rank)",
-        "%%ranks\ndist.all_reduce(x)\nx",
-    ]
-    outputs = outputs_of(cells, fails=[5])
-    assert outputs[2][0]["data"]["text/plain"] == "rank 0: tensor([0.])\nrank 1: tensor([1.])"
-    assert "<table>" in outputs[2][0]["data"]["text/html"]
-    collapsed = [one["data"]["text/html"] for one in outputs[3] if one["output_type"] == "display_data"]
-    assert [text.count("<details>") for text in collapsed] == [1, 1]
-    [error] = [one for one in outputs[5] if one["output_type"] == "error"]
-    assert "dist.recv(x, 1 - rank)" in "\n".join(error["traceback"])
-    assert error["traceback"][-1].strip() == "The ranks keep their variables."
-    assert outputs[6][0]["data"]["text/plain"] == "ranks 0, 1: tensor([1.])"
-
-
-def outputs_of(cells: list[str], fails: list[int]) -> list[list[Any]]:
-    """Run the cells in a kernel; return the outputs of each. The cells in `fails` must end with an error."""
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = NotebookClient(book, timeout=60, kernel_name="python3")
-    with client.setup_kernel():
-        for i, cell in enumerate(book.cells):
-            try:
-                client.execute_cell(cell, i)
-                assert i not in fails
-            except CellExecutionError:
-                assert i in fails, cell.outputs
-    return [cell.outputs for cell in book.cells]

@@ -1,8 +1,6 @@
 """A notebook asks for a prediction before a run, and shows it beside the result."""
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from lab.prediction import Comparison, predict
 
@@ -45,12 +43,3 @@ def test_prediction_and_result_stand_side_by_side():
     assert Comparison(2, 2, "").verdict == "exactly as predicted"
     assert Comparison(100, 104, "").verdict == "as predicted, within 5 %"
     assert Comparison(0, 5, "").verdict == "the prediction was 0"
-
-
-def test_a_kernel_without_a_frontend_takes_the_example():
-    source = "from lab.prediction import predict\npredict('How many?', example=2).value"
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    NotebookClient(book, timeout=60, kernel_name="python3").execute()
-    printed, result = book.cells[0].outputs
-    assert "there is no keyboard" in printed["text"]
-    assert result["data"]["text/plain"] == "2"

@@ -1,17 +1,13 @@
 """run_ranks returns results in rank order, tags output by rank, and works in a notebook."""
 
 import os
-import re
 import sys
-import textwrap
 import time
 import types
 
-import nbformat
 import pytest
 import torch
 import torch.distributed as dist
-from nbclient import NotebookClient
 
 from lab.ranks import RankError, run_ranks
 
@@ -130,44 +126,6 @@ def test_four_ranks_start_warm(capsys):
     with capsys.disabled():
         print(f" [4 warm ranks in {seconds:.2f} s] ", end="")
     assert seconds < 5  # a start that imports torch again in every rank takes longer
-
-
-def test_a_notebook_cell_is_run_in_every_rank_beside_jupyters_own_comm_package():
-    cells = [
-        # Jupyter's kernel has a package called comm too: both must work.
-        "from comm import collectives\nimport torch\nfrom lab.ranks import run_ranks",
-        """
-        def add_up(cluster):
-            x = torch.tensor([float(cluster.rank)])
-            collectives.all_reduce(x)
-            print("the sum is", x.item())
-            return x.item()
-
-        run_ranks(add_up, 3)
-        """,
-        """
-        def divide(cluster):
-            return 1 / cluster.rank  # rank 0 cannot
-
-        try:
-            run_ranks(divide, 2)
-        except RuntimeError as error:
-            print(error)
-        """,
-        "from comm import create_comm, base_comm\nprint(get_ipython().kernel.comm_manager is not None)",
-    ]
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
-    )
-    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
-    _, summed, failed, both = [cell.outputs for cell in notebook.cells]
-    printed = "".join(output.text for output in summed if output.output_type == "stream")
-    for rank in range(3):
-        assert re.search(rf"\[rank {rank}\]\S* the sum is 3\.0", printed)
-    assert summed[-1].data["text/plain"] == "[3.0, 3.0, 3.0]"
-    assert "return 1 / cluster.rank  # rank 0 cannot" in failed[0].text
-    assert "ZeroDivisionError" in failed[0].text
-    assert both[0].text.strip() == "True"
 
 
 def test_a_rank_that_is_done_stays_until_its_peers_are():

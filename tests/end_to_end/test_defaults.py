@@ -1,6 +1,6 @@
 """Every RUN_MODE runs without options on 2 ranks, and READMEs explain its report.
 
-tests/end_to_end/test_every_mode.py does it on other numbers of ranks.
+test_every_mode.py does it on other numbers of ranks.
 """
 
 import functools
