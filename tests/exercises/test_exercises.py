@@ -1,4 +1,7 @@
-"""Every exercise fails unsolved, passes with the lesson's own code, and is as its lesson generates it."""
+"""Every exercise fails unsolved and with wrong code, and is as its lesson generates it.
+
+That it passes with the lesson's own code is tested in end_to_end.
+"""
 
 import ast
 import functools
@@ -50,7 +53,7 @@ class WasCalled(Exception):
 
 
 def ending_when_called(function: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """Return a function that writes to the file that it was called, on whatever rank, and raises."""
+    """Return a function that creates the file when it is called, on any rank, and then raises WasCalled."""
     name = str(file)
 
     @functools.wraps(function)
