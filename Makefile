@@ -41,7 +41,7 @@ run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
-check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments (2 minutes)
+check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments (3 minutes)
 	@$(PY) -m pytest tests/end_to_end $(or $(ARGS),-n 2 --dist loadfile)
 
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from lab.cluster import Cluster
 from lab.devices import num_gpus
 from lab.ranks import run_ranks
+from tests.comm.places import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -38,9 +38,7 @@ def backend_for(ranks: int) -> str:
 
 def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
     """Run the script on each rank with --json, and return the JSON that rank 0 printed as its last line."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def run(cluster: Cluster) -> str:
         place = {"RANK": cluster.rank, "WORLD_SIZE": ranks, "LOCAL_RANK": cluster.rank}
