@@ -46,6 +46,14 @@ def test_an_algorithm_knows_messages_and_nothing_of_how_they_move():
                 assert node.module in ("comm.transport.wire", "comm.transport.segment_receiver"), path
 
 
+def test_the_root_has_nothing_that_a_run_has_left_there():
+    entries = {
+        path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))
+    }
+    others = {"benchmarks", "configs", "exercises", "notebooks", "scripts", "site", "tests"}
+    assert sorted(entries - others - set(FLOOR)) == [], "remove it, or name it here"
+
+
 def test_files_are_short():
     folders = ("benchmarks", "exercises", "site", "tests")
     others = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
