@@ -40,7 +40,8 @@ class Ledger:
     """Hold the traffic of this process, by entry. Several threads may write to it."""
 
     def __init__(self) -> None:
-        self._rows: dict[Entry, Traffic] = defaultdict(Traffic)
+        # Plain tuples and lists, because to hash an Entry takes longer than to send a small message.
+        self._rows: dict[tuple[str, str, bool, str], list[int]] = defaultdict(lambda: [0, 0])
         self._lock = threading.Lock()
 
     def __reduce__(self) -> str:
@@ -49,20 +50,22 @@ class Ledger:
 
     def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1, axis: str = "") -> None:
         """Count messages as they leave."""
-        self._add(Entry(op, pattern, axis=axis), Traffic(num_bytes, messages))
+        self._add((op, pattern, False, axis), num_bytes, messages)
 
     def add_formula(self, op: str, pattern: str, traffic: Traffic, axis: str = "") -> None:
         """Add the traffic of an operation whose messages cannot be counted, by its formula."""
-        self._add(Entry(op, pattern, by_formula=True, axis=axis), traffic)
+        self._add((op, pattern, True, axis), traffic.bytes_sent, traffic.messages_sent)
 
-    def _add(self, entry: Entry, traffic: Traffic) -> None:
+    def _add(self, key: tuple[str, str, bool, str], num_bytes: int, messages: int) -> None:
         with self._lock:
-            self._rows[entry] += traffic
+            row = self._rows[key]
+            row[0] += num_bytes
+            row[1] += messages
 
     def rows(self) -> dict[Entry, Traffic]:
         """Return a copy of all rows so far."""
         with self._lock:
-            return dict(self._rows)
+            return {Entry(*key): Traffic(*row) for key, row in self._rows.items()}
 
     def total(self) -> Traffic:
         """Return all traffic of this process so far. Subtract two totals for the traffic in between."""

@@ -20,6 +20,7 @@ from comm.errors import CommError, Mismatch
 from comm.transport.wire import Group, group_of
 from lab.timeline import span
 
+COMMUNICATION_THREAD = "communication"
 IDLE_SECONDS = 10.0  # after which a communication thread ends, so that a freed group leaves none behind
 
 
@@ -28,7 +29,8 @@ class Handle:
 
     def __init__(self, job: Callable[[], None]) -> None:
         self._job = job
-        self._done = threading.Event()
+        self._is_done = False
+        self._ended: threading.Event | None = None  # set at the end, if a thread waits for it
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._is_raised = False  # by wait()
@@ -36,21 +38,28 @@ class Handle:
 
     def wait(self) -> None:
         """Block until the operation has ended. Raise the operation's error, if there is one."""
-        if not self._done.is_set():
+        if not self._is_done:
             with span("wait", "wait"):
-                self._done.wait()
+                self._end().wait()
         if self._error is not None:
             self._is_raised = True
             raise self._error
 
     def is_completed(self) -> bool:
         """Return whether `wait()` would return at once."""
-        return self._done.is_set()
+        return self._is_done
+
+    def _end(self) -> threading.Event:
+        with self._lock:
+            self._ended = self._ended or threading.Event()
+            if self._is_done:
+                self._ended.set()
+            return self._ended
 
     def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
         """Call `callback(error)` when the operation has ended: on its thread, or at once if it has."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._is_done:
                 self._callbacks.append(callback)
                 return
         callback(self._error)
@@ -68,7 +77,9 @@ class Handle:
         finally:
             self._job = _nothing  # frees the tensors that the job holds
             with self._lock:
-                self._done.set()
+                self._is_done = True
+                if self._ended is not None:
+                    self._ended.set()
                 callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 callback(self._error)
@@ -134,7 +145,7 @@ class GroupQueue:
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="communication", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name=COMMUNICATION_THREAD, daemon=True)
             self._thread.start()
 
     def _serve(self) -> None:
