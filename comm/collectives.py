@@ -13,10 +13,11 @@
   barrier                         no rank leaves before all have arrived
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
-to which (comm/algorithms/). "tcp" and "cma" are the pipelined ring over connections of our own
-(transport/socket_ring.py). With "cma" (cross-memory attach) a rank reads the memory of its neighbour on the
-same machine. If the group uses gloo, `pattern=None` means the first pattern listed. If it uses nccl,
-`pattern=None` means "torch": torch.distributed's own collectives.
+to which (comm/algorithms/). The messages travel by the transport of the group (transport/choice.py). "tcp"
+and "cma" are the pipelined ring over connections of their own (transport/socket_ring.py). With "cma"
+(cross-memory attach) a rank reads the memory of its neighbour on the same machine. If the group uses gloo,
+`pattern=None` means the first pattern listed. If it uses nccl, `pattern=None` means "torch":
+torch.distributed's own collectives.
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -36,12 +37,11 @@ from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
 from comm.transport import native, socket_ring
-from comm.transport.handshake import Header, check_parts
+from comm.transport.handshake import Header
 from comm.transport.run_collective import run_collective
 from comm.transport.sockets import CAN_POLL
 from comm.transport.staging import In, InOut, Out
-from comm.transport.wire import Group, Wire
-from comm.transport.work_queue import queue_of
+from comm.transport.wire import Group, Wire, group_of
 
 RINGS = ("pipelined_ring", "ring", "tcp", "cma")
 PATTERNS = {
@@ -64,6 +64,16 @@ FILES: dict[str, ModuleType] = {  # each has an all_gather and a reduce_scatter
     "tree": sharded_tree,
 }
 Patterns = dict[str, Callable[..., None]]
+ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
+    "pipelined_ring": (pipelined_ring, "all_reduce"),
+    "ring": (ring, "all_reduce"),
+    "tcp": (socket_ring, "all_reduce"),
+    "cma": (socket_ring, "all_reduce"),
+    "tree": (tree, "all_reduce"),
+    "flat": (star, "all_reduce"),
+    "recursive_doubling": (hypercube, "recursive_doubling"),
+    "halving_doubling": (hypercube, "halving_doubling"),
+}
 Work = native.Work
 
 
@@ -142,7 +152,7 @@ def reduce(
         return native.reduce(tensor, op, root, group, async_op)
     algorithm = {"tree": tree.reduce, "flat": star.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
-    divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
+    divisor = divisor_before(op, tensor.dtype, group_of(group).size())
     buffer = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
     return run_collective(header, group, async_op, lambda wire, x: algorithm(wire, x, op, root), buffer)
 
@@ -177,7 +187,7 @@ def reduce_scatter(
         return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
     algorithm = FILES[pattern].reduce_scatter
-    divisor = divisor_before(op, full.dtype, dist.get_world_size(group))
+    divisor = divisor_before(op, full.dtype, group_of(group).size())
     buffers = Out(shard), In(full, divisor)
     return run_collective(header, group, async_op, lambda wire, s, f: algorithm(wire, s, f, op), *buffers)
 
@@ -194,19 +204,9 @@ def all_reduce(
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
-    patterns: Patterns = {
-        "pipelined_ring": pipelined_ring.all_reduce,
-        "ring": ring.all_reduce,
-        "tcp": socket_ring.all_reduce,
-        "cma": socket_ring.all_reduce,
-        "tree": tree.all_reduce,
-        "flat": star.all_reduce,
-        "recursive_doubling": hypercube.recursive_doubling,
-        "halving_doubling": hypercube.halving_doubling,
-    }
-    algorithm = patterns[pattern]
+    algorithm = getattr(*ALL_REDUCES[pattern])
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    divisor = divisor_before(op, tensor.dtype, dist.get_world_size(group))
+    divisor = divisor_before(op, tensor.dtype, group_of(group).size())
     return run_collective(
         header, group, async_op, lambda wire, x: algorithm(wire, x, op), InOut(tensor, divisor)
     )
@@ -240,10 +240,9 @@ def all_to_all(
     header = Header("all_to_all", pattern, full.dtype)
 
     def algorithm(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
-        check_parts(wire, outs, ins)
         pairwise.all_to_all(wire, out, x, outs, ins)
 
-    return run_collective(header, group, async_op, algorithm, Out(output), In(full))
+    return run_collective(header, group, async_op, algorithm, Out(output), In(full), parts=(outs, ins))
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
@@ -269,12 +268,12 @@ def fastest_pattern(op: str, group: Group = None) -> str:
 
 
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
-    queue_of(group)  # raises if there is no group
-    if not 0 <= root < dist.get_world_size(group):
-        raise CommError(f"{op}: root {root} is not a rank of this group of {dist.get_world_size(group)}.")
+    ranks = group_of(group).size()  # raises if there is no group
+    if not 0 <= root < ranks:
+        raise CommError(f"{op}: root {root} is not a rank of this group of {ranks}.")
     if pattern is None:
         return default_pattern(op, group)
-    if pattern in ("tcp", "cma") and pattern in PATTERNS[op] and dist.get_world_size(group) == 1:
+    if pattern in ("tcp", "cma") and pattern in PATTERNS[op] and ranks == 1:
         return "pipelined_ring"  # there is no peer to connect to
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")

@@ -21,8 +21,8 @@ def all_to_all(
     # Each rank starts with a different partner. Otherwise all ranks would send to rank 0 first.
     sources = [(r - step) % n for step in range(1, n)]
     targets = [(r + step) % n for step in range(1, n)]
-    arriving = [wire.irecv(incoming[peer], peer) for peer in sources if out_sizes[peer]]
-    leaving = [wire.isend(outgoing[peer], peer) for peer in targets if in_sizes[peer]]
+    arriving = [wire.irecv(incoming[peer], peer) for peer in sources]
+    leaving = [wire.isend(outgoing[peer], peer) for peer in targets]
     incoming[r].copy_(outgoing[r])
     for transfer in arriving + leaving:
         transfer.wait()

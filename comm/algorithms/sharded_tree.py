@@ -31,13 +31,11 @@ def scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None, root: in
         block = full.roll(-_start(wire, root, numel))
     else:
         block = shard.new_empty(sum(sizes))
-        if block.numel():
-            wire.irecv(block, parent).wait()
+        wire.irecv(block, parent).wait()
     own, *parts = block.split(sizes)
     shard.copy_(own)
     for child, part in zip(children, reversed(parts), strict=True):
-        if part.numel():
-            wire.isend(part, child).wait()  # one at a time, as in a broadcast
+        wire.isend(part, child).wait()  # one at a time, as in a broadcast
 
 
 def gather(wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int, numel: int) -> None:
@@ -48,12 +46,12 @@ def gather(wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int
     own, *parts = block.split(sizes)
     own.copy_(shard)
     places = zip(parts, reversed(children), strict=True)
-    for transfer in [wire.irecv(part, child) for part, child in places if part.numel()]:
+    for transfer in [wire.irecv(part, child) for part, child in places]:
         transfer.wait()
     if parent is None:
         assert full is not None
         full.copy_(block.roll(_start(wire, root, numel)))
-    elif block.numel():
+    else:
         wire.isend(block, parent).wait()
 
 

@@ -29,12 +29,11 @@ def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
 def scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None, root: int) -> None:
     """Write this rank's part of the root's `full` to `shard`."""
     if wire.rank != root:
-        if shard.numel():
-            wire.irecv(shard, root).wait()
+        wire.irecv(shard, root).wait()
         return
     assert full is not None
     parts = shards_of(full, wire.size)
-    leaving = [wire.isend(parts[peer], peer) for peer in _others(wire, root) if parts[peer].numel()]
+    leaving = [wire.isend(parts[peer], peer) for peer in _others(wire, root)]
     shard.copy_(parts[root])
     for transfer in leaving:
         transfer.wait()
@@ -43,12 +42,11 @@ def scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None, root: in
 def gather(wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int) -> None:
     """Write the shards of all ranks, in rank order, to the root's `full`."""
     if wire.rank != root:
-        if shard.numel():
-            wire.isend(shard, root).wait()
+        wire.isend(shard, root).wait()
         return
     assert full is not None
     parts = shards_of(full, wire.size)
-    arriving = [wire.irecv(parts[peer], peer) for peer in _others(wire, root) if parts[peer].numel()]
+    arriving = [wire.irecv(parts[peer], peer) for peer in _others(wire, root)]
     parts[root].copy_(shard)
     for transfer in arriving:
         transfer.wait()

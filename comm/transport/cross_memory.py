@@ -67,7 +67,7 @@ class CmaOut:
             if len(data) <= _INLINE_BYTES:
                 self._frames += _FRAME.pack(0, len(data)) + data
             else:
-                self._frames += _FRAME.pack(_address(data), len(data))
+                self._frames += _FRAME.pack(address_of(data), len(data))
                 self._unread += 1
         moved = 0
         try:
@@ -122,7 +122,7 @@ class CmaIn:
         return select.POLLIN
 
     def _read(self, into: memoryview) -> int:
-        num_bytes = _read_memory(self._pid, self._address, into)
+        num_bytes = read_memory(self._pid, self._address, into)
         # A neighbour that gives up closes the connection before it uses its memory for something else.
         if self._hangup.poll(0):
             raise ConnectionError("it closed the connection")
@@ -152,7 +152,7 @@ def prove(right: socket.socket) -> ctypes.Array:
     Keep the result until `answer` has returned.
     """
     proof = ctypes.create_string_buffer(_exactly(right, _NONCE_BYTES), _NONCE_BYTES)
-    _allow(_peer(right))
+    allow(peer_of(right))
     right.sendall(_ADDRESS.pack(ctypes.addressof(proof)))
     return proof
 
@@ -160,9 +160,9 @@ def prove(right: socket.socket) -> ctypes.Array:
 def verify(left: socket.socket, nonce: bytes) -> int:
     """Return the left neighbour's process id if its memory can be read, else 0; send it the outcome."""
     (address,) = _ADDRESS.unpack(_exactly(left, _ADDRESS.size))
-    pid, seen = _peer(left), bytearray(len(nonce))
+    pid, seen = peer_of(left), bytearray(len(nonce))
     try:
-        _read_memory(pid, address, memoryview(seen))
+        read_memory(pid, address, memoryview(seen))
     except OSError:
         pid = 0
     pid = pid if seen == nonce else 0
@@ -175,7 +175,7 @@ def answer(right: socket.socket) -> bool:
     return _exactly(right, 1) == _READ
 
 
-def _peer(end: socket.socket) -> int:
+def peer_of(end: socket.socket) -> int:
     """Return the process id at the other end, from the kernel; 0 if it is in another container."""
     pid, _, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid
@@ -184,7 +184,7 @@ def _peer(end: socket.socket) -> int:
 _readers: set[int] = set()
 
 
-def _allow(reader: int) -> None:
+def allow(reader: int) -> None:
     """Let the process `reader` read this one's memory where the kernel is strict (Yama).
 
     A process can name one other process, and the permission includes that one's children. A rank in several
@@ -232,15 +232,26 @@ if _vm_readv is not None:
     )
 
 
-def _read_memory(pid: int, address: int, into: memoryview) -> int:
-    here, there = _IoVec(_address(into), len(into)), _IoVec(address, len(into))
+def can_read(pid: int, nonce_address: int, nonce: memoryview) -> bool:
+    """Return whether this process may read that of `pid`, and finds the same 16 bytes there."""
+    seen = bytearray(len(nonce))
+    try:
+        read_memory(pid, nonce_address, memoryview(seen))
+    except OSError:
+        return False
+    return seen == nonce
+
+
+def read_memory(pid: int, address: int, into: memoryview) -> int:
+    """Copy the bytes at `address` in the process `pid` to `into`. Return how many. Raise OSError."""
+    here, there = _IoVec(address_of(into), len(into)), _IoVec(address, len(into))
     num_bytes = _vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
     if num_bytes < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return num_bytes
 
 
-def _address(data: memoryview) -> int:
+def address_of(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 

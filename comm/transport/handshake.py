@@ -8,8 +8,9 @@ that call different operations waiting for each other. So before the payload mov
 header to every other rank, in ceil(log2 n) rounds (Bruck's all-gather). If the headers do not fit, *all*
 ranks raise the same error, and the group stays usable.
 
-The rounds cost latency, and on busy cores a wake-up can take milliseconds. So the fastest patterns send their
-first messages while the headers are in flight (eager messages, comm/transport/wire.py).
+The rounds cost latency, and on busy cores a wake-up can take milliseconds. So the fastest patterns on gloo
+send their first messages while the headers are in flight (eager messages, comm/transport/wire.py). On streams
+all patterns do (comm/transport/stream_wire.py).
 """
 
 import struct
@@ -21,7 +22,7 @@ import torch
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.transport.wire import Wire, global_ranks
+from comm.transport.wire import AnyWire, Wire, global_ranks
 
 OPS = (
     "barrier",
@@ -44,6 +45,10 @@ DTYPES = tuple(
 )
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 _ROW = struct.Struct("=8q")
+_READY = struct.Struct("=q")  # the last number of a row
+_OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
+    {name: number for number, name in enumerate(names)} for names in (OPS, PATTERNS, DTYPES, REDUCTIONS)
+)
 ROW_BYTES = _ROW.size
 
 
@@ -66,10 +71,10 @@ class Header:
 
     def pack(self) -> bytes:
         return _ROW.pack(
-            OPS.index(self.op),
-            PATTERNS.index(self.pattern),
-            DTYPES.index(self.dtype),
-            REDUCTIONS.index(self.reduction),
+            _OP_NUMBERS[self.op],
+            _PATTERN_NUMBERS[self.pattern],
+            _DTYPE_NUMBERS[self.dtype],
+            _REDUCTION_NUMBERS[self.reduction],
             self.root,
             self.shard,
             self.full,
@@ -95,7 +100,7 @@ class RowExchange:
     algorithms for all-to-all communications in multiport message-passing systems", 1997).
     """
 
-    def __init__(self, wire: Wire, row: torch.Tensor) -> None:
+    def __init__(self, wire: AnyWire, row: torch.Tensor) -> None:
         self._wire = wire
         self._rows = torch.empty(wire.size, row.numel(), dtype=row.dtype)
         self._rows[0] = row
@@ -154,13 +159,18 @@ def wait_until_all_have_read(wire: Wire) -> None:
         distance *= 2
 
 
+def rows_of(rows: bytes) -> list[bytes]:
+    """Return the packed headers one by one."""
+    return [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
+
+
 def check_rows(rows: bytes, names: list[int]) -> int:
     """Return the time when the last rank was ready, from all packed headers in rank order.
 
     Raise Mismatch, which names the ranks, unless the headers fit together.
     """
-    packed = [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
-    ready = [_ROW.unpack(row)[-1] for row in packed]
+    packed = rows_of(rows)
+    ready = [_READY.unpack_from(row, ROW_BYTES - _READY.size)[0] for row in packed]
     # Equal headers fit, unless there are shards of wrong sizes. Comparing bytes first saves time.
     if len({row[:-8] for row in packed}) > 1 or Header.unpack(packed[0]).op in SHARDED:
         check_headers([Header.unpack(row) for row in packed], names)
@@ -214,7 +224,7 @@ def _cure(headers: list[Header]) -> str:
     return "Every rank must pass tensors of the same size, and the same pattern, reduction and root."
 
 
-def check_parts(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
+def check_parts(wire: AnyWire, out_sizes: list[int], in_sizes: list[int]) -> None:
     """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect."""
     table = (
         RowExchange(wire, torch.tensor([out_sizes, in_sizes]).flatten())

@@ -1,29 +1,38 @@
 """Run a collective: wait for its turn, exchange headers, bring its tensors to the wire, run its algorithm.
 
-An algorithm is called as `algorithm(transport, *tensors)`. The transport is a Wire (gloo's messages) or, for
-"tcp" and "cma", the group's own ring. The tensors are flat and in host memory. The headers are compared
-before an algorithm gets its first message, so it may rely on all ranks having called the same operation.
+An algorithm is called as `algorithm(wire, *tensors)`. The wire is a StreamWire (shared memory or sockets), a
+Wire (gloo's messages) or, for "tcp" and "cma", the group's own ring. The tensors are flat and in host memory.
+The headers are compared before an algorithm gets its first message, so it may rely on all ranks having called
+the same operation.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.transport import sockets
+from comm.transport import sockets, streams
+from comm.transport.choice import chosen_transport
 from comm.transport.gpu_handover import handover_of, taken
-from comm.transport.handshake import Header, HeaderExchange, wait_until_all_have_read
+from comm.transport.handshake import (
+    SHARDED,
+    Header,
+    HeaderExchange,
+    check_parts,
+    wait_until_all_have_read,
+)
 from comm.transport.slow_link import LinkDelay
 from comm.transport.sockets import RingSockets
 from comm.transport.staging import In
-from comm.transport.wire import Group, Wire
+from comm.transport.stream_wire import StreamHandshake, StreamWire
+from comm.transport.wire import Group, Wire, group_of
 from comm.transport.work_queue import GroupQueue, Handle, queue_of
 from lab.timeline import span
 
 SOCKET_PATTERNS = ("tcp", "cma")  # these use sockets of their own instead of gloo
+
+Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
 
 # The first messages of these are segments, and may leave while the headers are in flight.
 EAGER_PATTERNS = {
@@ -35,9 +44,17 @@ EAGER_PATTERNS = {
 
 
 def run_collective(
-    header: Header, group: Group, async_op: bool, algorithm: Callable[..., None], *buffers: In
+    header: Header,
+    group: Group,
+    async_op: bool,
+    algorithm: Callable[..., None],
+    *buffers: In,
+    parts: Parts | None = None,
 ) -> Handle:
-    """Run `algorithm` when its turn comes, and return the handle. `header` describes this rank's call."""
+    """Run `algorithm` when its turn comes, and return the handle. `header` describes this rank's call.
+
+    `parts` are the sizes of an all-to-all, which are compared too.
+    """
     for buffer in buffers:
         if buffer.tensor.dtype != header.dtype:
             raise CommError(
@@ -47,8 +64,9 @@ def run_collective(
     num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
     handover = handover_of(buffer.tensor for buffer in buffers)
     queue, posted = queue_of(group), time.perf_counter_ns()
+    ranks = group_of(group).size()
 
-    def run(transport: Wire | RingSockets) -> None:
+    def run(transport: Wire | RingSockets | StreamWire) -> None:
         wired = [buffer.to_wire() for buffer in buffers]
         algorithm(transport, *wired)
         for buffer, tensor in zip(buffers, wired, strict=True):
@@ -58,17 +76,19 @@ def run_collective(
         with taken(handover):
             ready = posted if handover is None else time.perf_counter_ns()
             with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-                delay = LinkDelay(
-                    queue, ready, header.op, header.pattern, num_bytes, dist.get_world_size(group)
-                )
-                mine = dataclasses.replace(header, ready=delay.ready)
+                delay = LinkDelay(queue, ready, header.op, header.pattern, num_bytes, ranks)
+                mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
                 try:
                     if header.pattern in SOCKET_PATTERNS:
                         _over_sockets(mine, group, sequence, delay, run)
+                    elif ranks > 1 and (transport := chosen_transport(group)) != "gloo":
+                        _over_streams(transport, mine, group, sequence, delay, run, parts)
                     else:
-                        _over_gloo(mine, group, queue, sequence, delay, run)
-                except Mismatch:
-                    wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                        _over_gloo(mine, group, queue, sequence, delay, run, parts)
+                except CommError as error:
+                    if isinstance(error, Mismatch):
+                        wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                    streams.forget(group)  # they may be out of step: the next use connects again
                     raise
                 delay.wait()
 
@@ -87,6 +107,26 @@ def _over_sockets(
         raise
 
 
+def _over_streams(
+    transport: str,
+    header: Header,
+    group: Group,
+    sequence: int,
+    delay: LinkDelay,
+    run: Callable[[StreamWire], None],
+    parts: Parts | None,
+) -> None:
+    wire = StreamWire(group, transport, header.op, header.pattern, sequence)
+    handshake = StreamHandshake(wire, header)
+    wire.set_handshake(lambda: delay.start(handshake.finish()))
+    if parts is not None or not _shard_fits(header, wire):
+        wire.finish_handshake()
+    if parts is not None:
+        check_parts(wire, *parts)
+    run(wire)
+    wire.finish()
+
+
 def _over_gloo(
     header: Header,
     group: Group,
@@ -94,6 +134,7 @@ def _over_gloo(
     sequence: int,
     delay: LinkDelay,
     run: Callable[[Wire], None],
+    parts: Parts | None,
 ) -> None:
     eager = (header.op, header.pattern) in EAGER_PATTERNS and not queue.has_stale_messages
     wire = Wire(group, header.op, header.pattern, sequence, eager)
@@ -111,11 +152,13 @@ def _over_gloo(
     wire.set_handshake(check)
     if not eager or not _shard_fits(header, wire):
         wire.finish_handshake()
+    if parts is not None:
+        check_parts(wire, *parts)
     run(wire)
     wire.finish_handshake()
 
 
-def _shard_fits(header: Header, wire: Wire) -> bool:
+def _shard_fits(header: Header, wire: Wire | StreamWire) -> bool:
     """Return whether this rank's own shard has the right size. If not, the header check will fail."""
     fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
-    return fits or header.op not in ("all_gather", "reduce_scatter")
+    return fits or header.op not in SHARDED or (not header.full and header.op in ("scatter", "gather"))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership import liveness
-from comm.transport import cross_memory
+from comm.transport import cross_memory, streams
 from comm.transport.connections import SocketIn, SocketOut
 from comm.transport.cross_memory import CmaIn, CmaOut
 from comm.transport.handshake import ROW_BYTES, Header, RowExchange, check_rows
@@ -228,9 +228,14 @@ def sockets_of(group: Group, pattern: str, op: str, sequence: int) -> RingSocket
 
 
 def transports_of(pattern: str, group: Group = None) -> set[str]:
-    """Return how the messages of a pattern have travelled in this group: by gloo, nccl, tcp or cma."""
-    ring = _sockets.get(group_of(group), {}).get(pattern)
-    return {dist.get_backend(group)} if ring is None else ring.transports
+    """Return how the messages of a pattern have travelled in this group.
+
+    It is a transport of choice.py, "tcp" or "cma" of these two patterns, or the backend: gloo or nccl.
+    """
+    if (ring := _sockets.get(group_of(group), {}).get(pattern)) is not None:
+        return ring.transports
+    over_streams = set() if pattern in ("torch", "direct") else streams.transports_in_use(group)
+    return over_streams or {dist.get_backend(group)}
 
 
 def forget(group: Group, pattern: str) -> None:

@@ -1,4 +1,4 @@
-"""Send and receive messages with gloo or nccl. All messages of comm are counted and numbered in this file.
+"""Send and receive messages with gloo or nccl, and count and number them.
 
       wire = Wire(group, "all_reduce", "ring", sequence)
       arriving = wire.irecv(tensor, left)        the k-th receive from a rank gets its k-th send
@@ -20,6 +20,7 @@ to the bits below (0 stands for plain point-to-point messages). A tag has 31 bit
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,10 +43,16 @@ class Transfer:
     """A message in flight. It holds its tensor, so that the memory is not freed before the end."""
 
     def __init__(
-        self, wire: "Wire", work: dist.Work, tensor: torch.Tensor, peer: int, verb: str, header: bool = False
+        self,
+        wire: "Wire",
+        work: dist.Work | None,
+        tensor: torch.Tensor,
+        peer: int,
+        verb: str,
+        header: bool = False,
     ) -> None:
         self._wire, self.tensor, self._peer, self._verb, self._header = wire, tensor, peer, verb, header
-        self._work: dist.Work | None = work
+        self._work = work
         self.copy_to: torch.Tensor | None = None  # a tensor on a GPU to which the arrived message is copied
 
     def wait(self) -> None:
@@ -110,8 +117,13 @@ class Wire:
         self.eager_transfers.clear()
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
-        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
-        self._validate_peer(dst, "send to")
+        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`.
+
+        An empty tensor is not sent, and its receiver does not wait for it.
+        """
+        check_peer(self, dst, "send to")
+        if not tensor.nbytes:
+            return Transfer(self, None, tensor, dst, "send to")
         tag = self._tag(tensor, self._sent, (dst, header))
         if self.counted:
             LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
@@ -123,7 +135,9 @@ class Wire:
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
-        self._validate_peer(src, "receive from")
+        check_peer(self, src, "receive from")
+        if not tensor.nbytes:
+            return Transfer(self, None, tensor, src, "receive from")
         tag = self._tag(tensor, self._received, (src, header))
         try:
             work = self.group.recv([tensor], src, tag)
@@ -138,8 +152,8 @@ class Wire:
 
         All ranks of the group call it together, with contiguous tensors. One `wait()` ends both transfers.
         """
-        self._validate_peer(dst, "send to")
-        self._validate_peer(src, "receive from")
+        check_peer(self, dst, "send to")
+        check_peer(self, src, "receive from")
         if self.counted:
             LEDGER.count(self.op, self.pattern, outgoing.nbytes, axis=self.axis)
         try:
@@ -153,14 +167,6 @@ class Wire:
             raise self.failed(error, dst, "send to") from error
         sent = Transfer(self, work, outgoing, dst, "send to")
         return sent, Transfer(self, work, incoming, src, "receive from")
-
-    def _validate_peer(self, peer: int, verb: str) -> None:
-        # With a rank that is too large gloo kills the process, and with a negative one it never returns.
-        if not 0 <= peer < self.size or peer == self.rank:
-            what = "which is itself" if peer == self.rank else f"but the group has ranks 0 to {self.size - 1}"
-            raise CommError(
-                f"{self.op} ({self.pattern}): rank {self.rank} is asked to {verb} rank {peer}, {what}."
-            )
 
     def _transfer(
         self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str, header: bool
@@ -185,6 +191,29 @@ class Wire:
         why = peer_trouble(str(error), name)
         return CommError(
             f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {verb} {name}: {why}."
+        )
+
+
+class AnyWire(Protocol):
+    """What a Wire and a StreamWire (stream_wire.py) have in common."""
+
+    group: dist.ProcessGroup
+    op: str
+    pattern: str
+    rank: int
+    size: int
+
+    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Any: ...
+    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Any: ...
+
+
+def check_peer(wire: AnyWire, peer: int, verb: str) -> None:
+    """Raise CommError unless `peer` is another rank of the group."""
+    # With a rank that is too large gloo kills the process, and with a negative one it never returns.
+    if not 0 <= peer < wire.size or peer == wire.rank:
+        what = "which is itself" if peer == wire.rank else f"but the group has ranks 0 to {wire.size - 1}"
+        raise CommError(
+            f"{wire.op} ({wire.pattern}): rank {wire.rank} is asked to {verb} rank {peer}, {what}."
         )
 
 

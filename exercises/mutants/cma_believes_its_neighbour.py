@@ -11,4 +11,4 @@ KILLER = "tests.comm.test_cross_memory.test_a_neighbour_that_shows_the_memory_of
 def mutant(left: socket.socket, nonce: bytes) -> int:
     cross_memory._exactly(left, cross_memory._ADDRESS.size)
     left.sendall(cross_memory._READ)
-    return cross_memory._peer(left)
+    return cross_memory.peer_of(left)

@@ -63,10 +63,10 @@ def test_a_connection_whose_reader_cannot_read_is_a_stream_and_the_others_stay_a
             with replaced("comm.transport.cross_memory._vm_readv", None):
                 return summed(cluster)
         readers = {"the kernel says no": refused, "another process has that id": lambda *_: 16}
-        honest = cross_memory._read_memory
+        honest = cross_memory.read_memory
         calls = [readers[what]]
         with replaced(
-            "comm.transport.cross_memory._read_memory",
+            "comm.transport.cross_memory.read_memory",
             lambda *args: (calls.pop() if calls else honest)(*args),
         ):
             return summed(cluster)

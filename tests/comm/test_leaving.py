@@ -7,6 +7,7 @@ import torch
 
 from comm import collectives
 from comm.transport import run_collective
+from comm.transport.choice import use_transport
 from comm.transport.sockets import RingSockets
 from lab.ranks import run_ranks
 from lab.replace import replaced
@@ -30,6 +31,7 @@ def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_he
         return fits(*args)
 
     def differ(cluster) -> None:
+        use_transport("gloo")  # over a stream a header is read even after its sender has left
         collectives.barrier()
         with ExitStack() as slowed:
             if cluster.rank == 1:

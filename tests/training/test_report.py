@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from comm.transport import cross_memory
+from comm.transport import cross_memory, segment
 from lab.cluster import Cluster
 from lab.ledger import Entry, Traffic
 from lab.ranks import run_ranks
@@ -14,7 +14,8 @@ from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts
 from training.report import median, pattern_and_transport
 
-TRANSPORTS = {"tcp": "tcp", "cma": "cma" if cross_memory.is_possible() else "tcp"}
+OURS = "shared_memory" if segment.is_possible() else "sockets"
+TRANSPORTS = {"tcp": "tcp", "cma": "cma" if cross_memory.is_possible() else "tcp", "torch": "gloo"}
 
 
 def names(summary: dict[str, Any]) -> tuple[str, str]:
@@ -30,7 +31,7 @@ def test_the_pattern_that_was_asked_for_has_run_and_is_named_with_its_transport(
         return [names(test_scripts.train(cluster, "naive", steps=1, pattern=p)) for p in patterns]
 
     for found in run_ranks(work, 2):
-        assert found == [(pattern, TRANSPORTS.get(pattern, "gloo")) for pattern in patterns]
+        assert found == [(pattern, TRANSPORTS.get(pattern, OURS)) for pattern in patterns]
 
 
 def test_without_a_pattern_it_is_the_fastest_one_and_where_memory_may_not_be_read_it_goes_by_tcp():
@@ -50,7 +51,7 @@ def test_tensor_parallelism_takes_a_pattern_for_each_of_its_collectives(name: st
         return names(summary), summary["last_loss"]
 
     [(found, loss)] = set(run_ranks(work, 2))
-    assert found == (pattern, TRANSPORTS.get(pattern, "gloo"))
+    assert found == (pattern, TRANSPORTS.get(pattern, OURS))
     [(_, alone)] = run_ranks(work, 1)
     assert loss == pytest.approx(alone, rel=1e-5)
 
@@ -69,7 +70,7 @@ def test_a_pipelines_messages_go_directly_and_its_loss_by_the_pattern():
             for name in ("naive", "gpipe", "1f1b")
         ]
 
-    assert run_ranks(work, 2) == [[("direct, tree", "gloo")] * 3] * 2
+    assert run_ranks(work, 2) == [[("direct, tree", f"gloo, {OURS}")] * 3] * 2
 
 
 def test_headers_are_no_pattern_and_one_rank_has_no_transport():

@@ -1,0 +1,200 @@
+"""Send and receive messages through shared memory, or by reading the sender's memory.
+
+      small message   sender ──copy──► ring buffer ──copy──► receiver
+      large message   sender: "it lies at this address" ──► receiver reads it there, and counts it as read
+
+A large message is copied once instead of twice: the receiver reads the sender's memory by cross-memory attach
+(cross_memory.py), as the shared-memory transports of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI
+libraries on HPC Clusters", 2014). The sender must not change it before it is read. Where the kernel does not
+allow that, a large message goes through the ring buffer in pieces.
+
+The socket of the connection carries no messages. It wakes a rank that sleeps, and it shows that the other
+rank has died.
+"""
+
+import select
+import socket
+from collections import deque
+from contextlib import suppress
+
+from comm.transport import cross_memory
+from comm.transport.segment import (
+    HEAD,
+    NO,
+    NUM_READ,
+    READS_MEMORY,
+    RECEIVER_SLEEPS,
+    RING_BYTES,
+    SENDER_SLEEPS,
+    TAIL,
+    UNKNOWN,
+    YES,
+    Segment,
+    fence,
+)
+from comm.transport.stream_ends import Done
+
+LARGE_BYTES = 1 << 15  # from here on one copy and an answer take less time than two copies
+PIECE_BYTES = 1 << 18  # how much is read at once: it stays in the cache until it is used
+_ADDRESS_BYTES = 8
+_WAKE = b"\1"
+
+
+class MemoryOut:
+    """The end into which this rank sends its messages, in the order of `post`."""
+
+    def __init__(self, end: socket.socket, segment: Segment) -> None:
+        self.socket, self._segment = end, segment
+        self._words, self._ring = segment.words, segment.ring
+        self._head = 0
+        self._queue: deque[tuple[memoryview, Done]] = deque()
+        self._unread: deque[tuple[memoryview, Done]] = deque()
+        self._num_read = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a message has not left completely, or was not read yet."""
+        return bool(self._queue or self._unread)
+
+    def post(self, data: memoryview, transfer: Done) -> None:
+        """Queue a message. `transfer.done` becomes true when its memory may be changed."""
+        self._queue.append((data, transfer))
+
+    def push(self) -> bool:
+        """Write what fits into the ring buffer, and note what was read. Return whether anything moved."""
+        words, before = self._words, self._head
+        num_read = words[NUM_READ]
+        moved = self._num_read < num_read
+        while self._num_read < num_read:
+            self._unread.popleft()[1].done = True
+            self._num_read += 1
+        free = RING_BYTES - (self._head - words[TAIL])
+        while self._queue and free:
+            data, transfer = self._queue[0]
+            if len(data) >= LARGE_BYTES and words[READS_MEMORY] != NO:
+                if words[READS_MEMORY] == UNKNOWN or free < _ADDRESS_BYTES:
+                    break
+                self._write(memoryview(cross_memory.address_of(data).to_bytes(_ADDRESS_BYTES, "little")))
+                free -= _ADDRESS_BYTES
+                self._unread.append(self._queue.popleft())
+                continue
+            taken = min(free, len(data))
+            self._write(data[:taken])
+            free -= taken
+            if taken < len(data):
+                self._queue[0] = data[taken:], transfer
+            else:
+                self._queue.popleft()
+                transfer.done = True
+        if self._head == before:
+            return moved
+        words[HEAD] = self._head
+        fence()
+        if words[RECEIVER_SLEEPS]:
+            _wake(self.socket)
+        return True
+
+    def _write(self, data: memoryview) -> None:
+        start = self._head % RING_BYTES
+        first = min(len(data), RING_BYTES - start)
+        self._ring[start : start + first] = data[:first]
+        if first < len(data):
+            self._ring[: len(data) - first] = data[first:]
+        self._head += len(data)
+
+    def events(self) -> int:
+        """Return the events for which select.poll should wait."""
+        return select.POLLIN if self.is_busy else 0
+
+    def sleep(self, sleeps: bool) -> None:
+        """Tell the receiver whether this rank has to be woken."""
+        self._words[SENDER_SLEEPS] = sleeps and self.is_busy
+
+    def close(self) -> None:
+        """Close the connection, and free its memory."""
+        self.socket.close()
+        self._segment.close()
+
+
+class MemoryIn:
+    """The end from which this rank receives the messages of a peer whose process is `pid`."""
+
+    def __init__(self, end: socket.socket, segment: Segment, pid: int) -> None:
+        self.socket, self._segment, self._pid = end, segment, pid
+        self._hangup = select.poll()
+        self._hangup.register(end, select.POLLRDHUP)
+        self._words, self._ring = segment.words, segment.ring
+        self._tail = 0
+        self._address = self._left = 0  # of a large message: where its rest lies, and how much that is
+        self._words[READS_MEMORY] = YES if pid else NO
+        _wake(end)
+
+    def receive(self, into: memoryview, message_bytes: int) -> int:
+        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet.
+
+        Raise OSError if the sender has gone.
+        """
+        if self._left or (message_bytes >= LARGE_BYTES and self._pid):
+            return self._read_memory(into, message_bytes)
+        return self._take(into)
+
+    def _take(self, into: memoryview) -> int:
+        """Take bytes out of the ring buffer."""
+        num_bytes = min(self._words[HEAD] - self._tail, len(into))
+        if not num_bytes:
+            return 0
+        start = self._tail % RING_BYTES
+        first = min(num_bytes, RING_BYTES - start)
+        into[:first] = self._ring[start : start + first]
+        if first < num_bytes:
+            into[first:num_bytes] = self._ring[: num_bytes - first]
+        self._tail += num_bytes
+        self._words[TAIL] = self._tail
+        self._wake_sender()
+        return num_bytes
+
+    def _read_memory(self, into: memoryview, message_bytes: int) -> int:
+        if not self._left:
+            if self._words[HEAD] - self._tail < _ADDRESS_BYTES:
+                return 0
+            address = bytearray(_ADDRESS_BYTES)
+            self._take(memoryview(address))
+            self._address, self._left = int.from_bytes(address, "little"), message_bytes
+        num_bytes = cross_memory.read_memory(self._pid, self._address, into[: min(PIECE_BYTES, self._left)])
+        if self._hangup.poll(0):
+            # A sender that gives up closes the connection before it uses its memory for something else.
+            raise ConnectionError("it closed the connection")
+        self._address, self._left = self._address + num_bytes, self._left - num_bytes
+        if not self._left:
+            self._words[NUM_READ] += 1
+            self._wake_sender()
+        return num_bytes
+
+    def _wake_sender(self) -> None:
+        fence()
+        if self._words[SENDER_SLEEPS]:
+            _wake(self.socket)
+
+    def sleep(self, sleeps: bool) -> None:
+        """Tell the sender whether this rank has to be woken."""
+        self._words[RECEIVER_SLEEPS] = sleeps
+
+    def close(self) -> None:
+        """Close the connection, and free its memory."""
+        self.socket.close()
+        self._segment.close()
+
+
+def _wake(end: socket.socket) -> None:
+    with suppress(OSError):  # the socket is full of bytes that wake it, or the rank has gone
+        end.send(_WAKE)
+
+
+def drain(end: socket.socket) -> bool:
+    """Take the bytes that have woken this rank. Return whether the connection is open."""
+    try:
+        return bool(end.recv(4096))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,172 @@
+"""Send and receive the messages of one operation over streams (streams.py), as a Wire does over gloo.
+
+      rank 0 ──► rank 1     [header][message][message]   [header][message] ...      one direction
+                             operation 7                  operation 8
+
+A stream needs no tags: each operation starts with the rows of its handshake (handshake.py), and its messages
+follow in the order in which they were posted. A message leaves at once, while the rows are on their way, and
+it is read after the check of the headers. So the check costs two ranks no round of its own.
+
+A message to a rank that gets a row in a later round of the handshake waits for that row: the receiver expects
+the row first.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from comm.transport.handshake import ROW_BYTES, Header, check_rows, rows_of
+from comm.transport.streams import Streams, streams_of
+from comm.transport.wire import Group, axis_of, check_peer, group_of
+from lab.ledger import LEDGER
+from lab.waiting import Wait
+
+
+class StreamTransfer:
+    """A message in flight. It holds its tensor, so that the memory is not freed before the end."""
+
+    def __init__(
+        self, wire: "StreamWire", tensor: torch.Tensor, peer: int, verb: str, header: bool = False
+    ) -> None:
+        self._wire, self.tensor, self._peer, self._verb, self._header = wire, tensor, peer, verb, header
+        self.done = not tensor.nbytes  # an empty tensor is not sent
+
+    def wait(self) -> None:
+        """Block until the message has arrived, or has left so that its tensor may be changed.
+
+        Raise CommError if a peer has gone, or at the group's timeout.
+        """
+        if not self._header:
+            self._wire.finish_handshake()
+        if not self.done:
+            self._wire.streams.move_until(self, self._peer)
+
+    def awaited(self) -> Wait:
+        """Return for whom `wait` blocks (lab/waiting.py)."""
+        verb, preposition = self._verb.split()
+        message = "a header" if self._header else f"{self.tensor.nbytes} bytes"
+        return Wait(f"{verb} {message} {preposition}", self._wire.streams.names[self._peer], self._wire.op)
+
+
+class StreamHandshake:
+    """The exchange of headers over streams, in the rounds of handshake.RowExchange. It starts when made."""
+
+    def __init__(self, wire: "StreamWire", mine: Header) -> None:
+        self._wire, self._mine = wire, mine
+        self._rows = memoryview(bytearray(wire.size * ROW_BYTES))
+        self._rows[:ROW_BYTES] = mine.pack()
+        self._have = 1
+        self._start_round()
+
+    def _start_round(self) -> None:
+        wire, have = self._wire, self._have
+        self._count = min(have, wire.size - have)
+        num_bytes = self._count * ROW_BYTES
+        self._source = (wire.rank + have) % wire.size
+        self._arriving = Row(num_bytes)
+        into = self._rows[have * ROW_BYTES : have * ROW_BYTES + num_bytes]
+        wire.streams.post_receive(self._source, into, self._arriving)
+        wire.streams.post_send((wire.rank - have) % wire.size, self._rows[:num_bytes], Row(num_bytes))
+        LEDGER.count(wire.op, "header", num_bytes, axis=wire.axis)
+
+    def finish(self) -> int:
+        """Wait for all headers, check them, and return what `check_rows` does."""
+        wire = self._wire
+        while True:
+            wire.streams.move_until(self._arriving, self._source)
+            self._have += self._count
+            if self._have == wire.size:
+                break
+            self._start_round()
+        here = (wire.size - wire.rank) * ROW_BYTES  # the rows begin with that of this rank
+        rows = bytes(self._rows[here:]) + bytes(self._rows[:here])
+        wire.full_numel = self._mine.full
+        if self._mine.op in ("scatter", "gather"):  # only the root knows it
+            wire.full_numel = max(Header.unpack(row).full for row in rows_of(rows))
+        return check_rows(rows, wire.streams.names)
+
+
+class Row:
+    """Headers on their way."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.done = num_bytes, False
+
+
+class StreamWire:
+    """Start sends and receives of one operation among the ranks of `group`, over its streams."""
+
+    eager = True
+
+    def __init__(self, group: Group, transport: str, op: str, pattern: str, sequence: int) -> None:
+        self.group = group_of(group)
+        self.streams: Streams = streams_of(group, transport, op, sequence)
+        self.streams.what = f"{op} ({pattern})"
+        self.rank, self.size = self.streams.rank, self.streams.size
+        self.op, self.pattern, self.axis = op, pattern, axis_of(group)
+        self._full_numel = 0
+        self._check: Callable[[], None] | None = None
+        self._deferred: list[Callable[[], None]] = []
+
+    @property
+    def full_numel(self) -> int:
+        """Return the number of elements of the full tensor, of which a rank may know only its own shard."""
+        self.finish_handshake()
+        return self._full_numel
+
+    @full_numel.setter
+    def full_numel(self, numel: int) -> None:
+        self._full_numel = numel
+
+    def set_handshake(self, check: Callable[[], None]) -> None:
+        """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
+        self._check = check
+
+    def finish_handshake(self) -> None:
+        """Check that all ranks' headers fit, before this rank reads its first message."""
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
+            deferred, self._deferred = self._deferred, []  # they refer to this wire, which should be freed
+            for post in deferred:
+                post()
+
+    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> StreamTransfer:
+        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
+        check_peer(self, dst, "send to")
+        transfer = StreamTransfer(self, tensor, dst, "send to", header)
+        if transfer.done:
+            return transfer
+        LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
+        if header or not self._gets_a_later_row((self.rank - dst) % self.size):
+            self.streams.post_send(dst, bytes_of(tensor), transfer)
+        else:
+            self._deferred.append(lambda: self.streams.post_send(dst, bytes_of(tensor), transfer))
+        return transfer
+
+    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> StreamTransfer:
+        """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
+        check_peer(self, src, "receive from")
+        transfer = StreamTransfer(self, tensor, src, "receive from", header)
+        if transfer.done:
+            return transfer
+        if header or self._check is None:
+            self.streams.post_receive(src, bytes_of(tensor), transfer)
+        else:
+            self._deferred.append(lambda: self.streams.post_receive(src, bytes_of(tensor), transfer))
+        return transfer
+
+    def _gets_a_later_row(self, distance: int) -> bool:
+        """Return whether a rank gets its row from this one after the first round of the handshake."""
+        return self._check is not None and distance > 1 and distance & (distance - 1) == 0
+
+    def finish(self) -> None:
+        """Return when the handshake has ended and all messages of this rank have left."""
+        self.finish_handshake()
+        self.streams.finish()
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the tensor's memory. (`numpy()` would keep the storage from being freed.)"""
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

@@ -1,0 +1,156 @@
+"""A listener takes the connections of its group's ranks, and no other program's, whatever that sends."""
+
+import os
+import random
+import socket
+import struct
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from comm.errors import CommError
+from comm.transport import listener as module
+from comm.transport import segment
+from comm.transport.listener import Arrival, Listener, connect, connect_locally
+from lab.replace import replaced
+
+HELLO = struct.Struct("!qqQ")
+linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+
+
+@pytest.fixture
+def listener(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made = Listener(size=4, local=segment.is_possible())
+    yield made
+    made.close()
+
+
+def arrivals(listener: Listener, seconds: float = 0.2) -> list[Arrival]:
+    """Return what arrives within the time, and sooner if anything does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := listener.accept():
+            return found
+        time.sleep(0.001)
+    return []
+
+
+def knock(listener: Listener, data: bytes) -> socket.socket:
+    stranger = socket.create_connection(("127.0.0.1", listener.address()[1]))
+    stranger.sendall(data)
+    return stranger
+
+
+def is_closed(end: socket.socket) -> bool:
+    end.settimeout(1)
+    try:
+        return end.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_ranks_of_the_group_are_let_in_over_tcp(listener):
+    *_, token = listener.address()
+    with ExitStack() as opened:
+        opened.enter_context(connect(listener.address(), 3, 5.0))
+        [arrival] = arrivals(listener)
+        opened.enter_context(arrival.socket)
+        assert (arrival.rank, arrival.segment) == (3, None)
+        assert token > 0
+
+
+@linux
+def test_ranks_of_one_machine_share_a_segment(listener):
+    sender, theirs = connect_locally(listener.address(), 2, 5.0)
+    with sender:
+        [arrival] = arrivals(listener)
+        with arrival.socket:
+            assert arrival.rank == 2
+            theirs.ring[:5] = b"hello"
+            assert bytes(arrival.segment.ring[:5]) == b"hello"
+            assert bytes(arrival.segment.nonce) == bytes(theirs.nonce) != bytes(16)
+
+
+def test_strangers_are_not_let_in_and_keep_no_rank_out(listener):
+    _, _, token = listener.address()
+    wrong_token, no_rank = HELLO.pack(token ^ 1, 1, 0), HELLO.pack(token, 4, 0)
+    source = random.Random(1)
+    strangers = [
+        knock(listener, data) for data in (b"", b"abc", wrong_token, no_rank, HELLO.pack(token, -1, 0))
+    ]
+    for _ in range(60):
+        strangers.append(knock(listener, source.randbytes(source.randrange(60))))
+        assert arrivals(listener, 0.002) == []
+    reset = knock(listener, b"")
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    with connect(listener.address(), 1, 5.0):
+        [arrival] = arrivals(listener)
+        assert arrival.rank == 1
+        arrival.socket.close()
+    assert is_closed(strangers[2]) and is_closed(strangers[3]) and is_closed(strangers[4])
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_connection_that_does_not_say_hello_is_closed_after_a_while(listener, monkeypatch):
+    monkeypatch.setattr(module, "_HELLO_SECONDS", 0.05)
+    with knock(listener, b"only a part") as silent:
+        assert arrivals(listener) == []
+        assert is_closed(silent)
+
+
+def test_a_hello_may_arrive_in_pieces(listener):
+    _, _, token = listener.address()
+    hello = HELLO.pack(token, 2, 0)
+    with knock(listener, hello[:7]) as slow:
+        assert arrivals(listener, 0.05) == []
+        slow.sendall(hello[7:])
+        [arrival] = arrivals(listener)
+        assert arrival.rank == 2
+        arrival.socket.close()
+
+
+@linux
+@pytest.mark.parametrize("what", ["none", "not sealed", "too small", "no memory"])
+def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
+    _, _, token = listener.address()
+    descriptor = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    if what == "too small":
+        os.ftruncate(descriptor, 100)
+    elif what == "not sealed":
+        os.ftruncate(descriptor, segment._SIZE)
+    elif what == "no memory":
+        os.close(descriptor)
+        descriptor = os.open("/dev/null", os.O_RDWR)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(module._name(token))
+        sent = [] if what == "none" else [descriptor]
+        socket.send_fds(stranger, [HELLO.pack(token, 1, 0)], sent)
+        open_before = len(os.listdir("/proc/self/fd"))
+        assert arrivals(listener) == []
+        assert is_closed(stranger)
+    assert len(os.listdir("/proc/self/fd")) < open_before
+    os.close(descriptor)
+
+
+@linux
+def test_the_name_of_the_unix_socket_does_not_tell_the_token(listener):
+    names = [line for line in Path("/proc/net/unix").read_text().splitlines() if "@workbook-" in line]
+    assert names
+    assert not [line for line in names if f"{listener.address()[2]:016x}" in line]
+
+
+@linux
+def test_a_segment_for_which_there_is_no_memory_leaves_no_connection_behind(listener):
+    def no_space(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with replaced("os.posix_fallocate", no_space), pytest.raises(CommError, match="not enough memory"):
+        connect_locally(listener.address(), 1, 5.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert arrivals(listener, 0.05) == []

@@ -1,0 +1,166 @@
+"""Every pattern works over every transport, and a stranger, a death or a full machine ends in a sentence."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives, cost
+from comm.collectives import PATTERNS, all_reduce, barrier, broadcast
+from comm.transport import segment, streams
+from comm.transport.choice import CAN_POLL, chosen_transport, use_transport
+from comm.transport.memory_ends import MemoryIn, MemoryOut
+from comm.transport.stream_ends import StreamIn, StreamOut
+from comm.transport.wire import group_of
+from lab.ledger import LEDGER, Entry, Traffic
+from lab.ranks import run_ranks
+from tests.comm.collective_cases import (
+    DTYPES,
+    LAYOUTS,
+    REDUCTIONS,
+    ROOTED,
+    WORLD_SIZES,
+    Case,
+    run_cases,
+)
+from tests.comm.mismatches import error_text, works
+from tests.comm.segments import short_segments
+
+pytestmark = pytest.mark.skipif(not CAN_POLL, reason="the transports poll sockets")
+
+OURS = [(op, p) for op, patterns in PATTERNS.items() for p in patterns if p not in ("tcp", "cma")]
+CALLS = [(op, pattern) for op, pattern in OURS if op != "barrier"]
+
+
+def over(transport: str, cluster, fn, *args):
+    """Run `fn` on this rank with a transport; forget it afterwards."""
+    use_transport(transport)
+    try:
+        return fn(cluster, *args)
+    finally:
+        use_transport(None)
+
+
+def ends(transport: str) -> tuple[set[type], set[type]]:
+    """Return the kinds of this rank's connections, to its peers and from them."""
+    peers = streams._streams[group_of(None)][transport]._all
+    return {type(peer.out) for peer in peers}, {type(peer.incoming) for peer in peers}
+
+
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])  # the other tests use "auto": shared memory
+@pytest.mark.parametrize("n", WORLD_SIZES[1:])
+def test_every_pattern_equals_the_reference_over_every_transport(transport: str, n: int):
+    dtypes, layouts, reductions = map(itertools.cycle, (DTYPES, LAYOUTS, REDUCTIONS))
+    cases = [
+        Case(op, pattern, numel, next(dtypes), next(reductions), seed % n, next(layouts), seed)
+        for seed, (op, pattern) in enumerate(CALLS)
+        for numel in (0, 1, n + 1, 101)
+    ]
+    with short_segments(32):
+        assert min(run_ranks(lambda cluster: over(transport, cluster, run_cases, cases), n)) > 0.8 * len(
+            cases
+        )
+
+
+def test_messages_travel_as_the_transport_says():
+    def kinds(cluster) -> list[tuple]:
+        found = []
+        for transport in ("auto", "shared_memory", "sockets"):
+            over(transport, cluster, lambda _: all_reduce(torch.ones(1000), pattern="ring"))
+            found.append(ends(transport))
+        over("gloo", cluster, lambda _: all_reduce(torch.ones(1000), pattern="ring"))
+        assert "gloo" not in streams._streams[group_of(None)]
+        return found
+
+    memory = ({MemoryOut}, {MemoryIn}) if segment.is_possible() else ({StreamOut}, {StreamIn})
+    assert run_ranks(kinds, 3) == [[memory, memory, ({StreamOut}, {StreamIn})]] * 3
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_large_messages_in_both_directions_do_not_wait_for_each_other(transport: str):
+    """A rank must move all its messages while it waits for one, as no buffer on the way is that large."""
+
+    def swap(cluster) -> None:
+        x = torch.full((6_000_000,), float(cluster.rank))
+        got = torch.empty_like(x)
+        collectives.all_to_all(got, x)
+        half = torch.tensor_split(got, 2)
+        assert (half[0] == 0).all() and (half[1] == 1).all()
+        for pattern in ("ring", "pipelined_ring", "recursive_doubling", "halving_doubling", "flat", "tree"):
+            total = x.clone()
+            all_reduce(total, pattern=pattern)
+            assert (total == 1).all(), pattern
+
+    run_ranks(lambda cluster: over(transport, cluster, swap), 2)
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_counted_traffic_equals_the_formula_over_every_transport(transport: str, n: int):
+    def count(cluster) -> None:
+        for op, pattern in OURS:
+            if op in ROOTED or op == "all_to_all":
+                continue
+            LEDGER.clear()
+            x = torch.ones(101)
+            shard = torch.ones(len(torch.tensor_split(x, n)[cluster.rank]))
+            match op:
+                case "all_gather":
+                    collectives.all_gather(x, shard, pattern=pattern)
+                case "reduce_scatter":
+                    collectives.reduce_scatter(shard, x, pattern=pattern)
+                case "all_reduce":
+                    all_reduce(x, pattern=pattern)
+                case "barrier":
+                    barrier(pattern=pattern)
+            expected = {
+                Entry(op, pattern): cost.traffic(op, pattern, 101, 4, n, cluster.rank),
+                Entry(op, "header"): cost.header_traffic(op, n, pattern),
+            }
+            assert LEDGER.rows() == {entry: sent for entry, sent in expected.items() if sent != Traffic()}
+
+    with short_segments(16):
+        run_ranks(lambda cluster: over(transport, cluster, count), n)
+
+
+@pytest.mark.parametrize("transport", ["sockets", "gloo"])
+def test_calls_that_do_not_fit_end_in_the_same_sentence_over_every_transport(transport: str):
+    def differ(cluster) -> list[str]:
+        odd, texts = cluster.rank == 1, []
+        calls = [
+            lambda: all_reduce(torch.ones(5 + odd)),
+            lambda: all_reduce(torch.ones(5_000_000 + odd), pattern="recursive_doubling"),
+            lambda: all_reduce(torch.ones(5, dtype=torch.int32 if odd else torch.float32)),
+            lambda: broadcast(torch.ones(5), root=int(odd)),
+            lambda: all_reduce(torch.ones(5), pattern="tree" if odd else "ring"),
+            lambda: barrier() if odd else all_reduce(torch.ones(6)),
+            lambda: collectives.gather(torch.ones(2 + odd), torch.ones(8) if cluster.is_main else None),
+            lambda: collectives.all_to_all(
+                torch.ones(4), torch.ones(4 + odd), [1, 1, 1, 1], [1, 1, 1, 1 + odd]
+            ),
+        ]
+        for call in calls:
+            texts.append(error_text(call))
+            assert works()
+        return texts
+
+    first, *others = run_ranks(lambda cluster: over(transport, cluster, differ), 4, group_timeout=20)
+    assert all(first) and others == [first] * 3
+
+
+def test_two_groups_at_once_keep_their_messages_apart():
+    def work(cluster) -> None:
+        pairs = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])]
+        use_transport("sockets", pairs[1])
+        assert [chosen_transport(group) for group in pairs] == ["auto", "sockets"]
+        handles = []
+        for step in range(50):
+            for which, group in enumerate(pairs):
+                x = torch.full((1000 + 7 * step,), float(step + which))
+                handles.append((all_reduce(x, group=group, async_op=True), x, 3.0 * (step + which)))
+        for handle, x, total in handles:
+            handle.wait()
+            assert (x == total).all()
+
+    run_ranks(work, 3)

@@ -1,0 +1,28 @@
+"""Ten thousand collectives of any kind in a row are all right, and leave the streams in step."""
+
+import random
+
+import pytest
+
+from comm.transport.choice import CAN_POLL, use_transport
+from lab.ranks import run_ranks
+from tests.comm.collective_cases import REDUCING, REDUCTIONS, Case, run_case
+from tests.comm.test_streams import CALLS
+
+NUMELS = (0, 1, 2, 5, 40, 9000)
+
+
+@pytest.mark.skipif(not CAN_POLL, reason="the transports poll sockets")
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_ten_thousand_collectives_in_a_row_are_right(transport: str):
+    def work(cluster) -> None:
+        use_transport(transport)
+        source = random.Random(5)
+        for step in range(10_000):
+            op, pattern = source.choice(CALLS)
+            reduction = source.choice(REDUCTIONS[1:] if op in REDUCING else REDUCTIONS)
+            numel, root = source.choice(NUMELS), source.randrange(cluster.world_size)
+            case = Case(op, pattern, numel, reduction=reduction, root=root, seed=step)
+            run_case(case, async_op=source.random() < 0.3)
+
+    run_ranks(work, 3, timeout=300)
