@@ -5,7 +5,7 @@
     python benchmarks/collectives.py --plot all_reduce.png       also a picture: time against size
 
 The row `all_reduce ring` is the textbook's (comm/algorithms/ring.py). `all_reduce pipelined_ring` is the same
-ring with chunks in segments, and `all_reduce cma` is what training uses. Our patterns and torch's take turns
+ring with chunks in segments, which training uses. Our patterns and torch's take turns
 in one group, so that other load on the machine slows down both. A run takes as long as its slowest rank. The
 ratio is that of the medians: below 1 ours is faster.
 """
@@ -25,7 +25,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
 SIZES = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
-NOTES = {"ring": "textbook", "cma": "used in training"}
+NOTES = {"ring": "textbook", "pipelined_ring": "used in training"}
 QUICK = {"reduce_scatter": [16 * MIB, 64 * MIB], "all_reduce": [4 * MIB, 16 * MIB, 64 * MIB]}
 
 

@@ -71,7 +71,7 @@ def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
             (max(ready[at][0] for at in bucket), sum(ordered[at].nbytes for at in bucket))
             for bucket in filled
         ]
-        wire = functools.partial(cost.seconds, "all_reduce", "cma", ranks=RANKS, link=link)
+        wire = functools.partial(cost.seconds, "all_reduce", "pipelined_ring", ranks=RANKS, link=link)
         result[cap] = (
             measured[name],
             step_seconds(compute, update, messages, lambda size: wire(num_bytes=size)),

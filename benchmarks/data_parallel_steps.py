@@ -47,11 +47,11 @@ def build(name: str, hooked: bool) -> Step:
         if hooked:
             model.register_comm_hook(HookState(), through_comm)
     elif kind == "bucket_overlap":
-        model = BucketDataParallel(module, pattern="cma", bucket_mb=float(cap))
+        model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=float(cap))
     else:
         wrappers = {"naive": NaiveDataParallel, "overlap": OverlapDataParallel}
         flat = functools.partial(BucketDataParallel, bucket_mb=sys.maxsize / MIB, first_mb=sys.maxsize / MIB)
-        model = wrappers.get(kind, flat)(module, pattern="cma")
+        model = wrappers.get(kind, flat)(module, pattern="pipelined_ring")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text()
 
@@ -82,7 +82,7 @@ def alternate(cluster: Cluster, plan: list[Turns]) -> list[dict[str, list[float]
 def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list[float], float]:
     """Return the seconds of each step with a clock instead of compute, and the seconds of the ideal step."""
     module = metronome_of(GPT(CONFIG), tick)
-    model = BucketDataParallel(module, pattern="cma", bucket_mb=1.0)
+    model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=1.0)
     x, y = text(1)
     on_wire = sum(p.nbytes for p in model.trained)
     slow = slow_link.parse(link)
@@ -101,7 +101,7 @@ def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list
 def hidden(cluster: Cluster, link: str, windows: int, runs: int) -> tuple[float, float, float]:
     """Return the median seconds of compute, of communication, and of hidden communication in a step."""
     module = GPT(CONFIG)
-    model = BucketDataParallel(module, pattern="cma", bucket_mb=CAP_MB)
+    model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=CAP_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text(windows)
     seen = []
@@ -135,7 +135,7 @@ def peak(cluster: Cluster, kind: str) -> int:
     if kind == "ddp":
         model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     else:
-        model = BucketDataParallel(module, pattern="cma", bucket_mb=CAP_MB)
+        model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=CAP_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text(1)
     for step in range(4):

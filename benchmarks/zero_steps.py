@@ -67,15 +67,17 @@ def start(cluster: Cluster, name: str, by_comm: bool = False, module: GPT | None
     module, batch = module or copy.deepcopy(model_as_made()), text(WINDOWS)
     if name in ("zero1", "zero2"):
         sharded = ZeroOptimizer if name == "zero1" else ZeroGradientOptimizer
-        optimizer = sharded(module.parameters(), AdamW, pattern="cma", bucket_mb=CAP_MB, **OPTIONS)
+        optimizer = sharded(module.parameters(), AdamW, pattern="pipelined_ring", bucket_mb=CAP_MB, **OPTIONS)
         return Training(module, optimizer, optimizer.finish_gradient_sync, batch)
     if name == "fsdp2":
         model = train_fsdp.shard(module, cluster.device) if by_comm else plain_fsdp2(cluster, module)
         return Training(model, AdamW(model.parameters(), **OPTIONS), lambda: None, batch)
     if name == "bucket_overlap":
-        model = BucketDataParallel(module, pattern="cma", bucket_mb=CAP_MB)
+        model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=CAP_MB)
     else:
-        model = {"naive": NaiveDataParallel, "zero3": FullyShardedDataParallel}[name](module, pattern="cma")
+        model = {"naive": NaiveDataParallel, "zero3": FullyShardedDataParallel}[name](
+            module, pattern="pipelined_ring"
+        )
     return Training(model, AdamW(model.parameters(), **OPTIONS), model.finish_gradient_sync, batch)
 
 
@@ -163,7 +165,7 @@ def zero3_at_its_peak(cluster: Cluster) -> tuple[int, int]:
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(look)  # before the wrapper's hook takes the gradient
-    model = FullyShardedDataParallel(module, pattern="cma")
+    model = FullyShardedDataParallel(module, pattern="pipelined_ring")
     for block in module.blocks:
         block.register_forward_pre_hook(look)  # after the wrapper's hook has gathered the block
     optimizer = AdamW(model.parameters(), **OPTIONS)

@@ -8,14 +8,14 @@ import weakref
 
 import torch.distributed as dist
 
-from comm.collectives import PATTERNS, Group, fastest_pattern
+from comm.collectives import PATTERNS, Group, default_pattern
 from comm.transport.wire import group_of
 
 _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 
 
 def use_pattern(pattern: str | None, group: Group = None) -> None:
-    """Let a group use this pattern from now on, or for None the fastest one. All its ranks must call it."""
+    """Let a group use this pattern from now on, or for None the default. All its ranks must call it."""
     if pattern is None:
         _chosen.pop(group_of(group), None)
     else:
@@ -23,6 +23,6 @@ def use_pattern(pattern: str | None, group: Group = None) -> None:
 
 
 def chosen_pattern(op: str, group: Group = None) -> str:
-    """Return the pattern chosen for the group; if none is chosen or `op` lacks it, the fastest one."""
+    """Return the pattern chosen for the group; if none is chosen or `op` lacks it, the default."""
     pattern = _chosen.get(group_of(group))
-    return pattern if pattern in ("torch", *PATTERNS[op]) else fastest_pattern(op, group)
+    return pattern if pattern in ("torch", *PATTERNS[op]) else default_pattern(op, group)

@@ -5,19 +5,17 @@
   scatter         root: x         rank r: x[r]                 flat  tree
   gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
   reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
-  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tcp  cma  tree
-  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tcp  cma  tree
-  all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tcp  cma  tree  flat
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree
+  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree
+  all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tree  flat
                                                                recursive_doubling  halving_doubling
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
   barrier                         no rank leaves before all have arrived
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
-to which (comm/algorithms/). The messages travel by the transport of the group (transport/choice.py). "tcp"
-and "cma" are the pipelined ring over connections of their own (transport/socket_ring.py). With "cma"
-(cross-memory attach) a rank reads the memory of its neighbour on the same machine. If the group uses gloo,
-`pattern=None` means the first pattern listed. If it uses nccl, `pattern=None` means "torch":
-torch.distributed's own collectives.
+to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
+gloo (transport/choice.py). If the group uses gloo, `pattern=None` means the first pattern listed. If it uses
+nccl, `pattern=None` means "torch": torch.distributed's own collectives.
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -36,14 +34,13 @@ from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, sharded_t
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
-from comm.transport import native, socket_ring
+from comm.transport import native
 from comm.transport.handshake import Header
 from comm.transport.run_collective import run_collective
-from comm.transport.sockets import CAN_POLL
 from comm.transport.staging import In, InOut, Out
 from comm.transport.wire import Group, Wire, group_of
 
-RINGS = ("pipelined_ring", "ring", "tcp", "cma")
+RINGS = ("pipelined_ring", "ring")
 PATTERNS = {
     "broadcast": ("tree", "flat"),
     "scatter": ("flat", "tree"),
@@ -59,16 +56,12 @@ PATTERNS = {
 FILES: dict[str, ModuleType] = {  # each has an all_gather and a reduce_scatter
     "pipelined_ring": pipelined_ring,
     "ring": ring,
-    "tcp": socket_ring,
-    "cma": socket_ring,
     "tree": sharded_tree,
 }
 Patterns = dict[str, Callable[..., None]]
 ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
     "pipelined_ring": (pipelined_ring, "all_reduce"),
     "ring": (ring, "all_reduce"),
-    "tcp": (socket_ring, "all_reduce"),
-    "cma": (socket_ring, "all_reduce"),
     "tree": (tree, "all_reduce"),
     "flat": (star, "all_reduce"),
     "recursive_doubling": (hypercube, "recursive_doubling"),
@@ -258,27 +251,14 @@ def default_pattern(op: str, group: Group = None) -> str:
     return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
 
 
-def fastest_pattern(op: str, group: Group = None) -> str:
-    """Return the fastest pattern for large tensors, which training uses: "cma" if `op` has it.
-
-    It is not the default: with "cma" a rank that calls another pattern is noticed only at the timeout.
-    """
-    default = default_pattern(op, group)
-    return "cma" if default == "pipelined_ring" and "cma" in PATTERNS[op] and CAN_POLL else default
-
-
 def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
     ranks = group_of(group).size()  # raises if there is no group
     if not 0 <= root < ranks:
         raise CommError(f"{op}: root {root} is not a rank of this group of {ranks}.")
     if pattern is None:
         return default_pattern(op, group)
-    if pattern in ("tcp", "cma") and pattern in PATTERNS[op] and ranks == 1:
-        return "pipelined_ring"  # there is no peer to connect to
     if pattern != "torch" and pattern not in PATTERNS[op]:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
-    if pattern in ("tcp", "cma") and not CAN_POLL:
-        raise CommError(f"{op}: pattern {pattern!r} polls sockets, which Windows cannot do; take 'ring'.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(
             f"{op}: pattern {pattern!r} needs gloo, and this group uses nccl; take 'torch' or BACKEND=gloo."

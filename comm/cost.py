@@ -25,15 +25,14 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
     all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
 
-The patterns pipelined_ring, tcp and cma cost as much as ring. The formulas of the two doublings hold if
-n is a power of two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta)
-more. Every collective also exchanges headers (transport/handshake.py), which takes L alpha, (n-1) alpha with
-tcp and cma, and 2 L alpha in an all_to_all.
-"""
+The pattern pipelined_ring costs as much as ring. The formulas of the two doublings hold if n is a power of
+two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta) more. Every
+collective also exchanges headers (transport/handshake.py), which takes L alpha, and 2 L alpha in an
+all_to_all."""
 
 from dataclasses import dataclass
 
-from comm.shards import SEGMENT_BYTES, TCP_SEGMENT_BYTES, shard_sizes
+from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.transport.handshake import ROW_BYTES
 from lab.ledger import Traffic
 
@@ -46,10 +45,8 @@ class Link:
     beta: float
 
 
-def header_traffic(op: str, ranks: int, pattern: str = "") -> Traffic:
+def header_traffic(op: str, ranks: int) -> Traffic:
     """Return what a rank sends as headers in one collective. The size of the tensors does not matter."""
-    if pattern in ("tcp", "cma"):  # around the ring: these patterns have no other connections
-        return Traffic((ranks - 1) * ROW_BYTES, ranks - 1)
     traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
     if op == "all_to_all":  # a second exchange: each rank's `output_sizes` and `input_sizes`
         traffic += Traffic((ranks - 1) * 2 * ranks * 8, _log2_up(ranks))
@@ -65,10 +62,6 @@ def traffic(
     """
     if pattern == "torch":
         pattern = model_of(op, pattern)
-    if pattern in ("tcp", "cma"):
-        pattern, segment_bytes = "pipelined_ring", TCP_SEGMENT_BYTES
-    else:
-        segment_bytes = SEGMENT_BYTES
     sizes = shard_sizes(numel, ranks)
     position = (rank - root) % ranks
 
@@ -76,7 +69,7 @@ def traffic(
         return Traffic(times * numel * itemsize, times) if numel else Traffic()
 
     def shards(which: list[int], segmented: bool) -> Traffic:
-        per_message = max(1, segment_bytes // itemsize)
+        per_message = max(1, SEGMENT_BYTES // itemsize)
         messages = [-(-sizes[s] // per_message) if segmented else min(1, sizes[s]) for s in which]
         return Traffic(sum(sizes[s] for s in which) * itemsize, sum(messages))
 
@@ -135,7 +128,7 @@ def per_rank(
 ) -> Traffic:
     """Return the traffic that the ledger will show for a collective. With "torch" it has no headers."""
     payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
-    return payload if pattern == "torch" else payload + header_traffic(op, ranks, pattern)
+    return payload if pattern == "torch" else payload + header_traffic(op, ranks)
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
@@ -144,8 +137,8 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
-    headers = n - 1 if pattern in ("tcp", "cma") else (2 if op == "all_to_all" else 1) * log
-    pattern = "ring" if pattern in ("pipelined_ring", "tcp", "cma") else pattern
+    headers = (2 if op == "all_to_all" else 1) * log
+    pattern = "ring" if pattern == "pipelined_ring" else pattern
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
     predicted = {

@@ -10,7 +10,6 @@ import torch
 # Small enough that a rank adds one segment while it receives the next, and large enough that the latency of a
 # message is small beside the time of its payload: below 256 KiB gloo slows down.
 SEGMENT_BYTES = 1 << 20
-TCP_SEGMENT_BYTES = 1 << 22  # for transport/socket_ring.py, where one loop receives, adds and sends
 
 
 def shard_sizes(numel: int, ranks: int) -> list[int]:

@@ -43,10 +43,9 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
     optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
     """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
     pattern: Literal[ShardPattern, None] = None
-    """Algorithm of the collectives. ring is the textbook's; pipelined_ring sends each chunk in pieces; tcp is
-    a ring on plain sockets; cma (cross-memory attach) is a ring in which ranks of one machine read each
-    other's memory; tree sends all data through rank 0; torch is PyTorch's own. None: cma on gloo, torch on
-    nccl."""
+    """Algorithm of the collectives: who sends what to whom. ring is the textbook's; pipelined_ring sends each
+    chunk in pieces; tree sends all data through rank 0; torch is PyTorch's own. None: pipelined_ring on gloo,
+    torch on nccl."""
     metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
 
 

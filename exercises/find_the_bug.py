@@ -34,7 +34,7 @@ WRONG_IN_WHAT_WAY = (
         (
             "comm.membership.",
             "comm.transport.handshake.",
-            "comm.transport.sockets.",
+            "comm.transport.streams.",
             "pipeline_parallel.failure.",
         ),
         "It works as long as there is no error, and is wrong where there is one.",

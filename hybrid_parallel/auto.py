@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comm.collectives import fastest_pattern
+from comm.collectives import default_pattern
 from comm.cost import Link
 from comm.exchange import on_main
 from comm.transport import slow_link
@@ -53,7 +53,7 @@ def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
 
     With `link` their communication is as slow as on that link. Ranks measure a little different machines.
     """
-    pattern = fastest_pattern("all_reduce")
+    pattern = default_pattern("all_reduce")
     with slow_link.slowed(link):
         link = measure_all_reduce(pattern, device=cluster.device)
     if cluster.device.type == "cpu":

@@ -489,32 +489,33 @@ real_link = predict("On loopback the ring takes how many", example=1, unit="time
 # %%
 # %%ranks
 from comm import collectives
+from comm.transport.choice import use_transport
 
 seconds = {}
 for num_bytes in (4_000, 1_000_000):
-    for pattern in ("ring", "cma"):
-        runs = seconds[pattern, num_bytes] = []
+    for transport in ("gloo", "shared_memory"):
+        use_transport(transport)
+        runs = seconds[transport, num_bytes] = []
         for _ in range(6):
             dist.barrier()
             start = time.perf_counter()
-            collectives.all_reduce(torch.ones(num_bytes // 4), pattern=pattern)
+            collectives.all_reduce(torch.ones(num_bytes // 4), pattern="ring")
             runs.append(time.perf_counter() - start)
 
 # %%
 loopback = slowest_rank("seconds")
 for num_bytes in (4_000, 1_000_000):
     formula = predicted("ring", num_bytes, 8, alpha, beta)
-    times = [f"{loopback[pattern, num_bytes] * 1e3:5.2f} ms" for pattern in ("ring", "cma")]
-    print(f"{num_bytes:>9,} bytes: ring predicted {formula * 1e3:5.2f} ms, measured {times[0]}; cma measured {times[1]}")
-real_link.compare(loopback["ring", 1_000_000] / predicted("ring", 1_000_000, 8, alpha, beta))
+    times = [f"{loopback[transport, num_bytes] * 1e3:5.2f} ms" for transport in ("gloo", "shared_memory")]
+    print(f"{num_bytes:>9,} bytes: ring predicted {formula * 1e3:5.2f} ms, measured {times[0]}; shared memory {times[1]}")
+real_link.compare(loopback["gloo", 1_000_000] / predicted("ring", 1_000_000, 8, alpha, beta))
 
 # %% [markdown]
 # On a laptop with few cores the ring takes many times as long as predicted, and 4 KB take nearly as long as 1 MB. The
 # model assumes that all eight ranks send at the same time, each over a link of its own. Here all of them share the same
 # cores, so they take turns: in each of 14 steps eight processes wake up, one after the other. The formula is right, and
-# its assumption is not. Before you trust a model, ask what is shared. (`cma`, *cross-memory attach*, is a ring in which
-# a rank reads its neighbour's memory directly, by a call of Linux. It copies less, and so it is what the workbook's
-# trainings use on one machine.)
+# its assumption is not. Before you trust a model, ask what is shared. (Over *shared memory* the same ring copies less and
+# wakes fewer threads than over gloo's sockets. So it is what the workbook's trainings use on one machine.)
 #
 # ## Exercises
 #

@@ -71,10 +71,10 @@ def test_everything_is_imported_a_script_runs_as_one_process_and_run_ranks_says_
             with get("comm.script").joined() as cluster:
                 script, arguments = get("data_parallel.train_naive"), get("training.arguments")
                 script.main(cluster, arguments.Args(steps=2, size="tiny", batch_size=2, json=True))
-                fastest = get("comm.collectives").fastest_pattern("all_reduce")
-        return str(refusal.value), fastest, json.loads(out.getvalue())
+                transport = get("comm.transport.choice").chosen_transport()
+        return str(refusal.value), transport, json.loads(out.getvalue())
 
-    ((refusal, fastest, summary),) = run_ranks(on_windows, 1, backend=None)
+    ((refusal, transport, summary),) = run_ranks(on_windows, 1, backend=None)
     assert refusal == "run_ranks forks its ranks, and Windows has no fork; run it in WSL 2."
-    assert fastest == "pipelined_ring"
+    assert transport == "gloo"
     assert summary["replicas_equal"] is True and summary["steps"] == 2

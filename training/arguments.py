@@ -11,6 +11,9 @@ NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
 Size = Literal["tiny", "small", "24heads", "8layers", "13m"]
 """The GPTs of lab/model.py."""
 
+Transport = Literal["auto", "shared_memory", "sockets", "gloo"]
+"""The transports of comm/transport/choice.py."""
+
 
 @dataclasses.dataclass
 class TrainArgs:
@@ -28,6 +31,9 @@ class TrainArgs:
     """Learning rate: the factor of the optimizer's update, a number without unit."""
     seed: int = 0
     """Number from which the initial weights and the batches are drawn; the same seed gives the same run."""
+    transport: Transport = "auto"
+    """How messages travel, except PyTorch's own and those that a pipeline sends from stage to stage. auto:
+    shared memory where two ranks can have it, else sockets. gloo: PyTorch's connections."""
     link: str | None = None
     """Slow all communication down to the speed of a link, in software: a rate (100mbit, 1gbit), or a rate and
     the delay of a message (200mbit,1ms). This needs no root, and works without containers."""
@@ -50,11 +56,9 @@ class TrainArgs:
 
 
 AllReducePattern = Literal[
-    "pipelined_ring", "ring", "tcp", "cma", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
+    "pipelined_ring", "ring", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
 ]
-ShardPattern = Literal[
-    "pipelined_ring", "ring", "tcp", "cma", "tree", "torch"
-]  # those that can also gather and scatter
+ShardPattern = Literal["pipelined_ring", "ring", "tree", "torch"]  # those that can also gather and scatter
 
 
 @dataclasses.dataclass
@@ -62,10 +66,9 @@ class Args(TrainArgs):
     """Train a small GPT on the source of Python's standard library."""
 
     pattern: Literal[AllReducePattern, None] = None
-    """Algorithm of the all-reduce. ring is the textbook's; pipelined_ring sends each chunk in pieces; tcp is
-    a ring on plain sockets; cma (cross-memory attach) is a ring in which ranks of one machine read each
-    other's memory; torch is PyTorch's own; the others are in comm/algorithms. None: cma on gloo, torch on
-    nccl."""
+    """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
+    chunk in pieces; torch is PyTorch's own; the others are in comm/algorithms. None: pipelined_ring on gloo,
+    torch on nccl."""
 
 
 @dataclasses.dataclass

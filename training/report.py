@@ -8,7 +8,7 @@ blocking_share   the share of the communication time in which the main thread it
 import statistics
 from collections.abc import Mapping, Sequence
 
-from comm.transport.sockets import transports_of
+from comm.transport.streams import transports_of
 from lab.gantt import Event
 from lab.ledger import Entry, Traffic
 from lab.overlap import overlap_of

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from comm import cost
-from comm.collectives import all_reduce, fastest_pattern
+from comm.collectives import all_reduce, default_pattern
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.transport import choice, slow_link
 from lab import timeline
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
@@ -78,7 +78,8 @@ class Run:
         check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
         self._validate(args)
         self._tick = None if args.metronome is None else tick_seconds(args.metronome)
-        self.pattern = getattr(args, "pattern", None) or fastest_pattern("all_reduce")
+        choice.use_transport(args.transport)
+        self.pattern = getattr(args, "pattern", None) or default_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
         self._link = self._measured_link()
         self._expected = Traffic()

@@ -53,6 +53,10 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     clip = getattr(args, "clip", None)
     if clip is not None and not clip > 0:
         raise WorkbookError(f"--clip {clip:g}: the largest norm is a number above 0.")
+    if args.transport != "auto" and dist.get_backend() == "nccl":
+        raise WorkbookError(
+            f"--transport {args.transport}: nccl has its own; leave it out or take BACKEND=gloo."
+        )
     if args.metronome is not None and model != "gpt":
         raise WorkbookError("--metronome works with the GPT only; leave --model out.")
 

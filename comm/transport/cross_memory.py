@@ -1,178 +1,34 @@
-"""Connect two ring neighbours of one machine by memory: the right one reads the left one's memory itself.
-
-      left: "4 MiB lie at this address"    ──►   right: reads them, answers "read"
-
-A socket copies a payload twice: into the kernel and out of it. Cross-memory attach (CMA, Linux's
-process_vm_readv) copies it once, from one process's memory into the other's, as the shared-memory transports
-of MPI do (Vienne, "Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). A small payload
-still goes through the socket, behind its length. The sender does not change a payload before it is read.
+"""Let a rank read the memory of another one on the same machine (cross-memory attach, process_vm_readv).
 
 The reader does not trust a process id that arrives as data. The connection is a Unix socket, so the kernel
-tells which process is at the other end. Before the first use the reader checks that it can read that memory:
+tells which process is at the other end. Before the first use the reader checks that it can read that process,
+and that it is the right one. The sender has put 16 random bytes into the segment that both share
+(segment.py), and it says where the segment lies in its own memory:
 
-      left                                                         right
-                             ◄── 16 random bytes ──
-      stores them            ──     address      ──►               reads the 16 bytes at that address
-                             ◄──  equal, or not  ──
+      sender  ── the segment, and its address ──►  reader   reads 16 bytes there: are they the segment's?
 
-The kernel also decides who may read. Ranks of one user may, unless the kernel is strict (Yama): then a rank
-names the process that may read its memory. Where the kernel refuses (another container, another machine,
-another operating system), the connection is a byte stream (transport/connections.py).
+The kernel decides who may read. Ranks of one user may, unless the kernel is strict (Yama): then a rank names
+the process that may read its memory. Where the kernel refuses, as between containers, large messages go
+through the ring buffer.
 """
 
 import ctypes
 import multiprocessing
 import os
-import secrets
-import select
 import socket
 import struct
 import sys
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_INLINE_BYTES = 1 << 16  # up to this size two copies take less time than one copy and the answer
-_MOST_UNREAD = 64
-_FRAME = struct.Struct("=qq")  # address of a payload, or 0 if the payload follows; its length
-_NONCE_BYTES = 16
-_ADDRESS = struct.Struct("=q")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _PR_SET_PTRACER = 0x59616D61
-_READ, _REFUSED = b"\1", b"\0"
-
-
-class CmaOut:
-    """Send to the right neighbour, which reads this rank's memory."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self._frames, self._unread = bytearray(), 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether the neighbour has not read all messages yet."""
-        return bool(self._frames or self._unread)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Return whether the kernel has not taken all frames yet."""
-        return bool(self._frames)
-
-    def push(self, queue: deque[memoryview]) -> int:
-        """Announce large messages, send small ones, note what was read. Return 0 if nothing moved."""
-        while queue and self._unread < _MOST_UNREAD:
-            data = queue.popleft()
-            if len(data) <= _INLINE_BYTES:
-                self._frames += _FRAME.pack(0, len(data)) + data
-            else:
-                self._frames += _FRAME.pack(address_of(data), len(data))
-                self._unread += 1
-        moved = 0
-        try:
-            if self._frames:
-                moved += (sent := self.socket.send(self._frames))
-                del self._frames[:sent]
-            if self._unread:
-                moved += (read := len(_received(self.socket, _MOST_UNREAD)))
-                self._unread -= read
-        except BlockingIOError:
-            pass
-        return moved
-
-    def waits_for(self) -> int:
-        """Return the events for which select.poll should wait."""
-        return (select.POLLOUT if self._frames else 0) | (select.POLLIN if self._unread else 0)
-
-
-class CmaIn:
-    """Receive from the left neighbour, by reading the memory of its process."""
-
-    def __init__(self, end: socket.socket, pid: int) -> None:
-        self.socket, self._pid = end, pid
-        self._head, self._address, self._left = b"", 0, 0
-        self._hangup = select.poll()
-        self._hangup.register(end, select.POLLRDHUP)
-
-    def receive(self, into: memoryview) -> int:
-        """Fill the beginning of `into`; return the number of bytes, 0 if none has arrived."""
-        try:
-            if not self._left:
-                self._head += _received(self.socket, _FRAME.size - len(self._head))
-                if len(self._head) < _FRAME.size:
-                    return 0
-                self._address, self._left = _FRAME.unpack(self._head)
-                self._head = b""
-            wanted = into[: self._left]
-            num_bytes = self._read(wanted) if self._address else self.socket.recv_into(wanted)
-        except BlockingIOError:
-            return 0
-        if not num_bytes:
-            raise ConnectionError("it closed the connection")
-        self._left -= num_bytes
-        if self._address:
-            self._address += num_bytes
-            if not self._left:
-                self.socket.send(_READ)
-        return num_bytes
-
-    def waits_for(self, num_bytes: int) -> int:
-        """Return the events for which select.poll should wait. `num_bytes` is how many are expected."""
-        return select.POLLIN
-
-    def _read(self, into: memoryview) -> int:
-        num_bytes = read_memory(self._pid, self._address, into)
-        # A neighbour that gives up closes the connection before it uses its memory for something else.
-        if self._hangup.poll(0):
-            raise ConnectionError("it closed the connection")
-        return num_bytes
 
 
 def is_possible() -> bool:
     """Return whether this system lets one process read another's memory."""
     return _vm_readv is not None
-
-
-def is_local(end: socket.socket) -> bool:
-    """Return whether the process at the other end is on this machine, so that its memory may be readable."""
-    return is_possible() and end.family == socket.AF_UNIX
-
-
-def challenge(left: socket.socket) -> bytes:
-    """Send the left neighbour random bytes to store in its memory; return them."""
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    left.sendall(nonce)
-    return nonce
-
-
-def prove(right: socket.socket) -> ctypes.Array:
-    """Store the right neighbour's random bytes, and send it their address.
-
-    Keep the result until `answer` has returned.
-    """
-    proof = ctypes.create_string_buffer(_exactly(right, _NONCE_BYTES), _NONCE_BYTES)
-    allow(peer_of(right))
-    right.sendall(_ADDRESS.pack(ctypes.addressof(proof)))
-    return proof
-
-
-def verify(left: socket.socket, nonce: bytes) -> int:
-    """Return the left neighbour's process id if its memory can be read, else 0; send it the outcome."""
-    (address,) = _ADDRESS.unpack(_exactly(left, _ADDRESS.size))
-    pid, seen = peer_of(left), bytearray(len(nonce))
-    try:
-        read_memory(pid, address, memoryview(seen))
-    except OSError:
-        pid = 0
-    pid = pid if seen == nonce else 0
-    left.sendall(_READ if pid else _REFUSED)
-    return pid
-
-
-def answer(right: socket.socket) -> bool:
-    """Return whether the right neighbour can read this rank's memory, as it answers."""
-    return _exactly(right, 1) == _READ
 
 
 def peer_of(end: socket.socket) -> int:
@@ -190,8 +46,10 @@ def allow(reader: int) -> None:
     A process can name one other process, and the permission includes that one's children. A rank in several
     groups may have several readers. Then it names the launcher, if the launcher has started all of them. It
     never names the shell from which ranks were started by hand: the first reader keeps the permission, and
-    further connections are byte streams.
+    the others get their messages through ring buffers.
     """
+    if reader in _readers:
+        return
     _readers.add(reader)
     if len(_readers) == 1:
         _name_tracer(reader)
@@ -234,6 +92,8 @@ if _vm_readv is not None:
 
 def can_read(pid: int, nonce_address: int, nonce: memoryview) -> bool:
     """Return whether this process may read that of `pid`, and finds the same 16 bytes there."""
+    if not is_possible():
+        return False
     seen = bytearray(len(nonce))
     try:
         read_memory(pid, nonce_address, memoryview(seen))
@@ -253,18 +113,3 @@ def read_memory(pid: int, address: int, into: memoryview) -> int:
 
 def address_of(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
-
-
-def _exactly(end: socket.socket, num_bytes: int) -> bytes:
-    """Wait for exactly `num_bytes`, and return them."""
-    data = end.recv(num_bytes, socket.MSG_WAITALL)
-    if len(data) < num_bytes:
-        raise ConnectionError("it closed the connection")
-    return data
-
-
-def _received(end: socket.socket, num_bytes: int) -> bytes:
-    data = end.recv(num_bytes)
-    if not data:
-        raise ConnectionError("it closed the connection")
-    return data

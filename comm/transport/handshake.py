@@ -37,7 +37,7 @@ OPS = (
 )
 PATTERNS = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
-    *("pairwise", "tcp", "cma"),
+    "pairwise",
 )
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(

@@ -61,7 +61,7 @@ class MemoryOut:
         self._queue.append((data, transfer))
 
     def push(self) -> bool:
-        """Write what fits into the ring buffer, and note what was read. Return whether anything moved."""
+        """Copy messages to the ring buffer as far as they fit. Return whether any message has moved on."""
         words, before = self._words, self._head
         num_read = words[NUM_READ]
         moved = self._num_read < num_read

@@ -1,9 +1,8 @@
 """Run a collective: wait for its turn, exchange headers, bring its tensors to the wire, run its algorithm.
 
-An algorithm is called as `algorithm(wire, *tensors)`. The wire is a StreamWire (shared memory or sockets), a
-Wire (gloo's messages) or, for "tcp" and "cma", the group's own ring. The tensors are flat and in host memory.
-The headers are compared before an algorithm gets its first message, so it may rely on all ranks having called
-the same operation.
+An algorithm is called as `algorithm(wire, *tensors)`. The wire is a StreamWire (shared memory or sockets) or
+a Wire (gloo's messages). The tensors are flat and in host memory. The headers are compared before an
+algorithm gets its first message, so it may rely on all ranks having called the same operation.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ from collections.abc import Callable
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.transport import sockets, streams
+from comm.transport import streams
 from comm.transport.choice import chosen_transport
 from comm.transport.gpu_handover import handover_of, taken
 from comm.transport.handshake import (
@@ -23,14 +22,11 @@ from comm.transport.handshake import (
     wait_until_all_have_read,
 )
 from comm.transport.slow_link import LinkDelay
-from comm.transport.sockets import RingSockets
 from comm.transport.staging import In
 from comm.transport.stream_wire import StreamHandshake, StreamWire
 from comm.transport.wire import Group, Wire, group_of
 from comm.transport.work_queue import GroupQueue, Handle, queue_of
 from lab.timeline import span
-
-SOCKET_PATTERNS = ("tcp", "cma")  # these use sockets of their own instead of gloo
 
 Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
 
@@ -66,7 +62,7 @@ def run_collective(
     queue, posted = queue_of(group), time.perf_counter_ns()
     ranks = group_of(group).size()
 
-    def run(transport: Wire | RingSockets | StreamWire) -> None:
+    def run(transport: Wire | StreamWire) -> None:
         wired = [buffer.to_wire() for buffer in buffers]
         algorithm(transport, *wired)
         for buffer, tensor in zip(buffers, wired, strict=True):
@@ -79,9 +75,7 @@ def run_collective(
                 delay = LinkDelay(queue, ready, header.op, header.pattern, num_bytes, ranks)
                 mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
                 try:
-                    if header.pattern in SOCKET_PATTERNS:
-                        _over_sockets(mine, group, sequence, delay, run)
-                    elif ranks > 1 and (transport := chosen_transport(group)) != "gloo":
+                    if ranks > 1 and (transport := chosen_transport(group)) != "gloo":
                         _over_streams(transport, mine, group, sequence, delay, run, parts)
                     else:
                         _over_gloo(mine, group, queue, sequence, delay, run, parts)
@@ -93,18 +87,6 @@ def run_collective(
                 delay.wait()
 
     return queue.submit(job, async_op)
-
-
-def _over_sockets(
-    header: Header, group: Group, sequence: int, delay: LinkDelay, run: Callable[[RingSockets], None]
-) -> None:
-    try:
-        ring = sockets.sockets_of(group, header.pattern, header.op, sequence)
-        ring.exchange_headers(header, delay.start)
-        run(ring)
-    except CommError:
-        sockets.forget(group, header.pattern)  # its streams may be out of step: the next use connects again
-        raise
 
 
 def _over_streams(

@@ -6,29 +6,28 @@ import torch
 
 from comm.transport.wire import Transfer, Wire
 
-AHEAD = 8
-
 
 class SegmentReceiver:
     """An iterator over the next segments that `src` sends, one for each of `sizes` (in elements).
 
-    Receives are posted ahead, because a payload moves only after its receive has been posted. Only a few are
-    posted at a time, so that their buffers are small and stay in the cache. The segments after these `sizes`
-    arrive directly in the tensors of `then`; `last` holds the transfers of those.
+    Receives are posted ahead, because over gloo a payload moves only after its receive has been posted. Only
+    a few are posted at a time (`wire.receives_ahead`), so that their buffers are small and stay in the cache.
+    The segments after these `sizes` arrive directly in the tensors of `then`; `last` holds the transfers of
+    those.
     """
 
     def __init__(
         self, wire: Wire, src: int, sizes: list[int], dtype: torch.dtype, then: Sequence[torch.Tensor] = ()
     ) -> None:
         self._wire, self._src, self._sizes, self._then = wire, src, sizes, then
-        self._slots = torch.empty(min(AHEAD, len(sizes)), max(sizes, default=0), dtype=dtype)
+        self._slots = torch.empty(min(wire.receives_ahead, len(sizes)), max(sizes, default=0), dtype=dtype)
         self._posted: list[Transfer] = []
         self.last: list[Transfer] = []
-        self._post(AHEAD)
+        self._post(wire.receives_ahead)
 
     def _post(self, up_to: int) -> None:
         for size in self._sizes[len(self._posted) : up_to]:
-            slot = self._slots[len(self._posted) % AHEAD]
+            slot = self._slots[len(self._posted) % len(self._slots)]
             self._posted.append(self._wire.irecv(slot[:size], self._src))
         if len(self._posted) == len(self._sizes) and not self.last:
             self.last = [self._wire.irecv(place, self._src) for place in self._then]
@@ -38,4 +37,4 @@ class SegmentReceiver:
         for position in range(len(self._sizes)):
             self._posted[position].wait()
             yield self._posted[position].tensor
-            self._post(position + 1 + AHEAD)
+            self._post(position + 1 + self._wire.receives_ahead)

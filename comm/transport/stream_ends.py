@@ -9,7 +9,7 @@ _MOST_AT_ONCE = 8  # messages that one call gives to the kernel
 
 
 class Done(Protocol):
-    """What is told that its message has left or arrived."""
+    """An object whose `done` becomes true when its message has left or arrived."""
 
     done: bool
 

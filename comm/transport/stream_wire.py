@@ -49,6 +49,21 @@ class StreamTransfer:
         return Wait(f"{verb} {message} {preposition}", self._wire.streams.names[self._peer], self._wire.op)
 
 
+class Rows:
+    """Headers in flight, to or from a peer."""
+
+    def __init__(self, wire: "StreamWire", peer: int) -> None:
+        self._wire, self._peer, self.done = wire, peer, False
+
+    def wait(self) -> None:
+        """Block until they have arrived, or have left. Raise CommError as `StreamTransfer.wait` does."""
+        self._wire.streams.move_until(self, self._peer)
+
+    def awaited(self) -> Wait:
+        """Return for whom `wait` blocks (lab/waiting.py)."""
+        return Wait("receive a header from", self._wire.streams.names[self._peer], self._wire.op)
+
+
 class StreamHandshake:
     """The exchange of headers over streams, in the rounds of handshake.RowExchange. It starts when made."""
 
@@ -63,18 +78,18 @@ class StreamHandshake:
         wire, have = self._wire, self._have
         self._count = min(have, wire.size - have)
         num_bytes = self._count * ROW_BYTES
-        self._source = (wire.rank + have) % wire.size
-        self._arriving = Row(num_bytes)
+        source, destination = (wire.rank + have) % wire.size, (wire.rank - have) % wire.size
+        self._arriving = Rows(wire, source)
         into = self._rows[have * ROW_BYTES : have * ROW_BYTES + num_bytes]
-        wire.streams.post_receive(self._source, into, self._arriving)
-        wire.streams.post_send((wire.rank - have) % wire.size, self._rows[:num_bytes], Row(num_bytes))
+        wire.streams.post_receive(source, into, self._arriving)
+        wire.streams.post_send(destination, self._rows[:num_bytes], Rows(wire, destination))
         LEDGER.count(wire.op, "header", num_bytes, axis=wire.axis)
 
     def finish(self) -> int:
         """Wait for all headers, check them, and return what `check_rows` does."""
         wire = self._wire
         while True:
-            wire.streams.move_until(self._arriving, self._source)
+            self._arriving.wait()
             self._have += self._count
             if self._have == wire.size:
                 break
@@ -87,21 +102,14 @@ class StreamHandshake:
         return check_rows(rows, wire.streams.names)
 
 
-class Row:
-    """Headers on their way."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes, self.done = num_bytes, False
-
-
 class StreamWire:
     """Start sends and receives of one operation among the ranks of `group`, over its streams."""
 
-    eager = True
+    receives_ahead = 2  # segments whose receives are posted at a time: the others wait in the stream
 
     def __init__(self, group: Group, transport: str, op: str, pattern: str, sequence: int) -> None:
         self.group = group_of(group)
-        self.streams: Streams = streams_of(group, transport, op, sequence)
+        self.streams: Streams = streams_of(group, transport, op, pattern, sequence)
         self.streams.what = f"{op} ({pattern})"
         self.rank, self.size = self.streams.rank, self.streams.size
         self.op, self.pattern, self.axis = op, pattern, axis_of(group)

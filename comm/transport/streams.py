@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.transport import cross_memory, segment
+from comm.transport.choice import chosen_transport
 from comm.transport.handshake import RowExchange
 from comm.transport.listener import Listener, connect, connect_locally
 from comm.transport.memory_ends import MemoryIn, MemoryOut, drain
@@ -66,7 +67,9 @@ class Peer:
 class Streams:
     """The connections of one rank to the other ranks of a group. They are made when two ranks first talk."""
 
-    def __init__(self, group: dist.ProcessGroup, transport: str, op: str, sequence: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, transport: str, op: str, pattern: str, sequence: int
+    ) -> None:
         self.rank, self.size, self.transport = group.rank(), group.size(), transport
         self.names = global_ranks(group)
         self.what = ""  # the operation, for errors
@@ -76,12 +79,12 @@ class Streams:
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
         self._all = list(self._peers.values())
         self._listener = Listener(self.size, self._is_local)
-        wire = Wire(group, op, transport, sequence, counted=False)
+        wire = Wire(group, op, pattern, sequence, counted=False)
         self._addresses = RowExchange(wire, torch.tensor(self._listener.address())).finish().tolist()
         for name, (_, port, _) in zip(self.names, self._addresses, strict=True):
             if port == 0:
                 raise CommError(
-                    f"{op} ({transport}): rank {name} has no address to which a peer could connect."
+                    f"{op} ({pattern}): rank {name} has no address to which a peer could connect."
                 )
 
     def peers(self) -> list[Peer]:
@@ -140,7 +143,6 @@ class Streams:
     def _move_once(self, awaited: Peer) -> None:
         """Move something of any message, or sleep until that is possible."""
         if self._move() or (self._is_local and self._spin()):
-            self._deadline = 0.0
             return
         for peer in self._all:
             if peer.has_left and peer.is_busy:
@@ -179,6 +181,8 @@ class Streams:
             except OSError:
                 moved |= not peer.has_left
                 peer.has_left = True
+        if moved:
+            self._deadline = 0.0
         return moved
 
     def _sleep(self, seconds: float) -> None:
@@ -254,19 +258,21 @@ class Streams:
 _streams: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Streams]]" = weakref.WeakKeyDictionary()
 
 
-def streams_of(group: Group, transport: str, op: str, sequence: int) -> Streams:
+def streams_of(group: Group, transport: str, op: str, pattern: str, sequence: int) -> Streams:
     """Return the streams of a group and transport. The first operation that uses them makes them."""
     process_group = group_of(group)
     made = _streams.setdefault(process_group, {})
     if transport not in made:
-        made[transport] = Streams(process_group, transport, op, sequence)
+        made[transport] = Streams(process_group, transport, op, pattern, sequence)
     return made[transport]
 
 
-def transports_in_use(group: Group) -> set[str]:
-    """Return how a group's messages have left this rank: by shared_memory, sockets, both or neither."""
-    made = _streams.get(group_of(group), {}).values()
-    outs = [peer.out for streams in made for peer in streams.peers() if peer.out is not None]
+def transports_of(pattern: str, group: Group = None) -> set[str]:
+    """Return how messages of a pattern leave this rank: by shared_memory, sockets, gloo or nccl."""
+    streams = _streams.get(group_of(group), {}).get(chosen_transport(group))
+    if streams is None or pattern in ("torch", "direct"):
+        return {dist.get_backend(group)}
+    outs = [peer.out for peer in streams.peers() if peer.out is not None]
     return {"shared_memory" if isinstance(out, MemoryOut) else "sockets" for out in outs}
 
 

@@ -83,6 +83,8 @@ class Transfer:
 class Wire:
     """Start sends and receives of one operation among the ranks of `group`."""
 
+    receives_ahead = 8  # segments whose receives are posted at a time: gloo moves none before
+
     def __init__(
         self,
         group: Group,
@@ -195,7 +197,7 @@ class Wire:
 
 
 class AnyWire(Protocol):
-    """What a Wire and a StreamWire (stream_wire.py) have in common."""
+    """The interface of a Wire and of a StreamWire (stream_wire.py) for algorithms and the handshake."""
 
     group: dist.ProcessGroup
     op: str

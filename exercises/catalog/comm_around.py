@@ -40,13 +40,13 @@ EXERCISES = (
                                              the tensor, and the same number of rounds back
                 all_to_all        pairwise   n-1 messages of an n-th, one after another
 
-            Wherever there is a ring, pipelined_ring, tcp and cma are patterns, too, and cost as much. If n is
-            no power of two, the two doublings take as long as with the largest power of two below n, and two
-            messages of the full tensor more.
+            Wherever there is a ring, pipelined_ring is a pattern, too, and costs as much. If n is no power of
+            two, the two doublings take as long as with the largest power of two below n, and two messages of
+            the full tensor more.
 
             Before a collective the ranks compare small messages, the headers. Their bytes are ignored. Add
-            them once to each collective, also where it is two in sequence: L alpha; with tcp and cma (n-1)
-            alpha; in an all_to_all 2 L alpha. Raise ValueError "There is no formula for {op} with pattern
+            them once to each collective, also where it is two in sequence: L alpha, and 2 L alpha in an
+            all_to_all. Raise ValueError "There is no formula for {op} with pattern
             {pattern!r}." for anything else.
         """,
         hints=(
@@ -54,7 +54,7 @@ EXERCISES = (
             "The ring's all-gather has n-1 steps, and each sends an n-th of the tensor.",
             "Where latencies overlap, alpha counts once and the bytes of all messages count: a flat scatter "
             "takes alpha + (n-1)/n B beta. Headers are the last thing to add: one term for each collective, "
-            "which depends on the op and the pattern, and not on the bytes.",
+            "which depends on the op, and not on the bytes.",
             "Halving-doubling: 2 log2 n alpha + 2 (n-1)/n B beta. For n that is no power of two, put p, the "
             "largest power of two below n, into the formulas of the two doublings, and add 2 (alpha + B "
             "beta). The headers still have the L of n.",

@@ -1,15 +1,13 @@
-"""A job that catches mismatches and goes on runs out of file descriptors: each mismatch leaves two."""
+"""A job that catches mismatches and goes on runs out of file descriptors: each mismatch leaves some."""
 
-import torch.distributed as dist
+from comm.transport.streams import Streams
 
-TARGET = "comm.transport.sockets._close_forgotten"
-KILLER = "tests.comm.test_socket_ring.test_mismatches_leave_no_connection_behind"
+TARGET = "comm.transport.streams.Streams.close"
+KILLER = "tests.comm.test_stream_failures.test_mismatches_leave_no_connection_and_no_memory_behind"
 CAUSE = "grow from one time to the next"
 
 _kept: list[object] = []
 
 
-def mutant(group: dist.ProcessGroup, pattern: str) -> None:
-    from comm.transport import sockets
-
-    _kept.append(sockets._forgotten.get(group, {}).pop(pattern, None))
+def mutant(self: Streams) -> None:
+    _kept.append(self)

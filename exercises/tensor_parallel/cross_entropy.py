@@ -9,7 +9,7 @@ You may use:
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
     chosen_pattern(op: str, group: Group = None) -> str
-        Return the pattern chosen for the group; if none is chosen or `op` lacks it, the fastest one.
+        Return the pattern chosen for the group; if none is chosen or `op` lacks it, the default.
     Group = dist.ProcessGroup | None
     own_rows(tokens, rows_per_rank, vocab_size, group, what='token') -> tuple[Tensor, Tensor]
         Return each token's row in this rank's weight, and which tokens have one; the others get row

@@ -14,5 +14,5 @@ def short_segments(num_bytes: int) -> Iterator[None]:
         for name in [name for name in vars(shards) if name.endswith("SEGMENT_BYTES")]:
             stack.enter_context(replaced(f"comm.shards.{name}", num_bytes))
         # and some of them are read out of the sender's memory, as only long ones are otherwise
-        stack.enter_context(replaced("comm.transport.cross_memory._INLINE_BYTES", num_bytes // 2))
+        stack.enter_context(replaced("comm.transport.memory_ends.LARGE_BYTES", num_bytes // 2))
         yield

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError
+from comm.transport.choice import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 
@@ -30,10 +31,13 @@ def sentence(text: str) -> str:
     return text.rsplit("comm.errors.CommError: ", 1)[-1]
 
 
-@pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma", "tree", "halving_doubling", "torch"])
-def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str):
+@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+@pytest.mark.parametrize("pattern", ["pipelined_ring", "tree", "halving_doubling", "torch"])
+def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str, transport: str):
     def one_dies(cluster) -> None:
+        use_transport(transport)
         collectives.barrier()
+        collectives.barrier(pattern="torch")
         if cluster.rank == 2:
             die()
         collectives.all_reduce(torch.ones(10), pattern=pattern)
@@ -47,9 +51,12 @@ def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pat
         assert any("rank 2" in texts[rank] for rank in (0, 1, 3))
 
 
-@pytest.mark.parametrize("pattern", ["pipelined_ring", "tcp", "cma"])
-def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(pattern: str):
+@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(transport: str):
+    pattern = "pipelined_ring"
+
     def one_dies(cluster) -> None:
+        use_transport(transport)
         collectives.barrier()
         x = torch.ones(1_000_000)
         if cluster.rank == 2:

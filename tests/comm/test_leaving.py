@@ -3,12 +3,13 @@
 import time
 from contextlib import ExitStack
 
+import pytest
 import torch
 
 from comm import collectives
 from comm.transport import run_collective
 from comm.transport.choice import use_transport
-from comm.transport.sockets import RingSockets
+from comm.transport.streams import Streams
 from lab.ranks import run_ranks
 from lab.replace import replaced
 
@@ -42,28 +43,30 @@ def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_he
         assert "rank 1: all_reduce(pipelined_ring, sum) of 6 elements" in ends_alike(differ, n)
 
 
-def test_a_late_rank_raises_the_same_mismatch_on_a_ring_of_sockets():
-    push = RingSockets._push
+@pytest.mark.parametrize("transport", ["auto", "sockets"])
+def test_a_late_rank_raises_the_same_mismatch_over_streams(transport: str):
+    move = Streams._move
 
-    def differ(cluster, pattern: str) -> None:
+    def differ(cluster) -> None:
+        use_transport(transport)
         x = torch.ones(100_000)
-        collectives.all_reduce(x, pattern=pattern)
+        collectives.all_reduce(x)
         calls = 0
 
-        def late(self: RingSockets, queue) -> int:
+        def late(self: Streams) -> bool:
             nonlocal calls
             calls += 1
             if calls == 2:  # the header has left
                 time.sleep(LATE)
-            return push(self, queue)
+            return move(self)
 
         with ExitStack() as slowed:
             if cluster.rank == 1:
-                slowed.enter_context(replaced("comm.transport.sockets.RingSockets._push", late))
-            collectives.all_reduce(x[cluster.rank :], pattern=pattern)
+                slowed.enter_context(replaced("comm.transport.streams.Streams._move", late))
+            collectives.all_reduce(x[cluster.rank :])
 
-    for pattern in ("tcp", "cma"):
-        assert "rank 1: all_reduce" in ends_alike(differ, 2, pattern)
+    for n in (2, 3):
+        assert "rank 1: all_reduce" in ends_alike(differ, n)
 
 
 def test_a_rank_that_waits_for_a_later_operation_first_raises_the_earlier_mismatch():

@@ -13,9 +13,13 @@ import torch
 from comm.transport import memory_ends, segment
 from comm.transport.memory_ends import LARGE_BYTES, MemoryIn, MemoryOut, drain
 from comm.transport.segment import RING_BYTES
-from comm.transport.stream_wire import Row, bytes_of
+from comm.transport.stream_wire import bytes_of
 
 pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+
+
+class Sent:
+    done = False
 
 
 @contextmanager
@@ -51,7 +55,7 @@ def test_messages_of_all_sizes_arrive_bit_by_bit_and_in_order(reads: bool):
     ]
     with pair(reads) as (out, into):
         sent = [pattern(size, seed) for seed, size in enumerate(sizes)]
-        transfers = [Row(size) for size in sizes]
+        transfers = [Sent() for size in sizes]
         for tensor, transfer in zip(sent, transfers, strict=True):
             out.post(bytes_of(tensor), transfer)
         for tensor in sent:
@@ -62,7 +66,7 @@ def test_messages_of_all_sizes_arrive_bit_by_bit_and_in_order(reads: bool):
 
 def test_a_large_message_is_done_only_when_it_was_read():
     with pair(reads=True) as (out, into):
-        tensor, transfer = pattern(4 * LARGE_BYTES, 0), Row(1)
+        tensor, transfer = pattern(4 * LARGE_BYTES, 0), Sent()
         out.post(bytes_of(tensor), transfer)
         out.push()
         assert out.is_busy and not transfer.done
@@ -73,7 +77,7 @@ def test_a_large_message_is_done_only_when_it_was_read():
 
 def test_a_message_that_its_receiver_cannot_read_waits_for_room_in_the_buffer():
     with pair(reads=False) as (out, into):
-        tensor, transfer = pattern(2 * RING_BYTES, 1), Row(1)
+        tensor, transfer = pattern(2 * RING_BYTES, 1), Sent()
         out.post(bytes_of(tensor), transfer)
         assert out.push() and not out.push() and not transfer.done
         assert torch.equal(fetch(into, len(tensor), out), tensor)
@@ -87,7 +91,7 @@ def test_a_rank_that_says_it_sleeps_is_woken_and_another_one_is_not(who: str):
         asleep, other = (into, out) if who == "receiver" else (out, into)
         tensor = pattern(2 * LARGE_BYTES, 2)
         for sleeps in (False, True):
-            out.post(bytes_of(tensor), Row(1))
+            out.post(bytes_of(tensor), Sent())
             if who == "sender":
                 out.push()
             asleep.sleep(sleeps)
@@ -103,7 +107,7 @@ def test_a_rank_that_says_it_sleeps_is_woken_and_another_one_is_not(who: str):
 def test_a_sender_that_has_gone_is_an_error_and_not_garbage():
     with pair(reads=True) as (out, into):
         tensor = pattern(8 * memory_ends.PIECE_BYTES, 3)
-        out.post(bytes_of(tensor), Row(1))
+        out.post(bytes_of(tensor), Sent())
         out.push()
         got = torch.zeros_like(tensor)
         assert into.receive(bytes_of(got), len(tensor)) == memory_ends.PIECE_BYTES
@@ -142,7 +146,7 @@ def test_two_threads_that_sleep_and_wake_each_other_lose_no_message():
         thread = threading.Thread(target=receive)
         thread.start()
         for number in range(rounds):
-            transfer = Row(8)
+            transfer = Sent()
             message = torch.full((8,), number % 251, dtype=torch.uint8)
             out.post(bytes_of(message), transfer)
             while not transfer.done:

@@ -11,7 +11,7 @@ from comm.cost import Link
 
 COMM = Path(cost.__file__).parent
 README = (COMM / "README.md").read_text()
-RING = ("pipelined_ring", "tcp", "cma")  # as ring, in segments
+RING = ("pipelined_ring",)  # as ring, in segments
 IF_POWER_OF_TWO = (("gather", "tree"), ("reduce_scatter", "tree"))  # bytes, as the README says
 LINK = Link(alpha=3e-5, beta=1e-9)
 ROWS = [

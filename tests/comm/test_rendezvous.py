@@ -13,6 +13,7 @@ import torch
 from comm import collectives, rendezvous
 from comm.collectives import CommError
 from comm.script import joined
+from comm.transport.choice import TRANSPORTS, use_transport
 from lab.ranks import run_ranks
 from lab.store import open_store
 from tests.comm.places import VARIABLES, free_port, meet, places, set_variables
@@ -51,8 +52,10 @@ def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str
     sys.addaudithook(watch)
     set_variables(environments[cluster.rank])
     with joined():
-        for pattern in ("torch", "pipelined_ring", "tcp", "cma"):
-            collectives.all_reduce(torch.ones(100_000), pattern=pattern)
+        collectives.all_reduce(torch.ones(100_000), pattern="torch")
+        for transport in TRANSPORTS:
+            use_transport(transport)
+            collectives.all_reduce(torch.ones(100_000))
         return {address for address, _ in listening(os.getpid())}, bound
 
 
@@ -67,8 +70,10 @@ def test_ranks_started_by_hand_listen_in_the_network_of_the_master_only():
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the sockets in /proc")
 def test_ranks_of_run_ranks_listen_on_the_loopback_only():
     def listens(cluster) -> set[str]:
-        for pattern in ("torch", "tcp", "cma"):
-            collectives.all_reduce(torch.ones(100_000), pattern=pattern)
+        collectives.all_reduce(torch.ones(100_000), pattern="torch")
+        for transport in TRANSPORTS:
+            use_transport(transport)
+            collectives.all_reduce(torch.ones(100_000))
         return {address for address, _ in listening(os.getpid())}
 
     assert run_ranks(listens, 2) == [{"127.0.0.1"}] * 2

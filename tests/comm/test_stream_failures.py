@@ -50,19 +50,16 @@ def test_a_paused_rank_is_waited_for_until_the_timeout_and_named(transport: str)
     def one_is_paused(cluster) -> str:
         use_transport(transport)
         barrier()
-        cluster.store.set(f"pid {cluster.rank}", str(os.getpid()))
         if cluster.rank == 1:
-            cluster.store.wait(["all have given up"])
+            cluster.store.set("sleeper", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)  # itself, so that it holds no lock of the store
             return ""
-        cluster.store.wait(["pid 1"])
-        if cluster.rank == 0:
-            os.kill(int(cluster.store.get("pid 1")), signal.SIGSTOP)
+        sleeper = int(cluster.store.get("sleeper"))
         start = time.monotonic()
         text = error_text(lambda: all_reduce(torch.ones(100_000), pattern="ring"))
         assert time.monotonic() - start < 10
         if cluster.store.add("given up", 1) == 2:
-            cluster.store.set("all have given up", "")
-            os.kill(int(cluster.store.get("pid 1")), signal.SIGCONT)
+            os.kill(sleeper, signal.SIGCONT)
         return text
 
     texts = run_ranks(one_is_paused, 3, group_timeout=1.5)
@@ -139,4 +136,19 @@ def test_a_rank_without_an_address_is_named_by_all():
 
     for error in run_ranks(one_has_none, 3, group_timeout=40, collect_failures=True):
         assert isinstance(error, RankError)
-        assert "(sockets): rank 1 has no address to which a peer could connect." in str(error)
+        assert "all_reduce (pipelined_ring): rank 1 has no address to which a peer could connect." in str(
+            error
+        )
+
+
+def test_a_hang_is_reported_with_the_rank_for_which_the_others_wait():
+    def one_is_late(cluster) -> None:
+        barrier()
+        if cluster.rank == 0:
+            time.sleep(60)
+        barrier()
+
+    with pytest.raises(
+        RankError, match=r"rank 0 keeps the others waiting: .* a header from rank 0 in barrier"
+    ):
+        run_ranks(one_is_late, 2, timeout=2)

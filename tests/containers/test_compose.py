@@ -187,13 +187,13 @@ def test_a_wrong_argument_is_told_once_and_all_nodes_end(up):
         assert not any("Traceback" in node.stderr for node in nodes.values())
 
 
-def test_after_a_node_is_killed_all_others_name_it_and_the_connection_they_used(up):
+def test_after_a_node_is_killed_all_others_name_it_and_what_they_were_doing(up):
     args = "--steps 100000 --size tiny"
     nodes = up(RUN_MODE="data_parallel_naive", ARGS=args, kill=("node2", "step 1/"))
     for name in ("node0", "node1", "node3"):
         assert nodes[name].exit_code == 1
         [sentence] = [line for line in nodes[name].stderr.splitlines() if "has died" in line]
-        assert "(tcp)" in sentence and sentence.endswith(
+        assert "(pipelined_ring)" in sentence and sentence.endswith(
             "rank 2 has died, so look for the first error in its log."
         )
         assert "Traceback" not in nodes[name].stderr

@@ -56,11 +56,11 @@ class Ddp(DistributedDataParallel):
 
 
 OURS: dict[str, Wrap] = {
-    "naive": lambda module, group=None: NaiveDataParallel(module, group, "tcp"),
-    "overlap": lambda module, group=None: OverlapDataParallel(module, group, "tcp"),
+    "naive": lambda module, group=None: NaiveDataParallel(module, group, "ring"),
+    "overlap": lambda module, group=None: OverlapDataParallel(module, group, "ring"),
     "overlap by torch": lambda module, group=None: OverlapDataParallel(module, group, "torch"),
     "a bucket for each": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=1e-6),
-    "buckets": lambda module, group=None: BucketDataParallel(module, group, "tcp", bucket_mb=0.02),
+    "buckets": lambda module, group=None: BucketDataParallel(module, group, "ring", bucket_mb=0.02),
     "one bucket": lambda module, group=None: BucketDataParallel(module, group, "torch", bucket_mb=4.0),
 }
 WRAPPERS: dict[str, Wrap] = OURS | {"ddp": Ddp}

@@ -214,9 +214,9 @@ def test_replicas_in_float32_stay_bitwise_equal_over_20_steps():
 
 def test_a_step_sends_exactly_what_the_formula_says():
     wrappers = (
-        (train_naive, "tcp", NaiveDataParallel, {}),
+        (train_naive, "ring", NaiveDataParallel, {}),
         (train_overlap, "ring", OverlapDataParallel, {}),
-        (train_bucket_overlap, "tcp", BucketDataParallel, {"bucket_mb": 0.01}),
+        (train_bucket_overlap, "ring", BucketDataParallel, {"bucket_mb": 0.01}),
         (train_bucket_overlap, "ring", BucketDataParallel, {"wire_dtype": "bf16"}),
     )
 
@@ -292,6 +292,6 @@ def test_a_rank_that_dies_in_the_backward_is_named_by_the_ranks_that_wait_for_it
     texts = [str(result).rsplit("comm.errors.CommError: ", 1)[-1] for result in results]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
     for rank in (0, 1):
-        assert re.match(rf"all_reduce \((pipelined_ring|tcp|cma|torch)\): rank {rank} ", texts[rank])
+        assert re.match(rf"all_reduce \((pipelined_ring|ring|torch)\): rank {rank} ", texts[rank])
         assert "has died or left, so look for the first error in its log" in texts[rank]
     assert name in ("overlap by torch", "ddp") or any("rank 2 has died" in texts[rank] for rank in (0, 1))

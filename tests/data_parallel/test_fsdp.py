@@ -88,7 +88,7 @@ def test_all_options_give_the_same_gradients():
         {"recompute": True},
         {"reshard_after_forward": False},
         {"pattern": "pipelined_ring"},
-        {"pattern": "cma"},
+        {"pattern": "ring"},
         {"pattern": "tree"},
     ]
 

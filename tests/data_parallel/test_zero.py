@@ -91,10 +91,10 @@ def test_results_do_not_depend_on_bucket_sizes_or_patterns():
     def compare(cluster) -> None:
         for stage in ("zero1", "zero2"):
             for bucket_mb in (1e-6, 0.002):
-                for pattern in ("cma", "tree"):
+                for pattern in ("ring", "tree"):
                     options = {"bucket_mb": bucket_mb, "pattern": pattern}
                     compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, examples(3), **options)
-        patterns = [{"pattern": pattern} for pattern in ("cma", "tree", "torch")]
+        patterns = [{"pattern": pattern} for pattern in ("ring", "tree", "torch")]
         for options in ({"reshard_after_forward": False}, *patterns):
             compare_with_one_process(cluster, "zero3", "adamw", deep_gpt, text_loss, text(), **options)
 

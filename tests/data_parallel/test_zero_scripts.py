@@ -232,7 +232,7 @@ def test_a_pattern_that_cannot_gather_shards_is_refused_before_a_process_starts(
     _, args, _ = SCRIPTS[name]
     with pytest.raises(SystemExit):
         tyro.cli(args, args=["--pattern", "recursive_doubling"])
-    assert "cma" in (refused := capsys.readouterr().err) and "tree" in refused
+    assert "pipelined_ring" in (refused := capsys.readouterr().err) and "tree" in refused
     assert tyro.cli(args, args=["--pattern", "tree"]).pattern == "tree"
 
 

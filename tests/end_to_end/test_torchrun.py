@@ -97,7 +97,7 @@ from tests.listening import family, listening
 with joined() as cluster:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and cluster.rank == 1:
         os._exit(7)
-    for pattern in ("torch", "ring", "tcp", "cma"):
+    for pattern in ("torch", "ring", "pipelined_ring"):
         total = torch.ones(100_000)
         all_reduce(total, pattern=pattern)
         assert total[0] == 2

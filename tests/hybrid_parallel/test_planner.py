@@ -120,7 +120,7 @@ def test_autocast_makes_the_state_of_a_plan_that_of_float32():
 
 def test_a_run_of_this_workbook_on_gpus_is_planned_with_autocast(monkeypatch):
     monkeypatch.setattr(hybrid_parallel.auto, "measure_all_reduce", lambda *_, **__: Link(1.0, 1.0))
-    monkeypatch.setattr(hybrid_parallel.auto, "fastest_pattern", lambda _: "ring")
+    monkeypatch.setattr(hybrid_parallel.auto, "default_pattern", lambda _: "ring")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     machine = measured_machine(SimpleNamespace(device=torch.device("cuda"), world_size=8))
     assert machine.device == H100.device and machine.autocast and not H100.autocast

@@ -17,7 +17,7 @@ from tests.hybrid_parallel.equivalence import batch, counting, gpt
 
 def test_each_message_counts_for_the_axis_along_which_it_travels():
     def counted(cluster: Cluster) -> None:
-        for pattern in ("cma", "pipelined_ring", "tree", "torch"):
+        for pattern in ("pipelined_ring", "tree", "torch"):
             all_reduce(torch.ones(3), pattern=pattern)  # connects all ranks, before the group gets a name
         square, line = (
             Mesh(cluster, ParallelSizes(pipeline=2, tensor=2)),
@@ -25,7 +25,7 @@ def test_each_message_counts_for_the_axis_along_which_it_travels():
         )
         for axis in AXES:
             group = (line if axis == "data" else square).group(axis)
-            for pattern in ("cma", "pipelined_ring", "tree", "torch"):
+            for pattern in ("pipelined_ring", "tree", "torch"):
                 LEDGER.clear()
                 all_reduce(torch.ones(3), group=group, pattern=pattern)
                 axes = {entry.axis for entry in LEDGER.rows()}

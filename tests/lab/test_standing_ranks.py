@@ -84,7 +84,7 @@ def test_an_error_has_the_cells_lines_and_the_variables_stay(ranks):
         ),
         ("import time\nwhile True:\n    time.sleep(0.1)", "time.sleep(0.1)"),
         (
-            "from comm.collectives import all_reduce\nif rank: all_reduce(torch.ones(3), pattern='cma')\n"
+            "from comm.collectives import all_reduce\nif rank: all_reduce(torch.ones(3))\n"
             "else: dist.barrier()",
             "else: dist.barrier()",
         ),
@@ -107,7 +107,7 @@ def test_an_interrupt_returns_says_where_each_rank_was_and_keeps_the_variables(r
     assert ranks.pull("kept") == {0: 0, 1: 10, 2: 20}
     ranks.run("s = torch.tensor([1.0])\ndist.all_reduce(s)")
     assert ranks.pull("s.item()") == dict.fromkeys(range(3), 3.0)
-    ranks.run("from comm.collectives import all_reduce\ns = torch.ones(5)\nall_reduce(s, pattern='cma')")
+    ranks.run("from comm.collectives import all_reduce\ns = torch.ones(5)\nall_reduce(s)")
     assert ranks.pull("s.sum().item()") == dict.fromkeys(range(3), 15.0)
 
 

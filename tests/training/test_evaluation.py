@@ -163,7 +163,7 @@ def test_all_ranks_report_the_means_over_the_examples_of_all_ranks():
     def work(cluster: Cluster) -> tuple[float, float]:
         share = slice(*[(0, 4), (4, 7), (7, 7)][cluster.rank])  # the last rank has no example
         batches = [(outputs[share], y[share], torch.ones(len(y[share]), dtype=torch.bool))]
-        return held_out_means(batches, sums_of, len(y), cluster.device, "tcp")
+        return held_out_means(batches, sums_of, len(y), cluster.device, "ring")
 
     loss, accuracy = means(outputs.double(), y)
     for of_rank in run_ranks(work, 3):

@@ -1,11 +1,10 @@
 """The report names the pattern and the transport that have carried the steps' messages."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from comm.transport import cross_memory, segment
+from comm.transport import segment
 from lab.cluster import Cluster
 from lab.ledger import Entry, Traffic
 from lab.ranks import run_ranks
@@ -15,7 +14,7 @@ from tests.tensor_parallel import test_scripts as tensor_scripts
 from training.report import median, pattern_and_transport
 
 OURS = "shared_memory" if segment.is_possible() else "sockets"
-TRANSPORTS = {"tcp": "tcp", "cma": "cma" if cross_memory.is_possible() else "tcp", "torch": "gloo"}
+TRANSPORTS = {"torch": "gloo"}
 
 
 def names(summary: dict[str, Any]) -> tuple[str, str]:
@@ -25,7 +24,7 @@ def names(summary: dict[str, Any]) -> tuple[str, str]:
 
 
 def test_the_pattern_that_was_asked_for_has_run_and_is_named_with_its_transport():
-    patterns = ("ring", "pipelined_ring", "tcp", "cma", "tree", "torch")
+    patterns = ("ring", "pipelined_ring", "tree", "torch")
 
     def work(cluster: Cluster) -> list[tuple[str, str]]:
         return [names(test_scripts.train(cluster, "naive", steps=1, pattern=p)) for p in patterns]
@@ -34,16 +33,22 @@ def test_the_pattern_that_was_asked_for_has_run_and_is_named_with_its_transport(
         assert found == [(pattern, TRANSPORTS.get(pattern, OURS)) for pattern in patterns]
 
 
-def test_without_a_pattern_it_is_the_fastest_one_and_where_memory_may_not_be_read_it_goes_by_tcp():
-    def work(cluster: Cluster, is_possible: bool) -> tuple[str, str]:
-        with mock.patch("comm.transport.cross_memory.is_possible", lambda: is_possible):
-            return names(test_zero_scripts.train(cluster, "zero3", steps=1))
+def test_without_a_pattern_it_is_the_default_and_the_transport_that_was_asked_for_is_named():
+    def work(cluster: Cluster) -> list[tuple[str, str]]:
+        names_by_default = names(test_zero_scripts.train(cluster, "zero3", steps=1))
+        transports = ("sockets", "gloo", "auto")  # "auto" names all that have been used
+        return [
+            names_by_default,
+            *(names(test_zero_scripts.train(cluster, "zero3", steps=1, transport=one)) for one in transports),
+        ]
 
-    assert run_ranks(work, 2, cross_memory.is_possible()) == [("cma", TRANSPORTS["cma"])] * 2
-    assert run_ranks(work, 2, False) == [("cma", "tcp")] * 2
+    for by_default, sockets, gloo, _ in run_ranks(work, 2):
+        assert by_default == ("pipelined_ring", OURS)
+        assert sockets == ("pipelined_ring", "sockets")
+        assert gloo == ("pipelined_ring", "gloo")
 
 
-@pytest.mark.parametrize("pattern", ["ring", "pipelined_ring", "tcp", "torch"])
+@pytest.mark.parametrize("pattern", ["ring", "pipelined_ring", "torch"])
 @pytest.mark.parametrize("name", tensor_scripts.SCRIPTS)
 def test_tensor_parallelism_takes_a_pattern_for_each_of_its_collectives(name: str, pattern: str):
     def work(cluster: Cluster) -> tuple[tuple[str, str], float]:
@@ -60,7 +65,7 @@ def test_a_pattern_that_an_operation_does_not_have_leaves_it_the_fastest_one():
     def work(cluster: Cluster) -> tuple[str, str]:
         return names(tensor_scripts.summary(cluster, "sequence_parallel", steps=1, pattern="flat"))
 
-    assert run_ranks(work, 2)[0][0] == "cma, flat"
+    assert run_ranks(work, 2)[0][0] == "pipelined_ring, flat"
 
 
 def test_a_pipelines_messages_go_directly_and_its_loss_by_the_pattern():
