@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.ranks import RankError
 from tests.fake_gpu.ranks import SHORT, backend_for, run_script
 from tests.run_modes import MODES
 
@@ -39,3 +40,10 @@ def test_a_run_resumes_from_its_checkpoint(script: str, tmp_path: Path):
     straight = run_script(script, "--steps", "4", "--size", "tiny", "--batch-size", "8")
     assert resumed["steps"] == 2
     assert resumed["last_loss"] == pytest.approx(straight["last_loss"], rel=1e-6)
+
+
+@pytest.mark.skipif(backend_for(2) != "nccl", reason="there are fewer GPUs than ranks")
+def test_with_nccl_a_transport_of_ours_is_refused(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(RankError):
+        run_script("data_parallel/train_naive.py", *SHORT, "--transport", "sockets")
+    assert "--transport sockets: nccl has its own; leave it out" in capfd.readouterr().err
