@@ -34,7 +34,9 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from lab import launcher, local_rendezvous
+    from lab.torch_log import hide_torch_warnings
 
+    hide_torch_warnings()  # such as those of a machine that leaves after the one that has the store
     os.environ[launcher.PID] = str(os.getpid())
     logging.disable(logging.ERROR)
     options = ["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", f"--log-dir={os.devnull}"]

@@ -197,6 +197,21 @@ def test_a_machine_that_does_not_reach_the_first_one_says_so_in_a_sentence():
     assert re.fullmatch(sentence, done.stderr.splitlines()[-1])
 
 
+def test_the_launcher_hides_warnings_of_torchs_c_code():
+    """A machine that leaves after the one that has the store would end with forty lines of C++ frames."""
+    program = """
+import ctypes, pathlib, torch
+from torch.distributed import run
+from lab import torchrun
+library = ctypes.CDLL(str(next((pathlib.Path(torch.__file__).parent / "lib").glob("libc10.*"))))
+run.main = lambda options: print(ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value)
+torchrun.main([])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_ctrl_c_leaves_no_process_behind(tmp_path, times):
     with launch(tmp_path, STUCK) as torchrun:
