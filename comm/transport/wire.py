@@ -83,8 +83,6 @@ class Transfer:
 class Wire:
     """Start sends and receives of one operation among the ranks of `group`."""
 
-    receives_ahead = 8  # segments whose receives are posted at a time: gloo moves none before
-
     def __init__(
         self,
         group: Group,

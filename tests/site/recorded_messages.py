@@ -23,8 +23,6 @@ class Transfer:
 class RecordingWire:
     """Offers what algorithms use of comm.transport.wire.Wire, and lists (to, elements) of each send."""
 
-    receives_ahead = 8
-
     def __init__(
         self, rank: int, size: int, links: dict[tuple[int, int], "queue.Queue[torch.Tensor]"]
     ) -> None:
