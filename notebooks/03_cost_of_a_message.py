@@ -493,7 +493,7 @@ from comm.transport.choice import use_transport
 
 seconds = {}
 for num_bytes in (4_000, 1_000_000):
-    for transport in ("gloo", "shared_memory"):
+    for transport in ("gloo", "auto"):
         use_transport(transport)
         runs = seconds[transport, num_bytes] = []
         for _ in range(6):
@@ -506,16 +506,17 @@ for num_bytes in (4_000, 1_000_000):
 loopback = slowest_rank("seconds")
 for num_bytes in (4_000, 1_000_000):
     formula = predicted("ring", num_bytes, 8, alpha, beta)
-    times = [f"{loopback[transport, num_bytes] * 1e3:5.2f} ms" for transport in ("gloo", "shared_memory")]
-    print(f"{num_bytes:>9,} bytes: ring predicted {formula * 1e3:5.2f} ms, measured {times[0]}; shared memory {times[1]}")
+    times = [f"{loopback[transport, num_bytes] * 1e3:5.2f} ms" for transport in ("gloo", "auto")]
+    print(f"{num_bytes:>9,} bytes: ring predicted {formula * 1e3:5.2f} ms, measured {times[0]} (gloo), {times[1]} (auto)")
 real_link.compare(loopback["gloo", 1_000_000] / predicted("ring", 1_000_000, 8, alpha, beta))
 
 # %% [markdown]
 # On a laptop with few cores the ring takes many times as long as predicted, and 4 KB take nearly as long as 1 MB. The
 # model assumes that all eight ranks send at the same time, each over a link of its own. Here all of them share the same
 # cores, so they take turns: in each of 14 steps eight processes wake up, one after the other. The formula is right, and
-# its assumption is not. Before you trust a model, ask what is shared. (Over *shared memory* the same ring copies less and
-# wakes fewer threads than over gloo's sockets. So it is what the workbook's trainings use on one machine.)
+# its assumption is not. Before you trust a model, ask what is shared. (With the transport `auto` the same ring runs
+# through shared memory, where the system has it. It copies less and wakes fewer threads than over gloo's sockets. So it
+# is what the workbook's trainings use.)
 #
 # ## Exercises
 #

@@ -31,7 +31,7 @@ class In:
 
     def to_wire(self) -> torch.Tensor:
         host = self.tensor.detach()
-        if host.is_cuda or host.is_conj() or host.is_neg() or not host.is_contiguous():
+        if host.device.type != "cpu" or host.is_conj() or host.is_neg() or not host.is_contiguous():
             host = host.to("cpu").resolve_conj().resolve_neg().contiguous()
         flat = host.as_strided((host.numel(),), (1,))  # a tensor of one element may have any stride
         return flat if self.divisor == 1 else flat / self.divisor
