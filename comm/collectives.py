@@ -35,7 +35,7 @@ from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
 from comm.transport import native
-from comm.transport.handshake import Header
+from comm.transport.handshake import UNEVEN, Header
 from comm.transport.run_collective import run_collective
 from comm.transport.staging import In, InOut, Out
 from comm.transport.wire import Group, Wire, group_of
@@ -230,7 +230,8 @@ def all_to_all(
             )
     if pattern == "torch":
         return native.all_to_all(output, full, outs, ins, group, async_op)
-    header = Header("all_to_all", pattern, full.dtype)
+    is_even = len({*outs, *ins}) == 1
+    header = Header("all_to_all", pattern, full.dtype, shard=ins[0] if is_even else UNEVEN, full=full.numel())
 
     def algorithm(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
         pairwise.all_to_all(wire, out, x, outs, ins)

@@ -27,8 +27,8 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
 
 The pattern pipelined_ring costs as much as ring. The formulas of the two doublings hold if n is a power of
 two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta) more. Every
-collective also exchanges headers (transport/handshake.py), which takes L alpha, and 2 L alpha in an
-all_to_all."""
+collective also exchanges headers (transport/handshake.py), which takes L alpha. An all_to_all whose parts
+have different sizes exchanges the sizes as well, in another L alpha."""
 
 from dataclasses import dataclass
 
@@ -45,10 +45,13 @@ class Link:
     beta: float
 
 
-def header_traffic(op: str, ranks: int) -> Traffic:
-    """Return what a rank sends as headers in one collective. The size of the tensors does not matter."""
+def header_traffic(ranks: int, uneven_parts: bool = False) -> Traffic:
+    """Return what a rank sends as headers in one collective. The size of the tensors does not matter.
+
+    `uneven_parts` says that it is an all-to-all whose parts have different sizes.
+    """
     traffic = Traffic((ranks - 1) * ROW_BYTES, _log2_up(ranks))
-    if op == "all_to_all":  # a second exchange: each rank's `output_sizes` and `input_sizes`
+    if uneven_parts:  # a second exchange: each rank's `output_sizes` and `input_sizes`
         traffic += Traffic((ranks - 1) * 2 * ranks * 8, _log2_up(ranks))
     return traffic
 
@@ -128,7 +131,7 @@ def per_rank(
 ) -> Traffic:
     """Return the traffic that the ledger will show for a collective. With "torch" it has no headers."""
     payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
-    return payload if pattern == "torch" else payload + header_traffic(op, ranks)
+    return payload if pattern == "torch" else payload + header_traffic(ranks)
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
@@ -137,7 +140,6 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
-    headers = (2 if op == "all_to_all" else 1) * log
     pattern = "ring" if pattern == "pipelined_ring" else pattern
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
@@ -164,7 +166,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     }
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
-    return predicted[op, pattern] + headers * a
+    return predicted[op, pattern] + log * a  # the headers
 
 
 def model_of(op: str, pattern: str) -> str:

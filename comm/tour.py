@@ -142,7 +142,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
         traffic = LEDGER.total() - sent
         # Wait for the last rank: then all traffic of the operation has left.
         c.barrier()
-        barrier = cost.header_traffic("barrier", n).bytes_sent
+        barrier = cost.header_traffic(n).bytes_sent
         now_on_wire = own_interface_bytes()
         if on_wire is not None and now_on_wire is not None:
             interface = now_on_wire - on_wire - barrier

@@ -44,6 +44,7 @@ DTYPES = tuple(
     sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str),
 )
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
+UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
 _READY = struct.Struct("=q")  # the last number of a row
 _OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
@@ -55,6 +56,8 @@ ROW_BYTES = _ROW.size
 @dataclass(frozen=True)
 class Header:
     """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
+
+    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes.
 
     `ready` is not compared. It is the time, in nanoseconds, from which a simulated slow link could carry the
     payload (transport/slow_link.py).
@@ -127,7 +130,7 @@ class RowExchange:
 
 
 class HeaderExchange:
-    """The exchange of headers. The constructor starts it. Afterwards `full_numel` is the largest `full`."""
+    """The exchange of headers. It starts when made. `finish()` sets `full_numel`, the largest `full`."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
         row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
@@ -137,6 +140,7 @@ class HeaderExchange:
         """Wait for all headers, and check them as `check_rows` does."""
         rows = self._rows.finish().numpy().tobytes()
         self.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
+        self.has_even_parts = have_even_parts(rows)
         return check_rows(rows, self._names)
 
 
@@ -164,6 +168,12 @@ def rows_of(rows: bytes) -> list[bytes]:
     return [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
 
 
+def have_even_parts(rows: bytes) -> bool:
+    """Return whether all parts of an all-to-all have one size, from the packed headers of all ranks."""
+    shards = {(shard, full) for *_, shard, full, _ in _ROW.iter_unpack(rows)}
+    return len(shards) == 1 and UNEVEN not in next(iter(shards))
+
+
 def check_rows(rows: bytes, names: list[int]) -> int:
     """Return the time when the last rank was ready, from all packed headers in rank order.
 
@@ -182,7 +192,7 @@ def check_headers(headers: list[Header], names: list[int]) -> None:
     op = headers[0].op
     if op == "barrier":
         same = all(header.op == op for header in headers)
-    elif op in ("scatter", "gather"):
+    elif op in ("scatter", "gather", "all_to_all"):
         same = len({_common(header) for header in headers}) == 1
     else:
         same = len({(*_common(header), header.full) for header in headers}) == 1
@@ -225,7 +235,11 @@ def _cure(headers: list[Header]) -> str:
 
 
 def check_parts(wire: AnyWire, out_sizes: list[int], in_sizes: list[int]) -> None:
-    """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect."""
+    """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect.
+
+    The ranks exchange the sizes of their parts. An all-to-all whose parts all have one size needs no such
+    exchange: the headers have shown it.
+    """
     table = (
         RowExchange(wire, torch.tensor([out_sizes, in_sizes]).flatten())
         .finish()

@@ -103,7 +103,7 @@ def _over_streams(
     wire.set_handshake(lambda: delay.start(handshake.finish()))
     if parts is not None or not _shard_fits(header, wire):
         wire.finish_handshake()
-    if parts is not None:
+    if parts is not None and not handshake.has_even_parts:
         check_parts(wire, *parts)
     run(wire)
     wire.finish()
@@ -134,7 +134,7 @@ def _over_gloo(
     wire.set_handshake(check)
     if not eager or not _shard_fits(header, wire):
         wire.finish_handshake()
-    if parts is not None:
+    if parts is not None and not headers.has_even_parts:
         check_parts(wire, *parts)
     run(wire)
     wire.finish_handshake()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from comm.transport.handshake import ROW_BYTES, Header, check_rows, rows_of
+from comm.transport.handshake import ROW_BYTES, Header, check_rows, have_even_parts, rows_of
 from comm.transport.streams import Streams, streams_of
 from comm.transport.wire import Group, axis_of, check_peer, group_of
 from lab.ledger import LEDGER
@@ -96,6 +96,7 @@ class StreamHandshake:
             self._start_round()
         here = (wire.size - wire.rank) * ROW_BYTES  # the rows begin with that of this rank
         rows = bytes(self._rows[here:]) + bytes(self._rows[:here])
+        self.has_even_parts = self._mine.op == "all_to_all" and have_even_parts(rows)
         wire.full_numel = self._mine.full
         if self._mine.op in ("scatter", "gather"):  # only the root knows it
             wire.full_numel = max(Header.unpack(row).full for row in rows_of(rows))

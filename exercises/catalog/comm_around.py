@@ -45,16 +45,15 @@ EXERCISES = (
             the full tensor more.
 
             Before a collective the ranks compare small messages, the headers. Their bytes are ignored. Add
-            them once to each collective, also where it is two in sequence: L alpha, and 2 L alpha in an
-            all_to_all. Raise ValueError "There is no formula for {op} with pattern
-            {pattern!r}." for anything else.
+            them once to each collective, also where it is two in sequence: L alpha. Raise ValueError "There
+            is no formula for {op} with pattern {pattern!r}." for anything else.
         """,
         hints=(
             "Count the steps that must follow one another, and the bytes that one rank sends in each step. "
             "The ring's all-gather has n-1 steps, and each sends an n-th of the tensor.",
             "Where latencies overlap, alpha counts once and the bytes of all messages count: a flat scatter "
-            "takes alpha + (n-1)/n B beta. Headers are the last thing to add: one term for each collective, "
-            "which depends on the op, and not on the bytes.",
+            "takes alpha + (n-1)/n B beta. Headers are the last thing to add: one term, the same for each "
+            "collective.",
             "Halving-doubling: 2 log2 n alpha + 2 (n-1)/n B beta. For n that is no power of two, put p, the "
             "largest power of two below n, into the formulas of the two doublings, and add 2 (alpha + B "
             "beta). The headers still have the L of n.",

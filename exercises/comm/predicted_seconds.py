@@ -45,8 +45,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     the full tensor more.
 
     Before a collective the ranks compare small messages, the headers. Their bytes are ignored. Add
-    them once to each collective, also where it is two in sequence: L alpha, and 2 L alpha in an
-    all_to_all. Raise ValueError "There is no formula for {op} with pattern
-    {pattern!r}." for anything else.
+    them once to each collective, also where it is two in sequence: L alpha. Raise ValueError "There
+    is no formula for {op} with pattern {pattern!r}." for anything else.
     """
     raise NotImplementedError("The predicted time of a collective is not written yet: `seconds` has no body.")

@@ -144,6 +144,15 @@ def test_an_all_to_all_with_sizes_that_do_not_fit_is_refused_on_all_ranks():
     assert "all_to_all: rank 1 sends 3 elements to rank 2, which expects 1" in text
 
 
+def test_an_all_to_all_of_even_parts_that_differ_between_ranks_is_refused_on_all_ranks():
+    def call(rank: int) -> None:
+        size = 6 if rank == 1 else 3
+        collectives.all_to_all(torch.ones(size), torch.ones(size))
+
+    text = sentence_of_all(3, call)
+    assert "all_to_all: rank 1 sends 2 elements to rank 0, which expects 1" in text
+
+
 def test_operations_called_in_another_order_are_refused_and_none_is_left_over():
     def call(cluster) -> list[str]:
         def reduce() -> None:

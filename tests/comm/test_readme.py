@@ -46,7 +46,7 @@ def test_the_tables_formulas_are_those_of_cost(n: int):
         assert value(messages, n, 4 * numel) == max(traffic.messages_sent for traffic in all_ranks), op
         if (op, pattern) not in IF_POWER_OF_TWO or not n & (n - 1):
             assert value(num_bytes, n, 4 * numel) == max(traffic.bytes_sent for traffic in all_ranks), op
-        headers = (2 if op == "all_to_all" else 1) * (n - 1).bit_length() * LINK.alpha
+        headers = (n - 1).bit_length() * LINK.alpha
         predicted = cost.seconds(op, pattern, 4 * numel, n, LINK) - headers
         assert value(seconds, n, 4 * numel) == pytest.approx(predicted, rel=1e-9), (op, pattern)
         for segmented in RING if pattern == "ring" else ():

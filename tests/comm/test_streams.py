@@ -116,7 +116,7 @@ def test_counted_traffic_equals_the_formula_over_every_transport(transport: str,
                     barrier(pattern=pattern)
             expected = {
                 Entry(op, pattern): cost.traffic(op, pattern, 101, 4, n, cluster.rank),
-                Entry(op, "header"): cost.header_traffic(op, n),
+                Entry(op, "header"): cost.header_traffic(n),
             }
             assert LEDGER.rows() == {entry: sent for entry, sent in expected.items() if sent != Traffic()}
 

@@ -75,7 +75,7 @@ def test_bytes_messages_and_seconds_are_those_of_the_cost_formulas(browser: Brow
                 f" + headerSeconds({ranks}, {LINK.alpha!r})"
             )
             assert by_formula == pytest.approx(seconds, rel=1e-9)
-            headers = cost.header_traffic("all_reduce", ranks).messages_sent * LINK.alpha
+            headers = cost.header_traffic(ranks).messages_sent * LINK.alpha
             exact = numel % 48 == 0  # otherwise some chunks have an element more
             assert shown["seconds"] + headers == pytest.approx(seconds, rel=1e-9 if exact else 1e-6)
 
