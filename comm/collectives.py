@@ -5,10 +5,11 @@
   scatter         root: x         rank r: x[r]                 flat  tree
   gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
   reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
-  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree
-  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree  pairwise
+  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree  pairwise
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tree  flat
                                                                recursive_doubling  halving_doubling
+                                                               pairwise
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
   barrier                         no rank leaves before all have arrived
 
@@ -46,9 +47,9 @@ PATTERNS = {
     "scatter": ("flat", "tree"),
     "gather": ("flat", "tree"),
     "reduce": ("tree", "flat"),
-    "all_gather": (*RINGS, "tree"),
-    "reduce_scatter": (*RINGS, "tree"),
-    "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling"),
+    "all_gather": (*RINGS, "tree", "pairwise"),
+    "reduce_scatter": (*RINGS, "tree", "pairwise"),
+    "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling", "pairwise"),
     "all_to_all": ("pairwise",),
     "barrier": ("tree",),
 }
@@ -57,6 +58,7 @@ FILES: dict[str, ModuleType] = {  # each has an all_gather and a reduce_scatter
     "pipelined_ring": pipelined_ring,
     "ring": ring,
     "tree": sharded_tree,
+    "pairwise": pairwise,
 }
 Patterns = dict[str, Callable[..., None]]
 ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
@@ -66,6 +68,7 @@ ALL_REDUCES = {  # the functions are looked up when they are called, because an 
     "flat": (star, "all_reduce"),
     "recursive_doubling": (hypercube, "recursive_doubling"),
     "halving_doubling": (hypercube, "halving_doubling"),
+    "pairwise": (pairwise, "all_reduce"),
 }
 Work = native.Work
 

@@ -16,13 +16,16 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     gather          tree                  L alpha + (n-1)/n B beta
     all_gather      ring                  (n-1) (alpha + (B/n) beta)
     all_gather      tree                  2 L alpha + (L + (n-1)/n) B beta
+    all_gather      pairwise              (n-1) alpha + (n-1)/n B beta
     reduce_scatter  ring                  (n-1) (alpha + (B/n) beta)
     reduce_scatter  tree                  2 L alpha + (L + (n-1)/n) B beta
+    reduce_scatter  pairwise              (n-1) alpha + (n-1)/n B beta
     all_reduce      ring                  2 (n-1) (alpha + (B/n) beta)
     all_reduce      tree                  2 L (alpha + B beta)
     all_reduce      flat                  2 (alpha + (n-1) B beta)
     all_reduce      recursive_doubling    L (alpha + B beta)
     all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
+    all_reduce      pairwise              2 (n-1) alpha + 2 (n-1)/n B beta
     all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
 
 The pattern pipelined_ring costs as much as ring. The formulas of the two doublings hold if n is a power of
@@ -101,8 +104,10 @@ def traffic(
             return shards([rank], False) if position != 0 else Traffic()
         case "gather", "tree":
             return blocks([position] if position != 0 else [])
-        case "reduce_scatter", "ring" | "pipelined_ring":
-            return shards(others, pattern == "pipelined_ring")
+        case "reduce_scatter", "ring" | "pipelined_ring" | "pairwise":
+            return shards(others, pattern != "ring")
+        case "all_gather", "pairwise":
+            return shards([rank] * (ranks - 1), False)
         case "all_gather", "ring" | "pipelined_ring":
             return shards(not_the_rights, pattern == "pipelined_ring") if ranks > 1 else Traffic()
         case "all_gather" | "reduce_scatter", "tree":
@@ -113,6 +118,8 @@ def traffic(
         case "all_reduce", "ring" | "pipelined_ring":
             chunks = others + (not_the_rights if ranks > 1 else [])
             return shards(chunks, pattern == "pipelined_ring")
+        case "all_reduce", "pairwise":
+            return shards(others, True) + shards([rank] * (ranks - 1), False)
         case "all_reduce", "flat":
             return full(ranks - 1 if rank == 0 else 1)
         case "all_reduce", "tree":
@@ -140,7 +147,8 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
-    pattern = "ring" if pattern == "pipelined_ring" else pattern
+    if pattern == "pipelined_ring" or (pattern == "pairwise" and op != "all_to_all"):
+        pattern = "ring"
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
     predicted = {

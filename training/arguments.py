@@ -56,9 +56,9 @@ class TrainArgs:
 
 
 AllReducePattern = Literal[
-    "pipelined_ring", "ring", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
+    "pipelined_ring", "ring", "pairwise", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
 ]
-ShardPattern = Literal["pipelined_ring", "ring", "tree", "torch"]  # those that can also gather and scatter
+ShardPattern = Literal["pipelined_ring", "ring", "pairwise", "tree", "torch"]  # they gather and scatter, too
 
 
 @dataclasses.dataclass

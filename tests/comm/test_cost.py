@@ -153,6 +153,7 @@ def test_the_formulas_agree_with_sums_done_by_hand():
     assert everyone("all_to_all", "pairwise") == [(3000, 3)] * 4
     assert everyone("all_reduce", "recursive_doubling") == [(8000, 2)] * 4
     assert everyone("all_reduce", "halving_doubling") == [(6000, 4)] * 4  # 2000 + 1000, and back
+    assert everyone("all_reduce", "pairwise") == [(6000, 6)] * 4
     assert everyone("all_reduce", "flat") == [(12000, 3), *[(4000, 1)] * 3]
     assert everyone("all_reduce", "tree") == [(8000, 2), (4000, 1), (8000, 2), (4000, 1)]
     assert everyone("broadcast", "flat", root=1) == [(0, 0), (12000, 3), (0, 0), (0, 0)]
@@ -197,6 +198,9 @@ def test_predicted_seconds_follow_alpha_and_beta():
         ("all_gather", "tree"): header + 2 * a + 3 / 4 * b + 2 * (a + b),
         ("reduce_scatter", "tree"): header + 2 * (a + b) + 2 * a + 3 / 4 * b,
         ("all_gather", "ring"): header + 3 * (a + b / 4),
+        ("all_gather", "pairwise"): header + 3 * a + 3 / 4 * b,
+        ("reduce_scatter", "pairwise"): header + 3 * a + 3 / 4 * b,
+        ("all_reduce", "pairwise"): header + 6 * a + 2 * 3 / 4 * b,
         ("reduce_scatter", "pipelined_ring"): header + 3 * (a + b / 4),
         ("all_reduce", "ring"): header + 6 * (a + b / 4),
         ("all_reduce", "tree"): header + 4 * (a + b),

@@ -254,6 +254,24 @@ def test_pairwise_all_to_all_equals_one_process():
     run_ranks(work, 3)
 
 
+def test_pairwise_all_reduce_equals_one_process():
+    def work(cluster: Cluster) -> None:
+        # One process adds up the gradients of three microbatches.
+        torch.manual_seed(0)
+        gradients = torch.randn(3, 7).double()
+        mine = gradients[cluster.rank].clone()
+
+        # Each of three ranks has one gradient. Rank 0 adds up the first three numbers of all, the others two
+        # each. So every rank first sends two chunks away, and then its finished chunk to both others.
+        pairwise.all_reduce(peer_wire(None), mine, "sum")
+
+        torch.testing.assert_close(mine, gradients.sum(dim=0), rtol=1e-9, atol=0.0)
+        chunk = 3 if cluster.rank == 0 else 2
+        assert LEDGER.total() == Traffic((7 - chunk + 2 * chunk) * 8, 4)
+
+    run_ranks(work, 3)
+
+
 def test_a_function_and_its_conjugate_equal_one_process():
     def work(cluster: Cluster) -> None:
         # One process: an MLP of two matrices, the loss, and the gradients of its input and its weights.

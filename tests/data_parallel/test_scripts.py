@@ -162,6 +162,7 @@ def test_every_pattern_trains_and_its_traffic_is_counted():
         for pattern in (
             "ring",
             "pipelined_ring",
+            "pairwise",
             "tree",
             "flat",
             "recursive_doubling",
