@@ -9,14 +9,15 @@
   reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree  pairwise
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tree  flat
                                                                recursive_doubling  halving_doubling
-                                                               pairwise
+                                                               pairwise  in_place
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
   barrier                         no rank leaves before all have arrived
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
 to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
 gloo (transport/choice.py). If the group uses gloo, `pattern=None` means the first pattern listed. If it uses
-nccl, `pattern=None` means "torch": torch.distributed's own collectives.
+nccl, `pattern=None` means "torch": torch.distributed's own collectives. The pattern `in_place` sends nothing,
+and needs tensors of comm/shared_tensors.py.
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -31,13 +32,14 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, sharded_tree, star, tree
+from comm.algorithms import hypercube, in_place, pairwise, pipelined_ring, ring, sharded_tree, star, tree
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
 from comm.transport import native
 from comm.transport.handshake import UNEVEN, Header
 from comm.transport.run_collective import run_collective
+from comm.transport.shared_segment import place_of
 from comm.transport.staging import In, InOut, Out
 from comm.transport.wire import Group, Wire, group_of
 
@@ -69,6 +71,7 @@ ALL_REDUCES = {  # the functions are looked up when they are called, because an 
     "recursive_doubling": (hypercube, "recursive_doubling"),
     "halving_doubling": (hypercube, "halving_doubling"),
     "pairwise": (pairwise, "all_reduce"),
+    "in_place": (in_place, "all_reduce"),
 }
 Work = native.Work
 
@@ -201,8 +204,9 @@ def all_reduce(
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
     algorithm = getattr(*ALL_REDUCES[pattern])
-    header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    divisor = divisor_before(op, tensor.dtype, group_of(group).size())
+    place = place_of(tensor, group) if pattern == "in_place" else 0
+    header = Header("all_reduce", pattern, tensor.dtype, op, shard=place, full=tensor.numel())
+    divisor = 1 if pattern == "in_place" else divisor_before(op, tensor.dtype, group_of(group).size())
     return run_collective(
         header, group, async_op, lambda wire, x: algorithm(wire, x, op), InOut(tensor, divisor)
     )
@@ -261,7 +265,8 @@ def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
         raise CommError(f"{op}: root {root} is not a rank of this group of {ranks}.")
     if pattern is None:
         return default_pattern(op, group)
-    if pattern != "torch" and pattern not in PATTERNS[op]:
+    is_known = pattern in ("torch", *PATTERNS[op]) or (op, pattern) == ("all_reduce", "in_place")
+    if not is_known:
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(

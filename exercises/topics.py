@@ -42,6 +42,11 @@ TOPICS = (
 PLAIN_TOPICS = (
     DROPPED,
     (
+        ("have written", "have arrived"),
+        "Ranks use the same memory here: does a rank wait until the others have finished with it, before it "
+        "reads what they write, and before it goes on?",
+    ),
+    (
         ("hides", "while one computes", "is sent while"),
         "Communication and computing should overlap here: does something wait before the computing goes on, "
         "or does it start too late?",

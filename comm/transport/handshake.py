@@ -37,7 +37,7 @@ OPS = (
 )
 PATTERNS = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
-    "pairwise",
+    *("pairwise", "in_place"),
 )
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(
@@ -57,7 +57,8 @@ ROW_BYTES = _ROW.size
 class Header:
     """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
 
-    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes.
+    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes. With the pattern
+    "in_place" `shard` says where the tensor lies (shared_segment.place_of).
 
     `ready` is not compared. It is the time, in nanoseconds, from which a simulated slow link could carry the
     payload (transport/slow_link.py).
@@ -200,6 +201,11 @@ def check_headers(headers: list[Header], names: list[int]) -> None:
         raise Mismatch(f"The ranks do not fit together: {_calls_by_rank(headers, names)}. {_cure(headers)}")
     if op in SHARDED:
         _check_shards(headers, names)
+    if headers[0].pattern == "in_place" and len({header.shard for header in headers}) > 1:
+        raise Mismatch(
+            f"{op}: with the pattern 'in_place' the tensors of all ranks must lie at the same place of the "
+            "memory that they share. Take the same part of the same tensor on all ranks."
+        )
 
 
 def _check_shards(headers: list[Header], names: list[int]) -> None:
