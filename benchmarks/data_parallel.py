@@ -103,11 +103,11 @@ def measure(quick: bool) -> list[dict]:
     caps = ["1", "4", "25"]
     everything = ["ddp", *(f"{kind} {cap}" for kind in ("bucket_overlap", "ddp") for cap in caps)]
     everything += ["naive", "flat", "overlap"]
-    same_cap = ["bucket_overlap 4", "ddp 4"]
-    plan = [("loopback", everything, 7), ("1gbit", everything, 7), ("200mbit", everything, 3)]
+    same_cap, in_place = ["bucket_overlap 4", "ddp 4"], "bucket_overlap_in_place 4"
+    plan = [("loopback", [*everything, in_place], 7), ("1gbit", everything, 7), ("200mbit", everything, 3)]
     if quick:
         plan = [
-            ("loopback", same_cap, 4),
+            ("loopback", [*same_cap, in_place], 4),
             ("1gbit", ["ddp", *same_cap, "naive"], 3),
             ("200mbit", same_cap, 1),
         ]

@@ -46,6 +46,8 @@ def build(name: str, hooked: bool) -> Step:
         model = DistributedDataParallel(module, bucket_cap_mb=float(cap) if cap else None)
         if hooked:
             model.register_comm_hook(HookState(), through_comm)
+    elif kind == "bucket_overlap_in_place":
+        model = BucketDataParallel(module, bucket_mb=float(cap), in_place=True)
     elif kind == "bucket_overlap":
         model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=float(cap))
     else:

@@ -29,6 +29,7 @@ https://arxiv.org/abs/2006.15704.
 import contextlib
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ from data_parallel.bucket_order import BucketOrder
 from data_parallel.flat import fill
 from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.run import Run
+from data_parallel.shared_buckets import SharedBuckets, zeros_like_it
 from data_parallel.used_parameters import note_used, used_on_any_rank
 from data_parallel.wire_format import WIRE_DTYPES, RoundedAllReduce, size_on_wire
 from lab.cluster import Cluster
@@ -62,9 +64,14 @@ class Bucket:
     more numbers, which tell which parameters were used.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], num_flags: int = 0) -> None:
-        sizes, first = [parameter.numel() for parameter in parameters], parameters[0]
-        self.flat = torch.zeros(sum(sizes) + num_flags, dtype=first.dtype, device=first.device)
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        num_flags: int = 0,
+        allocate: Callable[[int, Tensor], Tensor] = zeros_like_it,
+    ) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = allocate(sum(sizes) + num_flags, parameters[0])
         *places, self.flags = self.flat.split([*sizes, num_flags])
         self.views = {p: place.view_as(p) for p, place in zip(parameters, places, strict=True)}
         self.missing: set[Tensor] = set(parameters)
@@ -84,7 +91,8 @@ class BucketDataParallel(nn.Module):
 
     Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
     several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
-    `wire_dtype` "bf16" or "fp16" halves the bytes that are sent, and rounds the gradients.
+    `wire_dtype` "bf16" or "fp16" halves the bytes that are sent, and rounds the gradients. With `in_place`
+    nothing is sent: the buckets lie in memory that the ranks of one machine share (shared_buckets.py).
 
     Tied, frozen and unused parameters are supported; guard.py says what is refused.
     """
@@ -97,9 +105,10 @@ class BucketDataParallel(nn.Module):
         bucket_mb: float = 1.0,
         first_mb: float = 0.25,
         wire_dtype: str | None = None,
+        in_place: bool = False,
     ) -> None:
         super().__init__()
-        self.module, self.group, self.pattern = module, group, pattern
+        self.module, self.group, self.pattern = module, group, "in_place" if in_place else pattern
         self.wire_dtype = WIRE_DTYPES[wire_dtype] if wire_dtype else None
         self._caps = int(min(first_mb, bucket_mb) * MIB), int(bucket_mb * MIB)
         self._guard = ReplicaGuard(module)
@@ -107,6 +116,7 @@ class BucketDataParallel(nn.Module):
             broadcast(tensor.data, root=0, group=group)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.order = BucketOrder(self.trained)
+        self._shared = SharedBuckets(self.trained, group, self.wire_dtype) if in_place else None
         self._make_buckets()
         self.sizes_on_wire = [size_on_wire(bucket.flat, self.wire_dtype) for bucket in self.buckets]
         for parameter in self.trained:
@@ -117,7 +127,10 @@ class BucketDataParallel(nn.Module):
         ordered = self.order.parameters()
         filled = [[ordered[at] for at in positions] for positions in fill(ordered, *self._caps)]
         flags = [0] * (len(filled) - 1) + [len(ordered)]
-        self.buckets = [Bucket(parameters, n) for parameters, n in zip(filled, flags, strict=False)]
+        if self._shared is not None:
+            self._shared.reuse(ordered)
+        allocate = self._shared.zeros if self._shared is not None else zeros_like_it
+        self.buckets = [Bucket(some, n, allocate) for some, n in zip(filled, flags, strict=False)]
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
         for parameter in ordered:
             if parameter.grad is not None:
@@ -210,12 +223,15 @@ class BucketArgs(AccumulationArgs):
     wire_dtype: Literal["bf16", "fp16", None] = None
     """Data type in which gradients are sent: 16 bits halve the traffic, and round the gradients. None: their
     own type."""
+    in_place: bool = False
+    """Keep the buckets in memory that all ranks share, and average them there. All ranks must be on one
+    machine, and none in a container."""
 
 
 def traffic_per_step(model: BucketDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: buckets, and their order if it was sent."""
     place = (dist.get_world_size(model.group), dist.get_rank(model.group))
-    sizes = model.sizes_on_wire
+    sizes, pattern = model.sizes_on_wire, model.pattern or pattern
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
     if model.order.was_sent:
         pattern = default_pattern("broadcast", model.group)
@@ -226,7 +242,7 @@ def traffic_per_step(model: BucketDataParallel, pattern: str) -> Traffic:
 def main(cluster: Cluster, args: BucketArgs) -> None:
     run = Run(cluster, args, "data_parallel_bucket_overlap")
     model = BucketDataParallel(
-        run.model(), pattern=run.pattern, bucket_mb=args.bucket_mb, wire_dtype=args.wire_dtype
+        run.model(), None, run.pattern, args.bucket_mb, wire_dtype=args.wire_dtype, in_place=args.in_place
     )
     optimizer = run.optimizer(model)
     with run.checkpointing(model, optimizer) as first:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from comm.collectives import Group
 from comm.cost import Link
 from comm.transport import slow_link
+from comm.transport.segment import is_possible
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
@@ -63,6 +64,10 @@ OURS: dict[str, Wrap] = {
     "buckets": lambda module, group=None: BucketDataParallel(module, group, "ring", bucket_mb=0.02),
     "one bucket": lambda module, group=None: BucketDataParallel(module, group, "torch", bucket_mb=4.0),
 }
+if is_possible():  # to share memory
+    OURS["shared buckets"] = lambda module, group=None: BucketDataParallel(
+        module, group, bucket_mb=0.02, in_place=True
+    )
 WRAPPERS: dict[str, Wrap] = OURS | {"ddp": Ddp}
 
 

@@ -218,6 +218,7 @@ def test_a_step_sends_exactly_what_the_formula_says():
         (train_overlap, "ring", OverlapDataParallel, {}),
         (train_bucket_overlap, "ring", BucketDataParallel, {"bucket_mb": 0.01}),
         (train_bucket_overlap, "ring", BucketDataParallel, {"wire_dtype": "bf16"}),
+        (train_bucket_overlap, "ring", BucketDataParallel, {"bucket_mb": 0.01, "in_place": True}),
     )
 
     def work(cluster: Cluster) -> None:

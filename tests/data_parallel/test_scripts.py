@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from comm.cost import Link
+from comm.transport.segment import is_possible
 from data_parallel import (
     train_bucket_overlap,
     train_ddp,
@@ -17,7 +18,9 @@ from data_parallel import (
     train_overlap,
 )
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.ranks import run_ranks
+from lab.replace import replaced
 from tests.summary import FIELDS
 from training.arguments import AccumulationArgs
 from training.run import Run
@@ -175,6 +178,37 @@ def test_every_pattern_trains_and_its_traffic_is_counted():
             assert summary["replicas_equal"], pattern
 
     run_ranks(work, 3)
+
+
+@pytest.mark.skipif(not is_possible(), reason="memory without a name is Linux's")
+def test_buckets_in_shared_memory_train_to_the_same_losses_and_are_counted():
+    def work(cluster: Cluster) -> None:
+        apart, shared = (train(cluster, "bucket", steps=3, in_place=value) for value in (False, True))
+        assert shared["last_loss"] == pytest.approx(apart["last_loss"], rel=1e-6)
+        assert shared["bytes_sent"] == shared["bytes_formula"]
+        assert shared["messages_sent"] == shared["messages_formula"]
+        assert shared["replicas_equal"]
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"wire_dtype": "bf16"}, "--in-place and --wire-dtype exclude each other"),
+        ({}, "The ranks cannot share memory: --in-place needs ranks of one Linux machine"),
+    ],
+)
+def test_buckets_that_cannot_be_shared_are_refused_in_a_sentence(changes: dict, sentence: str):
+    def work(cluster: Cluster) -> str:
+        with (
+            replaced("comm.shared_tensors.is_possible", lambda: False),
+            pytest.raises(WorkbookError) as error,
+        ):
+            train(cluster, "bucket", in_place=True, **changes)
+        return str(error.value)
+
+    assert all(sentence in text for text in run_ranks(work, 2))
 
 
 def test_compressed_buckets_send_half_the_bytes_and_reach_nearly_the_same_loss():
