@@ -16,8 +16,8 @@
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
 to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
 gloo (transport/choice.py). If the group uses gloo, `pattern=None` means the first pattern listed. If it uses
-nccl, `pattern=None` means "torch": torch.distributed's own collectives. The pattern `in_place` sends nothing,
-and needs tensors of comm/shared_tensors.py.
+nccl, `pattern=None` means "torch": torch.distributed's own collectives. "auto" takes the pattern that is
+measured to be fastest (choosing.py). `in_place` sends nothing, and needs tensors of comm/shared_tensors.py.
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -27,14 +27,15 @@ raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from comm.algorithms import hypercube, in_place, pairwise, pipelined_ring, ring, sharded_tree, star, tree
+from comm import choosing
+from comm.algorithms import pairwise, sharded_tree, star, tree
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
+from comm.patterns import ALL_REDUCES, FILES, PATTERNS
 from comm.shards import shard_sizes
 from comm.transport import native
 from comm.transport.handshake import UNEVEN, Header
@@ -43,36 +44,7 @@ from comm.transport.shared_segment import place_of
 from comm.transport.staging import In, InOut, Out
 from comm.transport.wire import Group, Wire, group_of
 
-RINGS = ("pipelined_ring", "ring")
-PATTERNS = {
-    "broadcast": ("tree", "flat"),
-    "scatter": ("flat", "tree"),
-    "gather": ("flat", "tree"),
-    "reduce": ("tree", "flat"),
-    "all_gather": (*RINGS, "tree", "pairwise"),
-    "reduce_scatter": (*RINGS, "tree", "pairwise"),
-    "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling", "pairwise"),
-    "all_to_all": ("pairwise",),
-    "barrier": ("tree",),
-}
-
-FILES: dict[str, ModuleType] = {  # each has an all_gather and a reduce_scatter
-    "pipelined_ring": pipelined_ring,
-    "ring": ring,
-    "tree": sharded_tree,
-    "pairwise": pairwise,
-}
 Patterns = dict[str, Callable[..., None]]
-ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
-    "pipelined_ring": (pipelined_ring, "all_reduce"),
-    "ring": (ring, "all_reduce"),
-    "tree": (tree, "all_reduce"),
-    "flat": (star, "all_reduce"),
-    "recursive_doubling": (hypercube, "recursive_doubling"),
-    "halving_doubling": (hypercube, "halving_doubling"),
-    "pairwise": (pairwise, "all_reduce"),
-    "in_place": (in_place, "all_reduce"),
-}
 Work = native.Work
 
 
@@ -84,7 +56,7 @@ def broadcast(
     pattern: str | None = None,
 ) -> Work:
     """Copy the root's `tensor` to every rank's. All must have the same number of elements, in any shape."""
-    pattern = _choose("broadcast", pattern, group, root)
+    pattern = _choose("broadcast", pattern, group, tensor.nbytes, root)
     if pattern == "torch":
         return native.broadcast(tensor, root, group, async_op)
     algorithm = {"tree": tree.broadcast, "flat": star.broadcast}[pattern]
@@ -101,11 +73,18 @@ def scatter(
     pattern: str | None = None,
 ) -> Work:
     """Write to each rank's `shard` its part of the root's `full`. The other ranks' `full` is ignored."""
-    pattern = _choose("scatter", pattern, group, root)
+    pattern = _choose("scatter", pattern, group, None, root)
     full = _at_root("scatter", full, root, group)
     if pattern == "torch":
         return native.scatter(shard, full, root, group, async_op)
-    header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
+    header = Header(
+        "scatter",
+        pattern,
+        shard.dtype,
+        root=root,
+        shard=shard.numel(),
+        full=0 if full is None else full.numel(),
+    )
     patterns: Patterns = {
         "flat": lambda wire, s, f=None: star.scatter(wire, s, f, root),
         "tree": lambda wire, s, f=None: sharded_tree.scatter(wire, s, f, root, wire.full_numel),
@@ -123,11 +102,18 @@ def gather(
     pattern: str | None = None,
 ) -> Work:
     """Write the shards of all ranks, in rank order, to the root's `full`. The others' `full` is ignored."""
-    pattern = _choose("gather", pattern, group, root)
+    pattern = _choose("gather", pattern, group, None, root)
     full = _at_root("gather", full, root, group)
     if pattern == "torch":
         return native.gather(shard, full, root, group, async_op)
-    header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=_numel(full))
+    header = Header(
+        "gather",
+        pattern,
+        shard.dtype,
+        root=root,
+        shard=shard.numel(),
+        full=0 if full is None else full.numel(),
+    )
     patterns: Patterns = {
         "flat": lambda wire, s, f=None: star.gather(wire, f, s, root),
         "tree": lambda wire, s, f=None: sharded_tree.gather(wire, f, s, root, wire.full_numel),
@@ -145,7 +131,7 @@ def reduce(
     pattern: str | None = None,
 ) -> Work:
     """Replace the root's `tensor` by the reduction of all ranks'. The other tensors do not change."""
-    pattern = _choose("reduce", pattern, group, root)
+    pattern = _choose("reduce", pattern, group, tensor.nbytes, root)
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.reduce(tensor, op, root, group, async_op)
@@ -164,7 +150,7 @@ def all_gather(
     pattern: str | None = None,
 ) -> Work:
     """Write all shards, in rank order, to each rank's `full`. `shard` may be the rank's part of `full`."""
-    pattern = _choose("all_gather", pattern, group)
+    pattern = _choose("all_gather", pattern, group, full.nbytes)
     if pattern == "torch":
         return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
@@ -180,7 +166,7 @@ def reduce_scatter(
     pattern: str | None = None,
 ) -> Work:
     """Write this rank's part of the reduction of all ranks' `full` to `shard`. `full` does not change."""
-    pattern = _choose("reduce_scatter", pattern, group)
+    pattern = _choose("reduce_scatter", pattern, group, full.nbytes)
     check_reduction(op, full.dtype)
     if pattern == "torch":
         return native.reduce_scatter(shard, full, op, group, async_op)
@@ -199,7 +185,9 @@ def all_reduce(
     pattern: str | None = None,
 ) -> Work:
     """Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank."""
-    pattern = _choose("all_reduce", pattern, group)
+    if pattern == "auto" and place_of(tensor, group):
+        pattern = "in_place"
+    pattern = _choose("all_reduce", pattern, group, tensor.nbytes)
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
@@ -226,7 +214,7 @@ def all_to_all(
     Sizes count the elements of each part, in rank order. Without them the tensors are divided as in
     `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements.
     """
-    pattern = _choose("all_to_all", pattern, group)
+    pattern = _choose("all_to_all", pattern, group, None)
     n = dist.get_world_size(group)
     outs = output_sizes if output_sizes is not None else shard_sizes(output.numel(), n)
     ins = input_sizes if input_sizes is not None else shard_sizes(full.numel(), n)
@@ -248,7 +236,7 @@ def all_to_all(
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
     """Wait until every rank has called this. The exchange of headers (transport/handshake.py) does that."""
-    pattern = _choose("barrier", pattern, group)
+    pattern = _choose("barrier", pattern, group, None)
     if pattern == "torch":
         return native.barrier(group, async_op)
     return run_collective(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
@@ -259,15 +247,26 @@ def default_pattern(op: str, group: Group = None) -> str:
     return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
 
 
-def _choose(op: str, pattern: str | None, group: Group, root: int = 0) -> str:
+def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Group = None) -> str:
+    """Return the pattern that None or "auto" stands for: "auto" depends on the bytes of the full tensor.
+
+    Without `num_bytes` it is the pattern that is fastest on average. All ranks must call it for "auto".
+    """
+    if pattern is None or (pattern == "auto" and dist.get_backend(group) == "nccl"):
+        return default_pattern(op, group)
+    if pattern == "auto":
+        return choosing.fastest(op, num_bytes, PATTERNS[op], globals()[op], group)
+    return pattern
+
+
+def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, root: int = 0) -> str:
     ranks = group_of(group).size()  # raises if there is no group
     if not 0 <= root < ranks:
         raise CommError(f"{op}: root {root} is not a rank of this group of {ranks}.")
-    if pattern is None:
-        return default_pattern(op, group)
-    is_known = pattern in ("torch", *PATTERNS[op]) or (op, pattern) == ("all_reduce", "in_place")
-    if not is_known:
-        raise CommError(f"{op} has no pattern {pattern!r}; choose one of torch, {', '.join(PATTERNS[op])}.")
+    pattern = pattern_for(op, pattern, num_bytes, group)
+    if pattern not in ("torch", *PATTERNS[op]) and (op, pattern) != ("all_reduce", "in_place"):
+        names = ", ".join(("auto", "torch", *PATTERNS[op]))
+        raise CommError(f"{op} has no pattern {pattern!r}; choose one of {names}.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":
         raise CommError(
             f"{op}: pattern {pattern!r} needs gloo, and this group uses nccl; take 'torch' or BACKEND=gloo."
@@ -281,7 +280,3 @@ def _at_root(op: str, full: torch.Tensor | None, root: int, group: Group) -> tor
     if full is None:
         raise CommError(f"{op}: rank {root} is the root and must pass the full tensor.")
     return full
-
-
-def _numel(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel()

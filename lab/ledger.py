@@ -6,6 +6,8 @@ collectives cannot be counted. For these the ledger holds the result of a formul
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -43,6 +45,7 @@ class Ledger:
         # Plain tuples and lists, because to hash an Entry takes longer than to send a small message.
         self._rows: dict[tuple[str, str, bool, str], list[int]] = defaultdict(lambda: [0, 0])
         self._lock = threading.Lock()
+        self._paused = threading.local()
 
     def __reduce__(self) -> str:
         # A function that is sent to a rank and uses LEDGER means the ledger of that rank.
@@ -56,7 +59,18 @@ class Ledger:
         """Add the traffic of an operation whose messages cannot be counted, by its formula."""
         self._add((op, pattern, True, axis), traffic.bytes_sent, traffic.messages_sent)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing that this thread sends in a `with` block: what is measured there is no lesson's."""
+        self._paused.is_on = True
+        try:
+            yield
+        finally:
+            self._paused.is_on = False
+
     def _add(self, key: tuple[str, str, bool, str], num_bytes: int, messages: int) -> None:
+        if getattr(self._paused, "is_on", False):
+            return
         with self._lock:
             row = self._rows[key]
             row[0] += num_bytes
