@@ -34,9 +34,9 @@ from comm.transport.wire import Group, group_of
 from lab import units
 from lab.ledger import LEDGER
 
-SIZES = (64, 64 << 10, 1 << 20, 4 << 20)  # bytes of the full tensor
-RUNS = (7, 5, 3, 3)
-BUDGET_SECONDS = 0.5  # for one size; on a slow link the larger sizes are left out
+SIZES = (64, 64 << 10, 1 << 20, 16 << 20)  # bytes of the full tensor
+RUNS = (7, 5, 3, 2)
+BUDGET_SECONDS = 2.0  # for one size; on a slow link the larger sizes are left out
 Times = dict[str, list[float]]  # by pattern, the seconds at the first sizes of SIZES
 
 _choices: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, str]]" = weakref.WeakKeyDictionary()
@@ -117,7 +117,7 @@ def _circumstances(op: str, group: Group) -> tuple:
 def _measure(op: str, patterns: Sequence[str], collective: Callable[..., object], group: Group) -> Times:
     """Return the median seconds of the slowest rank, of each pattern at each size; at least two sizes."""
     times: Times = {pattern: [] for pattern in patterns}
-    for size, runs in zip(SIZES, RUNS, strict=True):
+    for size, runs, larger in zip(SIZES, RUNS, (*SIZES[1:], 0), strict=True):
         tensors = _arguments(op, size, group_of(group).size())
         spent = [
             [_timed(collective, tensors, group, pattern) for pattern in patterns] for _ in range(1 + runs)
@@ -127,7 +127,7 @@ def _measure(op: str, patterns: Sequence[str], collective: Callable[..., object]
         for pattern, of_runs in zip(patterns, slowest.T.tolist(), strict=True):
             times[pattern].append(statistics.median(of_runs))
         total = sum(one[-1] for one in times.values()) * (1 + runs)
-        if len(times[patterns[0]]) > 1 and total > BUDGET_SECONDS:
+        if len(times[patterns[0]]) > 1 and total * larger / size > BUDGET_SECONDS:
             break
     return times
 

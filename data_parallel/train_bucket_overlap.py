@@ -29,7 +29,6 @@ https://arxiv.org/abs/2006.15704.
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -39,11 +38,11 @@ from torch import Tensor, nn
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, default_pattern
 from comm.script import start
+from data_parallel.bucket_memory import OWN_MEMORY, OwnMemory, SharedMemory
 from data_parallel.bucket_order import BucketOrder
 from data_parallel.flat import fill
 from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.run import Run
-from data_parallel.shared_buckets import SharedBuckets, zeros_like_it
 from data_parallel.used_parameters import note_used, used_on_any_rank
 from data_parallel.wire_format import WIRE_DTYPES, RoundedAllReduce, size_on_wire
 from lab.cluster import Cluster
@@ -65,16 +64,16 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        num_flags: int = 0,
-        allocate: Callable[[int, Tensor], Tensor] = zeros_like_it,
+        self, parameters: list[nn.Parameter], num_flags: int = 0, memory: OwnMemory = OWN_MEMORY
     ) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = allocate(sum(sizes) + num_flags, parameters[0])
+        self.flat = memory.zeros(sum(sizes) + num_flags, parameters[0])
         *places, self.flags = self.flat.split([*sizes, num_flags])
         self.views = {p: place.view_as(p) for p, place in zip(parameters, places, strict=True)}
         self.missing: set[Tensor] = set(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.move_in(parameter)
 
     def move_in(self, parameter: Tensor) -> None:
         """Make the gradient a view of this bucket; if there is no gradient, fill its place with zeros."""
@@ -92,8 +91,7 @@ class BucketDataParallel(nn.Module):
     Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
     several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
     `wire_dtype` "bf16" or "fp16" halves the bytes that are sent, and rounds the gradients. With `in_place`
-    nothing is sent: the buckets lie in memory that the ranks of one machine share (shared_buckets.py).
-
+    nothing is sent: the buckets lie in memory that the ranks of one machine share (bucket_memory.py).
     Tied, frozen and unused parameters are supported; guard.py says what is refused.
     """
 
@@ -116,7 +114,7 @@ class BucketDataParallel(nn.Module):
             broadcast(tensor.data, root=0, group=group)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.order = BucketOrder(self.trained)
-        self._shared = SharedBuckets(self.trained, group, self.wire_dtype) if in_place else None
+        self._memory = SharedMemory(self.trained, group, self.wire_dtype) if in_place else OwnMemory()
         self._make_buckets()
         self.sizes_on_wire = [size_on_wire(bucket.flat, self.wire_dtype) for bucket in self.buckets]
         for parameter in self.trained:
@@ -127,14 +125,9 @@ class BucketDataParallel(nn.Module):
         ordered = self.order.parameters()
         filled = [[ordered[at] for at in positions] for positions in fill(ordered, *self._caps)]
         flags = [0] * (len(filled) - 1) + [len(ordered)]
-        if self._shared is not None:
-            self._shared.reuse(ordered)
-        allocate = self._shared.zeros if self._shared is not None else zeros_like_it
-        self.buckets = [Bucket(some, n, allocate) for some, n in zip(filled, flags, strict=False)]
+        self._memory.reuse(ordered)
+        self.buckets = [Bucket(some, n, self._memory) for some, n in zip(filled, flags, strict=False)]
         self._bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
-        for parameter in ordered:
-            if parameter.grad is not None:
-                self._bucket_of[parameter].move_in(parameter)
         self._to_launch, self._in_flight = deque(self.buckets), []
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:

@@ -256,18 +256,12 @@ def test_pairwise_all_to_all_equals_one_process():
 
 def test_pairwise_all_reduce_equals_one_process():
     def work(cluster: Cluster) -> None:
-        # One process adds up the gradients of three microbatches.
         torch.manual_seed(0)
         gradients = torch.randn(3, 7).double()
-        mine = gradients[cluster.rank].clone()
-
-        # Each of three ranks has one gradient. Rank 0 adds up the first three numbers of all, the others two
-        # each. So every rank first sends two chunks away, and then its finished chunk to both others.
-        pairwise.all_reduce(peer_wire(None), mine, "sum")
-
-        torch.testing.assert_close(mine, gradients.sum(dim=0), rtol=1e-9, atol=0.0)
-        chunk = 3 if cluster.rank == 0 else 2
-        assert LEDGER.total() == Traffic((7 - chunk + 2 * chunk) * 8, 4)
+        # Every rank sends two chunks away, and then its finished chunk, of 2 or 3 numbers, to both others.
+        pairwise.all_reduce(peer_wire(None), mine := gradients[cluster.rank].clone(), "sum")
+        torch.testing.assert_close(mine, gradients.sum(dim=0), rtol=1e-9, atol=1e-12)
+        assert LEDGER.total() == Traffic((10 if cluster.rank == 0 else 9) * 8, 4)
 
     run_ranks(work, 3)
 

@@ -1,7 +1,7 @@
-"""Allocate buckets in memory that all ranks of a machine share, so that they can be reduced in place.
+"""Allocate buckets in this rank's own memory, or in memory that all ranks of a machine share.
 
-The memory is made once, for the gradients of all parameters. Buckets that are made again, in another order,
-lie in the same memory.
+Buckets in shared memory can be reduced in place (comm/algorithms/in_place.py). That memory is made once, for
+the gradients of all parameters. Buckets that are made again, in another order, lie in the same memory.
 """
 
 import torch
@@ -13,12 +13,21 @@ from comm.transport.wire import Group
 from lab.errors import WorkbookError
 
 
-def zeros_like_it(numel: int, example: Tensor) -> Tensor:
-    """Return a flat tensor of `numel` zeros, of the dtype and on the device of `example`."""
-    return torch.zeros(numel, dtype=example.dtype, device=example.device)
+class OwnMemory:
+    """Memory of this rank alone, on the device of the parameters."""
+
+    def reuse(self, parameters: list[nn.Parameter]) -> None:
+        """Do nothing: new buckets get new memory."""
+
+    def zeros(self, numel: int, example: Tensor) -> Tensor:
+        """Return a flat tensor of `numel` zeros, of the dtype and on the device of `example`."""
+        return torch.zeros(numel, dtype=example.dtype, device=example.device)
 
 
-class SharedBuckets:
+OWN_MEMORY = OwnMemory()
+
+
+class SharedMemory(OwnMemory):
     """Memory that the ranks of `group` share, for the gradients of these parameters and a flag for each.
 
     All ranks must create it together. Raise WorkbookError, on all of them, where they cannot share memory.
