@@ -111,4 +111,6 @@ def _readable(value: float, unit: str) -> str:
 def _size(num_bytes: int | None) -> str:
     if num_bytes is None:
         return ""
+    if num_bytes < KIB:
+        return f"{num_bytes} bytes"
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
