@@ -25,4 +25,4 @@ def use_pattern(pattern: str | None, group: Group = None) -> None:
 def chosen_pattern(op: str, group: Group = None) -> str:
     """Return the pattern chosen for the group; if none is chosen or `op` lacks it, the default."""
     pattern = _chosen.get(group_of(group))
-    return pattern if pattern in ("torch", *PATTERNS[op]) else default_pattern(op, group)
+    return pattern if pattern in ("auto", "torch", *PATTERNS[op]) else default_pattern(op, group)

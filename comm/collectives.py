@@ -255,6 +255,7 @@ def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Grou
     if pattern is None or (pattern == "auto" and dist.get_backend(group) == "nccl"):
         return default_pattern(op, group)
     if pattern == "auto":
+        num_bytes = None if op in ("scatter", "gather", "all_to_all") else num_bytes  # ranks may know others
         return choosing.fastest(op, num_bytes, PATTERNS[op], globals()[op], group)
     return pattern
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm import cost
-from comm.collectives import Group, broadcast, default_pattern
+from comm.collectives import Group, broadcast
+from comm.expected import expected
 from data_parallel.blocks import ShardedBlock, blocks_of
 from data_parallel.flat import Piece
 from data_parallel.gradient_shard import InFlightReductions
@@ -190,8 +190,6 @@ class ShardedModule(nn.Module):
         traffics = [
             unit.traffic(times) for block, times in gathers.items() for unit in block.units
         ] * microbatches
-        pattern = self.pattern or default_pattern("all_reduce", self.group)
-        place = dist.get_world_size(self.group), dist.get_rank(self.group)
         for numel, itemsize in [(len(self._place) + 2, 8)] + [(1, 8)] * is_clipped:
-            traffics.append(cost.per_rank("all_reduce", pattern, numel, itemsize, *place))
+            traffics.append(expected("all_reduce", self.pattern, numel, itemsize, self.group))
         return sum(traffics, Traffic())

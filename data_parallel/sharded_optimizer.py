@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from comm import cost
-from comm.collectives import Group, all_reduce, broadcast, default_pattern
+from comm.collectives import Group, all_reduce, broadcast
+from comm.expected import expected
 from data_parallel.elementwise import refuse_unless_elementwise
 from data_parallel.flat import ParameterBucket, Piece, fill
 from data_parallel.gradient_arrivals import GradientArrivals
@@ -183,11 +183,9 @@ class ShardedOptimizer(Optimizer):
 
     def traffic_per_step(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
         """Return a step's expected traffic: gradients, parameters, and flags of which parameters are used."""
-        place = (dist.get_world_size(self.group), dist.get_rank(self.group))
-        pattern = self.pattern or default_pattern("all_gather", self.group)
 
         def one(op: str, numel: int, itemsize: int) -> Traffic:
-            return cost.per_rank(op, pattern, numel, itemsize, *place)
+            return expected(op, self.pattern, numel, itemsize, self.group)
 
         total = one("all_reduce", len(self.pieces) + 1, 1)
         total += one("all_reduce", 1, 8) if is_clipped else Traffic()

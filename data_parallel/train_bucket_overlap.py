@@ -32,11 +32,10 @@ from collections import deque
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm import cost
-from comm.collectives import Group, all_reduce, broadcast, default_pattern
+from comm.collectives import Group, all_reduce, broadcast
+from comm.expected import expected
 from comm.script import start
 from data_parallel.bucket_memory import OWN_MEMORY, OwnMemory, SharedMemory
 from data_parallel.bucket_order import BucketOrder
@@ -223,12 +222,10 @@ class BucketArgs(AccumulationArgs):
 
 def traffic_per_step(model: BucketDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: buckets, and their order if it was sent."""
-    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
     sizes, pattern = model.sizes_on_wire, model.pattern or pattern
-    traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
+    traffic = sum((expected("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
     if model.order.was_sent:
-        pattern = default_pattern("broadcast", model.group)
-        traffic += cost.per_rank("broadcast", pattern, len(model.trained), 8, *place)
+        traffic += expected("broadcast", None, len(model.trained), 8, model.group)
     return traffic
 
 

@@ -48,8 +48,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from comm import cost
 from comm.collectives import Work, all_gather, broadcast, reduce_scatter
+from comm.expected import expected
 from comm.script import start
 from data_parallel.zero_memory import MemoryReport, Share, states_of
 from data_parallel.zero_run import ZeroArgs, ZeroRun
@@ -199,7 +199,7 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
         numel = sum(-(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in parameters)
         if not numel or ranks == 1:
             return Traffic()
-        return cost.per_rank(op, args.pattern, numel, itemsize, ranks, cluster.rank)
+        return expected(op, args.pattern, numel, itemsize)
 
     layers = [list(layer.parameters()) for layer in layers_of(model)]
     in_layers = {id(parameter) for layer in layers for parameter in layer}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm import cost
-from comm.collectives import Group, Work, all_gather, broadcast, default_pattern
+from comm.collectives import Group, Work, all_gather, broadcast
+from comm.expected import expected
 from data_parallel.flat import Flat, Piece
 from data_parallel.freed import fill_in, free, stand_in
 from data_parallel.gradient_shard import GradientShard
@@ -117,11 +117,9 @@ class ShardedUnit:
 
     def traffic(self, gathers: int) -> Traffic:
         """Return this rank's expected traffic for `gathers` gathers and, if it is trained, a reduction."""
-        pattern = self.pattern or default_pattern("all_gather", self.group)
-        place = dist.get_world_size(self.group), dist.get_rank(self.group)
         ops = ["all_gather"] * gathers + ["reduce_scatter"] * (self.gradients is not None)
         sizes = self.flat.numel, self.dtype.itemsize
-        return sum((cost.per_rank(op, pattern, *sizes, *place) for op in ops), Traffic())
+        return sum((expected(op, self.pattern, *sizes, self.group) for op in ops), Traffic())
 
     def full_master(self) -> list[Tensor]:
         """Return a full copy of each parameter in the dtype of the shard; every rank must call it."""

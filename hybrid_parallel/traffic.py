@@ -18,11 +18,9 @@ sends.
 
 from collections.abc import Collection, Iterator
 
-import torch.distributed as dist
-
-from comm import cost
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import Group
+from comm.expected import expected
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from hybrid_parallel.hybrid import HybridParallel
 from lab.ledger import Traffic
@@ -99,5 +97,4 @@ def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
 
 def _of_numbers(count: int, group: Group) -> Traffic:
     """Return the traffic of all-reduces of one number in float64."""
-    pattern, place = chosen_pattern("all_reduce", group), (dist.get_world_size(group), dist.get_rank(group))
-    return sum([cost.per_rank("all_reduce", pattern, 1, 8, *place)] * count, Traffic())
+    return sum([expected("all_reduce", chosen_pattern("all_reduce", group), 1, 8, group)] * count, Traffic())

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm import cost
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import broadcast
+from comm.expected import expected
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport.wire import Group
 from lab.errors import WorkbookError
@@ -257,8 +257,7 @@ class Pipeline(nn.Module):
         return self.traffic_of_forward_only() + self._traffic_of("broadcast", torch.float64.itemsize, root)
 
     def _traffic_of(self, op: str, itemsize: int, root: int = 0) -> Traffic:
-        pattern, ranks = chosen_pattern(op, self.group), dist.get_world_size(self.group)
-        return cost.per_rank(op, pattern, 1, itemsize, ranks, self.rank, root)
+        return expected(op, chosen_pattern(op, self.group), 1, itemsize, self.group, root)
 
     def _make_ties_equal(self) -> None:
         """Copy each shared parameter from the earlier stage to the later one."""

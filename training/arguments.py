@@ -56,9 +56,10 @@ class TrainArgs:
 
 
 AllReducePattern = Literal[
-    "pipelined_ring", "ring", "pairwise", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
+    *("auto", "pipelined_ring", "ring", "pairwise", "tree", "flat"),
+    *("recursive_doubling", "halving_doubling", "torch"),
 ]
-ShardPattern = Literal["pipelined_ring", "ring", "pairwise", "tree", "torch"]  # they gather and scatter, too
+ShardPattern = Literal["auto", "pipelined_ring", "ring", "pairwise", "tree", "torch"]  # they also gather
 
 
 @dataclasses.dataclass
@@ -67,8 +68,8 @@ class Args(TrainArgs):
 
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; torch is PyTorch's own; the others are in comm/algorithms. None: pipelined_ring on gloo,
-    torch on nccl."""
+    chunk in pieces; torch is PyTorch's own; auto measures all and takes the fastest for each size; the others
+    are in comm/algorithms. None: pipelined_ring on gloo, torch on nccl."""
 
 
 @dataclasses.dataclass

@@ -23,13 +23,14 @@ def measure_all_reduce(
 ) -> Link:
     """Return the alpha and beta that explain the times of this group's all-reduces, the same on every rank.
 
-    They come from medians of `repeats` all-reduces of tensors on `device`. On a slow link there are fewer, of
-    smaller tensors, so that the measurement takes two or three seconds. On a single rank both are 0. All
-    ranks must call it.
+    With "auto" they are those of the pattern that is chosen for large tensors. They come from medians of
+    `repeats` all-reduces of tensors on `device`. On a slow link there are fewer, of smaller tensors, so that
+    the measurement takes two or three seconds. On a single rank both are 0. All ranks must call it.
     """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return Link(0.0, 0.0)
+    pattern = collectives.pattern_for("all_reduce", pattern, LARGE_BYTES, group)
 
     def median(num_bytes: int, runs: int) -> float:
         """Return the median of the slowest rank's seconds, so that all ranks decide the same."""

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comm import cost
 from comm.collectives import all_reduce, default_pattern
 from comm.cost import Link
+from comm.expected import expected
 from comm.transport import choice, slow_link
 from lab import timeline
 from lab.check import refuse_unequal
@@ -192,8 +192,7 @@ class Run:
 
     def expect_traffic(self, of_the_step: Traffic) -> None:
         """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce."""
-        place = (self._cluster.world_size, self._cluster.rank)
-        self._expected += of_the_step + cost.per_rank("all_reduce", self.pattern, 1, 4, *place)
+        self._expected += of_the_step + expected("all_reduce", self.pattern, 1, 4)
 
     def evaluate(self, step: int, model: nn.Module) -> None:
         """Compute the loss on held-out data, after every --eval-every steps and after the last.

@@ -163,6 +163,7 @@ def test_on_two_ranks_all_wrappers_end_with_the_same_bits():
 def test_every_pattern_trains_and_its_traffic_is_counted():
     def work(cluster: Cluster) -> None:
         for pattern in (
+            "auto",
             "ring",
             "pipelined_ring",
             "pairwise",
