@@ -55,11 +55,8 @@ class TrainArgs:
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
-AllReducePattern = Literal[
-    *("auto", "pipelined_ring", "ring", "pairwise", "tree", "flat"),
-    *("recursive_doubling", "halving_doubling", "torch"),
-]
 ShardPattern = Literal["auto", "pipelined_ring", "ring", "pairwise", "tree", "torch"]  # they also gather
+AllReducePattern = Literal[ShardPattern, "flat", "recursive_doubling", "halving_doubling"]
 
 
 @dataclasses.dataclass
