@@ -5,11 +5,12 @@
   scatter         root: x         rank r: x[r]                 flat  tree
   gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
   reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
-  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree  bruck
   reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tree  flat
                                                                recursive_doubling  halving_doubling
-  all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
+                                                               hierarchical
+  all_to_all      rank r: x(r)    rank r: part r of each x     pairwise  bruck
   barrier                         no rank leaves before all have arrived
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
@@ -30,7 +31,17 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from comm.algorithms import hypercube, pairwise, pipelined_ring, ring, sharded_tree, star, tree
+from comm.algorithms import (
+    bruck,
+    hierarchical,
+    hypercube,
+    pairwise,
+    pipelined_ring,
+    ring,
+    sharded_tree,
+    star,
+    tree,
+)
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.shards import shard_sizes
@@ -46,17 +57,18 @@ PATTERNS = {
     "scatter": ("flat", "tree"),
     "gather": ("flat", "tree"),
     "reduce": ("tree", "flat"),
-    "all_gather": (*RINGS, "tree"),
+    "all_gather": (*RINGS, "tree", "bruck"),
     "reduce_scatter": (*RINGS, "tree"),
-    "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling"),
-    "all_to_all": ("pairwise",),
+    "all_reduce": (*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling", "hierarchical"),
+    "all_to_all": ("pairwise", "bruck"),
     "barrier": ("tree",),
 }
 
-FILES: dict[str, ModuleType] = {  # each has an all_gather and a reduce_scatter
+FILES: dict[str, ModuleType] = {  # each has an all_gather, and all but bruck have a reduce_scatter
     "pipelined_ring": pipelined_ring,
     "ring": ring,
     "tree": sharded_tree,
+    "bruck": bruck,
 }
 Patterns = dict[str, Callable[..., None]]
 ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
@@ -66,6 +78,7 @@ ALL_REDUCES = {  # the functions are looked up when they are called, because an 
     "flat": (star, "all_reduce"),
     "recursive_doubling": (hypercube, "recursive_doubling"),
     "halving_doubling": (hypercube, "halving_doubling"),
+    "hierarchical": (hierarchical, "all_reduce"),
 }
 Work = native.Work
 
@@ -217,7 +230,8 @@ def all_to_all(
     """Send part p of `full` to rank p, and receive part p of `output` from rank p.
 
     Sizes count the elements of each part, in rank order. Without them the tensors are divided as in
-    `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements.
+    `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements. The
+    pattern bruck needs parts that all have one size, on all ranks.
     """
     pattern = _choose("all_to_all", pattern, group)
     n = dist.get_world_size(group)
@@ -233,7 +247,10 @@ def all_to_all(
     header = Header("all_to_all", pattern, full.dtype)
 
     def algorithm(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
-        pairwise.all_to_all(wire, out, x, outs, ins)
+        if pattern == "bruck":
+            bruck.all_to_all(wire, out, x)
+        else:
+            pairwise.all_to_all(wire, out, x, outs, ins)
 
     return run_collective(header, group, async_op, algorithm, Out(output), In(full), parts=(outs, ins))
 

@@ -150,6 +150,13 @@ def test_the_formulas_agree_with_sums_done_by_hand():
     assert everyone("reduce_scatter", "ring") == [(3000, 3)] * 4
     assert everyone("all_gather", "ring") == [(3000, 3)] * 4
     assert everyone("all_to_all", "pairwise") == [(3000, 3)] * 4
+    assert everyone("all_to_all", "bruck") == [(4000, 2)] * 4  # two parts of 1000 in each of 2 rounds
+    assert everyone("all_gather", "bruck") == [(3000, 2)] * 4  # 1 shard, then 2
+    assert everyone("all_reduce", "hierarchical") == [(6000, 6)] * 4  # of one host: a ring
+    on_two_hosts = [(6000, 4)] * 4  # 2000 + 2 * 1000 + 2000
+    assert everyone("all_reduce", "hierarchical", hosts=[0, 0, 1, 1]) == on_two_hosts
+    leaders = [(4000, 2), (12000, 4), (4000, 1), (4000, 1)]  # rank 1 broadcasts to two others
+    assert everyone("all_reduce", "hierarchical", hosts=[0, 1, 1, 1]) == leaders
     assert everyone("all_reduce", "recursive_doubling") == [(8000, 2)] * 4
     assert everyone("all_reduce", "halving_doubling") == [(6000, 4)] * 4  # 2000 + 1000, and back
     assert everyone("all_reduce", "flat") == [(12000, 3), *[(4000, 1)] * 3]
@@ -194,6 +201,7 @@ def test_predicted_seconds_follow_alpha_and_beta():
         ("scatter", "tree"): header + 2 * a + 3 / 4 * b,
         ("gather", "tree"): header + 2 * a + 3 / 4 * b,
         ("all_gather", "tree"): header + 2 * a + 3 / 4 * b + 2 * (a + b),
+        ("all_gather", "bruck"): header + 2 * a + 3 / 4 * b,
         ("reduce_scatter", "tree"): header + 2 * (a + b) + 2 * a + 3 / 4 * b,
         ("all_gather", "ring"): header + 3 * (a + b / 4),
         ("reduce_scatter", "pipelined_ring"): header + 3 * (a + b / 4),
@@ -202,11 +210,15 @@ def test_predicted_seconds_follow_alpha_and_beta():
         ("all_reduce", "flat"): header + 2 * (a + 3 * b),
         ("all_reduce", "recursive_doubling"): header + 2 * (a + b),
         ("all_reduce", "halving_doubling"): header + 4 * a + 2 * 3 / 4 * b,
+        ("all_reduce", "hierarchical"): header + 6 * (a + b / 4),
         ("all_to_all", "pairwise"): 2 * header + 3 * a + 3 / 4 * b,
+        ("all_to_all", "bruck"): 2 * header + 2 * a + b,
     }
     five_ranks = {  # the fifth one gives its tensor to another first, and gets the result at the end
         ("all_reduce", "recursive_doubling"): 3 * a + 4 * (a + b),
         ("all_reduce", "halving_doubling"): 3 * a + 4 * a + 2 * 3 / 4 * b + 2 * (a + b),
+        ("all_to_all", "bruck"): 2 * 3 * a + 3 * a + b,  # what goes 3 ranks moves twice, the rest once
+        ("all_gather", "bruck"): 3 * a + 3 * a + 4 / 5 * b,
     }
     for ranks, expected in ((4, four_ranks), (5, five_ranks), (1, dict.fromkeys(OURS, 0.0))):
         for (op, pattern), seconds in expected.items():
