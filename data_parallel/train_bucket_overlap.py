@@ -32,12 +32,12 @@ from collections import deque
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast, default_pattern
 from comm.script import start
+from comm.transport.hosts import place_of
 from data_parallel.bucket_order import BucketOrder
 from data_parallel.flat import fill
 from data_parallel.guard import ReplicaGuard, replace_hook
@@ -214,7 +214,7 @@ class BucketArgs(AccumulationArgs):
 
 def traffic_per_step(model: BucketDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: buckets, and their order if it was sent."""
-    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
+    place = place_of(model.group)
     sizes = model.sizes_on_wire
     traffic = sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
     if model.order.was_sent:

@@ -22,12 +22,12 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from comm import cost
 from comm.collectives import Group, all_reduce, broadcast
 from comm.script import start
+from comm.transport.hosts import place_of
 from data_parallel.guard import ReplicaGuard
 from data_parallel.run import Run
 from lab.cluster import Cluster
@@ -87,7 +87,7 @@ def traffic_per_step(model: NaiveDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: a flag for each parameter, and the gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained if p.grad is not None)]
-    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
+    place = place_of(model.group)
     return sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
 
 

@@ -23,12 +23,12 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import cost
 from comm.collectives import Group, Work, all_reduce, broadcast
 from comm.script import start
+from comm.transport.hosts import place_of
 from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.ordered_launcher import OrderedLauncher
 from data_parallel.run import Run
@@ -127,7 +127,7 @@ def traffic_per_step(model: OverlapDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for a step: all gradients, and a flag for each parameter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [*((p.numel(), p.element_size()) for p in trained), (len(trained), 1)]
-    place = (dist.get_world_size(model.group), dist.get_rank(model.group))
+    place = place_of(model.group)
     return sum((cost.per_rank("all_reduce", pattern, *size, *place) for size in sizes), Traffic())
 
 

@@ -24,6 +24,7 @@ from comm import cost
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import broadcast
 from comm.point_to_point import irecv, isend, recv, send
+from comm.transport.hosts import place_of
 from comm.transport.wire import Group
 from lab.errors import WorkbookError
 from lab.evaluation import evaluating
@@ -257,8 +258,8 @@ class Pipeline(nn.Module):
         return self.traffic_of_forward_only() + self._traffic_of("broadcast", torch.float64.itemsize, root)
 
     def _traffic_of(self, op: str, itemsize: int, root: int = 0) -> Traffic:
-        pattern, ranks = chosen_pattern(op, self.group), dist.get_world_size(self.group)
-        return cost.per_rank(op, pattern, 1, itemsize, ranks, self.rank, root)
+        ranks, rank, _, hosts = place_of(self.group)
+        return cost.per_rank(op, chosen_pattern(op, self.group), 1, itemsize, ranks, rank, root, hosts)
 
     def _make_ties_equal(self) -> None:
         """Copy each shared parameter from the earlier stage to the later one."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from comm import cost
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import Group
+from comm.transport.hosts import place_of
 from lab.ledger import Traffic
 from lab.model import GPTConfig
 
@@ -58,7 +59,7 @@ class ExpectedTraffic:
 
     def sum(self, ops: Ops, itemsize: int) -> Traffic:
         """Return what this rank sends in the collectives, with the patterns that the group has chosen."""
-        place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        place = place_of(self.group)
         each = (
             cost.per_rank(op, chosen_pattern(op, self.group), numel, itemsize, *place) for op, numel in ops
         )

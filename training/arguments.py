@@ -56,7 +56,14 @@ class TrainArgs:
 
 
 AllReducePattern = Literal[
-    "pipelined_ring", "ring", "tree", "flat", "recursive_doubling", "halving_doubling", "torch"
+    "pipelined_ring",
+    "ring",
+    "tree",
+    "flat",
+    "recursive_doubling",
+    "halving_doubling",
+    "hierarchical",
+    "torch",
 ]
 ShardPattern = Literal["pipelined_ring", "ring", "tree", "torch"]  # those that can also gather and scatter
 
@@ -67,8 +74,8 @@ class Args(TrainArgs):
 
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; torch is PyTorch's own; the others are in comm/algorithms. None: pipelined_ring on gloo,
-    torch on nccl."""
+    chunk in pieces; hierarchical adds up within each host first; torch is PyTorch's own; the others are in
+    comm/algorithms. None: pipelined_ring on gloo, torch on nccl."""
 
 
 @dataclasses.dataclass

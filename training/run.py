@@ -27,6 +27,7 @@ from comm import cost
 from comm.collectives import all_reduce, default_pattern
 from comm.cost import Link
 from comm.transport import choice, slow_link
+from comm.transport.hosts import place_of
 from lab import timeline
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
@@ -192,8 +193,7 @@ class Run:
 
     def expect_traffic(self, of_the_step: Traffic) -> None:
         """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce."""
-        place = (self._cluster.world_size, self._cluster.rank)
-        self._expected += of_the_step + cost.per_rank("all_reduce", self.pattern, 1, 4, *place)
+        self._expected += of_the_step + cost.per_rank("all_reduce", self.pattern, 1, 4, *place_of(None))
 
     def evaluate(self, step: int, model: nn.Module) -> None:
         """Compute the loss on held-out data, after every --eval-every steps and after the last.

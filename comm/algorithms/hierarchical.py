@@ -71,7 +71,7 @@ def among(wire: Wire, members: Sequence[int]) -> Wire:
 
 
 class _SomeRanks:
-    """What an algorithm uses of a wire: the ranks, and sends and receives, under other numbers."""
+    """A wire among some ranks of another wire, with what an algorithm uses of it."""
 
     def __init__(self, wire: Wire, members: Sequence[int]) -> None:
         self._wire, self._members = wire, members

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from comm.transport.handshake import RowExchange
-from comm.transport.wire import Wire
+from comm.transport.wire import Group, Wire, group_of
 
 VARIABLE = "WORKBOOK_HOST"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -52,6 +52,21 @@ def numbered(hashes: Sequence[int]) -> list[int]:
     return [numbers[one] for one in hashes]
 
 
+def remember(group: dist.ProcessGroup, hashes: Sequence[int]) -> list[int]:
+    """Return `numbered(hashes)`, and keep it for `hosts_of` and `place_of` as long as the group lives."""
+    _hosts[group] = numbered(hashes)
+    return _hosts[group]
+
+
+def place_of(group: Group) -> tuple[int, int, int, list[int]]:
+    """Return the arguments of `cost.per_rank` that a group gives: size, this rank, root 0, and its hosts.
+
+    The list of hosts is empty until an operation of the group has exchanged them. A hierarchical one has.
+    """
+    process_group = group_of(group)
+    return process_group.size(), process_group.rank(), 0, _hosts.get(process_group, [])
+
+
 def hosts_of(wire: Wire) -> list[int]:
     """Return the number of each rank's host. At its first use in a group, all ranks must call it."""
     if wire.group not in _hosts:
@@ -61,5 +76,5 @@ def hosts_of(wire: Wire) -> list[int]:
             hashes = RowExchange(wire, torch.tensor([own_host()])).finish()
         finally:
             wire.counted = counted
-        _hosts[wire.group] = numbered(hashes.flatten().tolist())
+        remember(wire.group, hashes.flatten().tolist())
     return _hosts[wire.group]

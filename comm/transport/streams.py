@@ -82,7 +82,10 @@ class Streams:
         wire = Wire(group, op, pattern, sequence, counted=False)
         mine = torch.tensor([*self._listener.address(), hosts.own_host()])
         rows = RowExchange(wire, mine).finish().tolist()
-        self._addresses, self.hosts = [row[:3] for row in rows], hosts.numbered([row[3] for row in rows])
+        self._addresses, self.hosts = (
+            [row[:3] for row in rows],
+            hosts.remember(group, [row[3] for row in rows]),
+        )
         for name, (_, port, _) in zip(self.names, self._addresses, strict=True):
             if port == 0:
                 raise CommError(
