@@ -171,20 +171,8 @@ def by_reach(pattern: str, numel: int, itemsize: int, hosts: Hosts, rank: int) -
     return sum(within, Traffic()), traffic("all_reduce", RING, own, itemsize, len(by_host), host)
 
 
-def seconds(
-    op: str,
-    pattern: str,
-    num_bytes: int,
-    ranks: int,
-    link: Link,
-    hosts: Hosts = (),
-    between: Link | None = None,
-) -> float:
-    """Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`.
-
-    For the pattern "hierarchical", `link` is that between ranks of a host, and `between` the one by which
-    each of the `hosts` sends to others (None: the same).
-    """
+def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
+    """Return the predicted seconds of a collective, headers included. The full tensor has `num_bytes`."""
     n, b, log = ranks, num_bytes * link.beta, _log2_up(ranks)
     a = link.alpha
     if n == 1:
@@ -213,15 +201,26 @@ def seconds(
         ("all_reduce", "tree"): 2 * log * (a + b),
         ("all_reduce", "recursive_doubling"): (log_power + folds) * (a + b),
         ("all_reduce", "halving_doubling"): 2 * log_power * a + 2 * (power - 1) / power * b + folds * (a + b),
-        ("all_reduce", "hierarchical"): _hierarchical_seconds(
-            num_bytes, link, hosts or [0] * n, between or link
-        ),
+        ("all_reduce", "hierarchical"): hierarchical_seconds(num_bytes, [0] * n, link, link),
         ("all_to_all", "bruck"): log * a + _parts_moved(n) / n * b,
         ("all_to_all", "pairwise"): (n - 1) * a + (n - 1) / n * b,
     }
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
     return predicted[op, pattern] + headers * a
+
+
+def hierarchical_seconds(num_bytes: int, hosts: Hosts, link: Link, between: Link) -> float:
+    """Return the predicted seconds of an all-reduce with the pattern hierarchical, without headers.
+
+    `link` is that between two ranks of a host. By `between` a host sends to others, and its ranks share it.
+    """
+    per_host = [len(ranks) for ranks in ranks_by_host(hosts)]
+    h, m = len(per_host), max(per_host)
+    across = 2 * (h - 1) * (between.alpha + num_bytes / h * between.beta)
+    if len(set(per_host)) == 1:
+        return 2 * (m - 1) * (link.alpha + num_bytes / m * link.beta) + across
+    return 2 * _log2_up(m) * (link.alpha + num_bytes * link.beta) + across
 
 
 def model_of(op: str, pattern: str) -> str:
@@ -236,15 +235,6 @@ def pairwise_traffic(input_sizes: list[int], itemsize: int, rank: int) -> Traffi
     """Return the traffic of `rank` in an all-to-all that sends `input_sizes[p]` elements to rank p."""
     sent = [size for peer, size in enumerate(input_sizes) if peer != rank and size]
     return Traffic(sum(sent) * itemsize, len(sent))
-
-
-def _hierarchical_seconds(num_bytes: int, link: Link, hosts: Hosts, between: Link) -> float:
-    per_host = [len(ranks) for ranks in ranks_by_host(hosts)]
-    h, m = len(per_host), max(per_host)
-    across = 2 * (h - 1) * (between.alpha + num_bytes / h * between.beta)
-    if len(set(per_host)) == 1:
-        return 2 * (m - 1) * (link.alpha + num_bytes / m * link.beta) + across
-    return 2 * _log2_up(m) * (link.alpha + num_bytes * link.beta) + across
 
 
 def _parts_moved(ranks: int) -> int:

@@ -99,6 +99,21 @@ def test_a_refused_tensor_keeps_its_values_and_a_pairwise_all_to_all_takes_it():
     assert run_ranks(retry, 3) == [[0, 1, 1, 2], [0, 0, 1, 2], [0, 1, 2]]
 
 
+def test_predicted_seconds_are_those_of_what_moves_in_each_round():
+    a, b, link = 1e-3, 1200e-6, Link(alpha=1e-3, beta=1e-6)
+    of_1200_bytes = {
+        ("all_gather", 4): 2 * a + 3 / 4 * b,
+        ("all_gather", 5): 3 * a + 4 / 5 * b,
+        ("all_to_all", 4): 2 * a + b,
+        ("all_to_all", 5): 3 * a + b,  # the part that goes 3 ranks moves twice, and three parts move once
+        ("all_to_all", 1): 0.0,
+    }
+    for (op, n), expected in of_1200_bytes.items():
+        other = "ring" if op == "all_gather" else "pairwise"
+        difference = cost.seconds(op, "bruck", 1200, n, link) - cost.seconds(op, other, 1200, n, link)
+        assert expected - difference == pytest.approx((n - 1) * (a + b / n)), (op, n)
+
+
 def test_an_all_to_all_of_many_small_parts_is_predicted_to_be_faster_than_pairwise_and_of_large_ones_slower():
     link = Link(alpha=30e-6, beta=1e-9)
     for n in (4, 8, 64):

@@ -205,15 +205,16 @@ def test_seconds_take_the_links_within_and_between_hosts():
 
     def seconds(names: str) -> float:
         hosts = [ord(name) for name in names]
-        return cost.seconds("all_reduce", "hierarchical", 1200, len(names), within, hosts, between)
+        return cost.hierarchical_seconds(1200, hosts, within, between)
 
-    headers = 2e-6
-    assert seconds("aabb") == pytest.approx(headers + 2 * (1e-6 + 600e-9) + 2 * (1e-3 + 600e-6))
+    assert seconds("aabb") == pytest.approx(2 * (1e-6 + 600e-9) + 2 * (1e-3 + 600e-6))
     assert seconds("abab") == seconds("aabb")
-    assert seconds("abcd") == pytest.approx(headers + 2 * 3 * (1e-3 + 300e-6))
-    assert seconds("abbb") == pytest.approx(headers + 2 * 2 * (1e-6 + 1200e-9) + 2 * (1e-3 + 600e-6))
-    ring = cost.seconds("all_reduce", "ring", 1200, 4, within)
-    assert seconds("aaaa") == pytest.approx(ring)
+    assert seconds("abcd") == pytest.approx(2 * 3 * (1e-3 + 300e-6))
+    assert seconds("abbb") == pytest.approx(2 * 2 * (1e-6 + 1200e-9) + 2 * (1e-3 + 600e-6))
+    headers = 2e-6
+    assert seconds("aaaa") + headers == pytest.approx(cost.seconds("all_reduce", "ring", 1200, 4, within))
+    on_one_host = cost.seconds("all_reduce", "hierarchical", 1200, 4, within)
+    assert on_one_host == pytest.approx(seconds("aaaa") + headers)
 
 
 def test_a_group_of_some_ranks_knows_the_hosts_of_its_own():
