@@ -43,7 +43,6 @@ from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.transport.handshake import ROW_BYTES
 from lab.ledger import Traffic
 
-RING = "pipelined_ring"
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
 
 
@@ -162,13 +161,18 @@ def by_reach(pattern: str, numel: int, itemsize: int, hosts: Hosts, rank: int) -
         sent = traffic("all_reduce", pattern, numel, itemsize, n, rank)
         return (sent, Traffic()) if hosts[rank] == hosts[(rank + 1) % n] else (Traffic(), sent)
     host = next(number for number, ranks in enumerate(by_host) if rank in ranks)
-    m, local = len(by_host[host]), by_host[host].index(rank)
-    if len({len(ranks) for ranks in by_host}) == 1:
-        own, steps = shard_sizes(numel, m)[local], [("reduce_scatter", RING), ("all_gather", RING)]
-    else:
-        own, steps = numel if local == 0 else 0, [("reduce", "tree"), ("broadcast", "tree")]
-    within = [traffic(*step, numel, itemsize, m, local) for step in steps]
-    return sum(within, Traffic()), traffic("all_reduce", RING, own, itemsize, len(by_host), host)
+    h, m, local = len(by_host), len(by_host[host]), by_host[host].index(rank)
+    if len({len(ranks) for ranks in by_host}) > 1:
+        steps = [traffic(step, "tree", numel, itemsize, m, local) for step in ("reduce", "broadcast")]
+        between = traffic("all_reduce", "pipelined_ring", numel if local == 0 else 0, itemsize, h, host)
+        return sum(steps, Traffic()), between
+    within = between = Traffic()
+    per_block = max(1, n * SEGMENT_BYTES // 2 // itemsize)
+    for start in range(0, numel, per_block):
+        block = min(per_block, numel - start)
+        within += traffic("all_reduce", "ring", block, itemsize, m, local)
+        between += traffic("all_reduce", "ring", shard_sizes(block, m)[local], itemsize, h, host)
+    return within, between
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:

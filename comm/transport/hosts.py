@@ -70,7 +70,6 @@ def place_of(group: Group) -> tuple[int, int, int, list[int]]:
 def hosts_of(wire: Wire) -> list[int]:
     """Return the number of each rank's host. At its first use in a group, all ranks must call it."""
     if wire.group not in _hosts:
-        wire.finish_handshake()
         counted, wire.counted = wire.counted, False  # as the addresses of the streams, it is no header
         try:
             hashes = RowExchange(wire, torch.tensor([own_host()])).finish()
