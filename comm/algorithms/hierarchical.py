@@ -7,11 +7,12 @@
         ▼                       ▼            that own it
       rank 1 ◄────────2─────► rank 3      3  all-gather within each host
 
-Within a host there is fast memory, and between hosts a slow network. Each of the h hosts has m ranks here, so
-n = h m. In step 2 the ranks of a host together send 2 (h-1)/h B bytes to other hosts. If all hosts send the
-same amount, no all-reduce sends less (ring.py). In a flat ring a rank whose right neighbour is on another host
-sends 2 (n-1)/n B there. On 2 hosts with 2 ranks each that is B bytes from each host beside 3/2 B. If the ranks
-take turns (0 and 2 on one host), it is B beside 3 B, because then every link of the ring leaves its host.
+Within a host there is fast memory, and between hosts a slow network. Each of the h hosts has m ranks here,
+so n = h m. In step 2 the ranks of a host together send 2 (h-1)/h B bytes to other hosts. If all hosts send
+the same amount, no all-reduce sends less (ring.py). In a flat ring a rank whose right neighbour is on
+another host sends 2 (n-1)/n B there. On 2 hosts with 2 ranks each that is B bytes from each host beside 3/2
+B. If the ranks take turns (0 and 2 on one host), it is B beside 3 B, because then every link of the ring
+leaves its host.
 
 The steps are rings (ring.py). With alpha and beta within a host, and a latency of A seconds and b seconds per
 byte on the link of a host, which its ranks share, they take
