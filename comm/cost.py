@@ -120,8 +120,9 @@ def traffic(
             numels = [sum((sizes + sizes)[rank : rank + count]) for count in counts]
             return Traffic(sum(numels) * itemsize, sum(size > 0 for size in numels))
         case "all_to_all", "bruck":
-            moved = _parts_moved(ranks) * (numel // ranks) * itemsize
-            return Traffic(moved, _log2_up(ranks) if moved else 0)
+            # A part is sent as often as its distance has the binary digit 1.
+            moved = sum(distance.bit_count() for distance in range(ranks)) if numel else 0
+            return Traffic(moved * (numel // ranks) * itemsize, _log2_up(ranks) if numel else 0)
         case "all_to_all", "pairwise":
             return pairwise_traffic(sizes, itemsize, rank)
         case "all_reduce", "ring" | "pipelined_ring":
@@ -205,8 +206,8 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("all_reduce", "tree"): 2 * log * (a + b),
         ("all_reduce", "recursive_doubling"): (log_power + folds) * (a + b),
         ("all_reduce", "halving_doubling"): 2 * log_power * a + 2 * (power - 1) / power * b + folds * (a + b),
-        ("all_reduce", "hierarchical"): hierarchical_seconds(num_bytes, [0] * n, link, link),
-        ("all_to_all", "bruck"): log * a + _parts_moved(n) / n * b,
+        ("all_reduce", "hierarchical"): 2 * (n - 1) * (a + b / n),  # on one host
+        ("all_to_all", "bruck"): log * a + sum(distance.bit_count() for distance in range(n)) / n * b,
         ("all_to_all", "pairwise"): (n - 1) * a + (n - 1) / n * b,
     }
     if (op, pattern) not in predicted:
@@ -239,11 +240,6 @@ def pairwise_traffic(input_sizes: list[int], itemsize: int, rank: int) -> Traffi
     """Return the traffic of `rank` in an all-to-all that sends `input_sizes[p]` elements to rank p."""
     sent = [size for peer, size in enumerate(input_sizes) if peer != rank and size]
     return Traffic(sum(sent) * itemsize, len(sent))
-
-
-def _parts_moved(ranks: int) -> int:
-    """Return how many parts a rank sends in Bruck's all-to-all: each one as often as its distance has a 1."""
-    return sum(distance.bit_count() for distance in range(ranks))
 
 
 def _halving_doubling(numel: int, itemsize: int, ranks: int, rank: int) -> Traffic:
