@@ -3,8 +3,8 @@
     python benchmarks/waterfall.py --plot comm/waterfall.png
     python benchmarks/waterfall.py --transport gloo --mb 16 --plot /tmp/gloo.png
 
-A lane is a rank. A bar is a step: it waits for a chunk, and then adds it. An arrow is a chunk on its way:
-from the time when its sender has posted it to that when its receiver has all of it. Of several runs the picture
+A lane is a rank. A bar is a step: it waits for a chunk, and then adds it. An arrow is a chunk on its way. It
+starts when the sender posts the chunk, and ends when the receiver has all of it. Of several runs the picture
 shows the one with the median time.
 """
 

@@ -6,11 +6,12 @@
   gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
   reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
   all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree  pairwise
+                                                               bruck
   reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree  pairwise
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tree  flat
                                                                recursive_doubling  halving_doubling
-                                                               pairwise  in_place
-  all_to_all      rank r: x(r)    rank r: part r of each x     pairwise
+                                                               pairwise  hierarchical  in_place
+  all_to_all      rank r: x(r)    rank r: part r of each x     pairwise  bruck
   barrier                         no rank leaves before all have arrived
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from comm import choosing
-from comm.algorithms import pairwise, sharded_tree, star, tree
+from comm.algorithms import bruck, pairwise, sharded_tree, star, tree
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.patterns import ALL_REDUCES, FILES, PATTERNS
@@ -212,7 +213,8 @@ def all_to_all(
     """Send part p of `full` to rank p, and receive part p of `output` from rank p.
 
     Sizes count the elements of each part, in rank order. Without them the tensors are divided as in
-    `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements.
+    `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements. The
+    pattern bruck needs parts that all have one size, on all ranks.
     """
     pattern = _choose("all_to_all", pattern, group, None)
     n = dist.get_world_size(group)
@@ -229,7 +231,10 @@ def all_to_all(
     header = Header("all_to_all", pattern, full.dtype, shard=ins[0] if is_even else UNEVEN, full=full.numel())
 
     def algorithm(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
-        pairwise.all_to_all(wire, out, x, outs, ins)
+        if pattern == "bruck":
+            bruck.all_to_all(wire, out, x)
+        else:
+            pairwise.all_to_all(wire, out, x, outs, ins)
 
     return run_collective(header, group, async_op, algorithm, Out(output), In(full), parts=(outs, ins))
 
@@ -255,8 +260,10 @@ def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Grou
     if pattern is None or (pattern == "auto" and dist.get_backend(group) == "nccl"):
         return default_pattern(op, group)
     if pattern == "auto":
-        num_bytes = None if op in ("scatter", "gather", "all_to_all") else num_bytes  # ranks may know others
-        return choosing.fastest(op, num_bytes, PATTERNS[op], globals()[op], group)
+        # What all ranks choose must not depend on what only one of them knows: the sizes of its own parts.
+        num_bytes = None if op in ("scatter", "gather") else num_bytes
+        patterns = ("pairwise",) if op == "all_to_all" else PATTERNS[op]
+        return choosing.fastest(op, num_bytes, patterns, globals()[op], group)
     return pattern
 
 

@@ -15,6 +15,7 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     gather          flat                  alpha + (n-1)/n B beta
     gather          tree                  L alpha + (n-1)/n B beta
     all_gather      ring                  (n-1) (alpha + (B/n) beta)
+    all_gather      bruck                 L alpha + (n-1)/n B beta
     all_gather      tree                  2 L alpha + (L + (n-1)/n) B beta
     all_gather      pairwise              (n-1) alpha + (n-1)/n B beta
     reduce_scatter  ring                  (n-1) (alpha + (B/n) beta)
@@ -27,18 +28,26 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
     all_reduce      pairwise              2 (n-1) alpha + 2 (n-1)/n B beta
     all_reduce      in_place              L alpha + 2 (n-1)/n B beta
+    all_reduce      hierarchical          2 (m-1) (alpha + (B/m) beta) + 2 (h-1) (A + (B/h) b)
     all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
+    all_to_all      bruck                 L alpha + (L/2) B beta
 
 The pattern pipelined_ring costs as much as ring. The formulas of the two doublings hold if n is a power of
-two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta) more. Every
-collective also exchanges headers (transport/handshake.py), which takes L alpha. An all_to_all whose parts
-have different sizes exchanges the sizes as well, in another L alpha."""
+two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta) more. For another n
+an all_to_all with bruck costs less than its formula. In hierarchical n = h m: each of h hosts has m ranks,
+which share the link of their host, with a latency of A seconds and b seconds per byte. Every collective also
+exchanges headers (transport/handshake.py), which takes L alpha. An all_to_all whose parts have different
+sizes exchanges the sizes as well, in another L alpha."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from comm.algorithms.hierarchical import ranks_by_host
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.transport.handshake import ROW_BYTES
 from lab.ledger import Traffic
+
+Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,12 @@ def header_traffic(ranks: int, uneven_parts: bool = False) -> Traffic:
 
 
 def traffic(
-    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
+    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0, hosts: Hosts = ()
 ) -> Traffic:
     """Return the exact payload that `rank` sends. `numel` counts the full tensor: all shards together.
 
-    For the pattern "torch" it is the payload of the best-known algorithm, see `model_of`.
+    For the pattern "torch" it is the payload of the best-known algorithm, see `model_of`. `hosts` counts
+    for the pattern "hierarchical" only.
     """
     if pattern == "torch":
         pattern = model_of(op, pattern)
@@ -114,6 +124,14 @@ def traffic(
         case "all_gather" | "reduce_scatter", "tree":
             parts = ("gather", "broadcast") if op == "all_gather" else ("reduce", "scatter")
             return sum((traffic(part, "tree", numel, itemsize, ranks, rank) for part in parts), Traffic())
+        case "all_gather", "bruck":
+            counts = [min(1 << i, ranks - (1 << i)) for i in range(_log2_up(ranks))]
+            numels = [sum((sizes + sizes)[rank : rank + count]) for count in counts]
+            return Traffic(sum(numels) * itemsize, sum(size > 0 for size in numels))
+        case "all_to_all", "bruck":
+            # A part is sent as often as its distance has the binary digit 1.
+            moved = sum(distance.bit_count() for distance in range(ranks)) if numel else 0
+            return Traffic(moved * (numel // ranks) * itemsize, _log2_up(ranks) if numel else 0)
         case "all_to_all", "pairwise":
             return pairwise_traffic(sizes, itemsize, rank)
         case "all_reduce", "ring" | "pipelined_ring":
@@ -131,22 +149,49 @@ def traffic(
             power = 1 << (ranks.bit_length() - 1)
             times = 1 if rank >= power else _log2_up(power) + (rank + power < ranks)
             return Traffic(times * numel * itemsize, times * _num_segments(numel, itemsize))
+        case "all_reduce", "hierarchical":
+            within, between = by_reach(pattern, numel, itemsize, hosts or [0] * ranks, rank)
+            return within + between
         case "all_reduce", "halving_doubling":
             return _halving_doubling(numel, itemsize, ranks, rank)
     raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
 
 
 def per_rank(
-    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0
+    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0, hosts: Hosts = ()
 ) -> Traffic:
     """Return the traffic that the ledger will show for a collective. With "torch" it has no headers."""
-    payload = traffic(op, pattern, numel, itemsize, ranks, rank, root)
+    payload = traffic(op, pattern, numel, itemsize, ranks, rank, root, hosts)
     if pattern == "torch":
         return payload
     headers = header_traffic(ranks)
     if pattern == "in_place":  # one byte in each round of the barrier at its end
         headers += Traffic(_log2_up(ranks), _log2_up(ranks))
     return payload + headers
+
+
+def by_reach(pattern: str, numel: int, itemsize: int, hosts: Hosts, rank: int) -> tuple[Traffic, Traffic]:
+    """Return what `rank` sends in an all-reduce to ranks of its own host, and what to those of other hosts.
+
+    The pattern is "hierarchical" or one of the rings.
+    """
+    n, by_host = len(hosts), ranks_by_host(hosts)
+    if pattern != "hierarchical":
+        sent = traffic("all_reduce", pattern, numel, itemsize, n, rank)
+        return (sent, Traffic()) if hosts[rank] == hosts[(rank + 1) % n] else (Traffic(), sent)
+    host = next(number for number, ranks in enumerate(by_host) if rank in ranks)
+    h, m, local = len(by_host), len(by_host[host]), by_host[host].index(rank)
+    if len({len(ranks) for ranks in by_host}) > 1:
+        steps = [traffic(step, "tree", numel, itemsize, m, local) for step in ("reduce", "broadcast")]
+        between = traffic("all_reduce", "pipelined_ring", numel if local == 0 else 0, itemsize, h, host)
+        return sum(steps, Traffic()), between
+    within = between = Traffic()
+    per_block = max(1, n * SEGMENT_BYTES // 2 // itemsize)
+    for start in range(0, numel, per_block):
+        block = min(per_block, numel - start)
+        within += traffic("all_reduce", "ring", block, itemsize, m, local)
+        between += traffic("all_reduce", "ring", shard_sizes(block, m)[local], itemsize, h, host)
+    return within, between
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
@@ -170,6 +215,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("gather", "flat"): a + (n - 1) / n * b,
         ("gather", "tree"): log * a + (n - 1) / n * b,
         ("all_gather", "ring"): (n - 1) * (a + b / n),
+        ("all_gather", "bruck"): log * a + (n - 1) / n * b,
         ("all_gather", "tree"): 2 * log * a + (log + (n - 1) / n) * b,
         ("reduce_scatter", "ring"): (n - 1) * (a + b / n),
         ("reduce_scatter", "tree"): 2 * log * a + (log + (n - 1) / n) * b,
@@ -179,11 +225,26 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("all_reduce", "recursive_doubling"): (log_power + folds) * (a + b),
         ("all_reduce", "halving_doubling"): 2 * log_power * a + 2 * (power - 1) / power * b + folds * (a + b),
         ("all_reduce", "in_place"): log * a + 2 * (n - 1) / n * b,
+        ("all_reduce", "hierarchical"): 2 * (n - 1) * (a + b / n),  # on one host
+        ("all_to_all", "bruck"): log * a + sum(distance.bit_count() for distance in range(n)) / n * b,
         ("all_to_all", "pairwise"): (n - 1) * a + (n - 1) / n * b,
     }
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
     return predicted[op, pattern] + log * a  # the headers
+
+
+def hierarchical_seconds(num_bytes: int, hosts: Hosts, link: Link, between: Link) -> float:
+    """Return the predicted seconds of an all-reduce with the pattern hierarchical, without headers.
+
+    `link` is that between two ranks of a host. By `between` a host sends to others, and its ranks share it.
+    """
+    per_host = [len(ranks) for ranks in ranks_by_host(hosts)]
+    h, m = len(per_host), max(per_host)
+    across = 2 * (h - 1) * (between.alpha + num_bytes / h * between.beta)
+    if len(set(per_host)) == 1:
+        return 2 * (m - 1) * (link.alpha + num_bytes / m * link.beta) + across
+    return 2 * _log2_up(m) * (link.alpha + num_bytes * link.beta) + across
 
 
 def model_of(op: str, pattern: str) -> str:

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from comm import cost
 from comm.collectives import pattern_for
+from comm.transport.hosts import known_hosts
 from comm.transport.wire import Group
 from lab.ledger import Traffic
 
@@ -17,4 +18,4 @@ def expected(
     """
     chosen = pattern_for(op, pattern, numel * itemsize, group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    return cost.per_rank(op, chosen, numel, itemsize, ranks, rank, root)
+    return cost.per_rank(op, chosen, numel, itemsize, ranks, rank, root, known_hosts(group))

@@ -56,7 +56,7 @@ class TrainArgs:
 
 
 ShardPattern = Literal["auto", "pipelined_ring", "ring", "pairwise", "tree", "torch"]  # they also gather
-AllReducePattern = Literal[ShardPattern, "flat", "recursive_doubling", "halving_doubling"]
+AllReducePattern = Literal[ShardPattern, "flat", "recursive_doubling", "halving_doubling", "hierarchical"]
 
 
 @dataclasses.dataclass
@@ -65,8 +65,9 @@ class Args(TrainArgs):
 
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; torch is PyTorch's own; auto measures all and takes the fastest for each size; the others
-    are in comm/algorithms. None: pipelined_ring on gloo, torch on nccl."""
+    chunk in pieces; hierarchical adds up within each host first; torch is PyTorch's own; auto measures all
+    and takes the fastest for each size; the others are in comm/algorithms. None: pipelined_ring on gloo,
+    torch on nccl."""
 
 
 @dataclasses.dataclass

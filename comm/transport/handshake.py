@@ -37,7 +37,7 @@ OPS = (
 )
 PATTERNS = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
-    *("pairwise", "in_place"),
+    *("pairwise", "in_place", "bruck", "hierarchical"),
 )
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(
@@ -259,4 +259,8 @@ def check_parts(wire: AnyWire, out_sizes: list[int], in_sizes: list[int]) -> Non
             f"all_to_all: rank {names[by]} sends {int(sent[to, by])} elements to rank {names[to]}, "
             f"which expects {int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on "
             "rank p."
+        )
+    if wire.pattern == "bruck" and bool((table != table[0, 0, 0]).any()):
+        raise Mismatch(
+            "all_to_all: in the pattern bruck all parts of all ranks must have the same size; take pairwise."
         )

@@ -112,7 +112,7 @@ class StreamWire:
         self.group = group_of(group)
         self.streams: Streams = streams_of(group, transport, op, pattern, sequence)
         self.streams.what = f"{op} ({pattern})"
-        self.rank, self.size = self.streams.rank, self.streams.size
+        self.rank, self.size, self.hosts = self.streams.rank, self.streams.size, self.streams.hosts
         self.op, self.pattern, self.axis = op, pattern, axis_of(group)
         self._full_numel = 0
         self._check: Callable[[], None] | None = None

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.transport import cross_memory, segment
+from comm.transport import cross_memory, hosts, segment
 from comm.transport.choice import chosen_transport
 from comm.transport.handshake import RowExchange
 from comm.transport.listener import Listener, connect, connect_locally
@@ -80,7 +80,12 @@ class Streams:
         self._all = list(self._peers.values())
         self._listener = Listener(self.size, self._is_local)
         wire = Wire(group, op, pattern, sequence, counted=False)
-        self._addresses = RowExchange(wire, torch.tensor(self._listener.address())).finish().tolist()
+        mine = torch.tensor([*self._listener.address(), hosts.own_host()])
+        rows = RowExchange(wire, mine).finish().tolist()
+        self._addresses, self.hosts = (
+            [row[:3] for row in rows],
+            hosts.remember(group, [row[3] for row in rows]),
+        )
         for name, (_, port, _) in zip(self.names, self._addresses, strict=True):
             if port == 0:
                 raise CommError(

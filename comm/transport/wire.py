@@ -20,6 +20,7 @@ to the bits below (0 stands for plain point-to-point messages). A tag has 31 bit
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -115,6 +116,13 @@ class Wire:
         check, self._check = self._check, _nothing
         check()
         self.eager_transfers.clear()
+
+    @cached_property
+    def hosts(self) -> list[int]:
+        """Return the number of each rank's host. At the first use in a group, all ranks must use it."""
+        from comm.transport.hosts import hosts_of  # which imports this file
+
+        return hosts_of(self)
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`.

@@ -204,6 +204,8 @@ def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool 
             sizes = torch.randint(
                 0, case.numel + 1, (n, n), generator=torch.Generator().manual_seed(case.seed)
             )
+            if case.pattern == "bruck":  # all parts have one size
+                sizes.fill_(case.numel)
             sent = [values(case, p, int(sizes[p].sum())).split(sizes[p].tolist()) for p in range(n)]
             expected = torch.cat([sent[p][r] for p in range(n)])
             out, read = blank(expected), [given(torch.cat(sent[r]))]

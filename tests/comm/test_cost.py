@@ -16,6 +16,10 @@ DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
 OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]
 
 
+# the formulas of the exercise predicted_seconds; test_bruck.py and test_hierarchical.py have the others
+OF_THE_EXERCISE = [(op, pattern) for op, pattern in OURS if pattern not in ("bruck", "hierarchical")]
+
+
 def call(op: str, pattern: str, numel: int, dtype: torch.dtype, n: int, rank: int, root: int) -> None:
     """Call one collective on a full tensor of `numel` elements."""
     whole = torch.ones(numel, dtype=dtype)
@@ -151,6 +155,13 @@ def test_the_formulas_agree_with_sums_done_by_hand():
     assert everyone("reduce_scatter", "ring") == [(3000, 3)] * 4
     assert everyone("all_gather", "ring") == [(3000, 3)] * 4
     assert everyone("all_to_all", "pairwise") == [(3000, 3)] * 4
+    assert everyone("all_to_all", "bruck") == [(4000, 2)] * 4  # two parts of 1000 in each of 2 rounds
+    assert everyone("all_gather", "bruck") == [(3000, 2)] * 4  # 1 shard, then 2
+    assert everyone("all_reduce", "hierarchical") == [(6000, 6)] * 4  # of one host: a ring
+    on_two_hosts = [(6000, 4)] * 4  # 2000 + 2 * 1000 + 2000
+    assert everyone("all_reduce", "hierarchical", hosts=[0, 0, 1, 1]) == on_two_hosts
+    leaders = [(4000, 2), (12000, 4), (4000, 1), (4000, 1)]  # rank 1 broadcasts to two others
+    assert everyone("all_reduce", "hierarchical", hosts=[0, 1, 1, 1]) == leaders
     assert everyone("all_reduce", "recursive_doubling") == [(8000, 2)] * 4
     assert everyone("all_reduce", "halving_doubling") == [(6000, 4)] * 4  # 2000 + 1000, and back
     assert everyone("all_reduce", "pairwise") == [(6000, 6)] * 4
@@ -213,13 +224,13 @@ def test_predicted_seconds_follow_alpha_and_beta():
         ("all_reduce", "recursive_doubling"): 3 * a + 4 * (a + b),
         ("all_reduce", "halving_doubling"): 3 * a + 4 * a + 2 * 3 / 4 * b + 2 * (a + b),
     }
-    for ranks, expected in ((4, four_ranks), (5, five_ranks), (1, dict.fromkeys(OURS, 0.0))):
+    for ranks, expected in ((4, four_ranks), (5, five_ranks), (1, dict.fromkeys(OF_THE_EXERCISE, 0.0))):
         for (op, pattern), seconds in expected.items():
             got = cost.seconds(op, pattern, 1200, ranks, Link(alpha=1e-3, beta=1e-6))
             case = f"{op} with {pattern}, {ranks} ranks, 1200 bytes, alpha 1 ms, beta 1 us"
             told = f"{case}: expected {seconds:.6f} s, got {got:.6f} s"
             assert got == pytest.approx(seconds), told
-    assert all(cost.seconds(*each, 1200, 4, Link(alpha=1e-3, beta=1e-6)) > 0 for each in OURS)
+    assert all(cost.seconds(*each, 1200, 4, Link(alpha=1e-3, beta=1e-6)) > 0 for each in OF_THE_EXERCISE)
 
 
 def test_an_unknown_pattern_has_no_formula():

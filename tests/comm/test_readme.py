@@ -13,7 +13,8 @@ COMM = Path(cost.__file__).parent
 README = (COMM / "README.md").read_text()
 RING = ("pipelined_ring",)  # as ring, in segments
 IF_POWER_OF_TWO = (("gather", "tree"), ("reduce_scatter", "tree"))  # bytes, as the README says
-LINK = Link(alpha=3e-5, beta=1e-9)
+ALL_IF_POWER_OF_TWO = ("recursive_doubling", "halving_doubling", ("all_to_all", "bruck"))
+LINK, BETWEEN = Link(alpha=3e-5, beta=1e-9), Link(alpha=1e-4, beta=8e-9)
 ROWS = [
     (op, pattern, formulas)
     for op, pattern, *formulas in re.findall(
@@ -22,10 +23,11 @@ ROWS = [
 ]
 
 
-def value(formula: str, n: int, num_bytes: int) -> float:
-    """Return what a formula such as "2 (n-1)/n B" comes to."""
+def value(formula: str, n: int, num_bytes: int, h: int = 1) -> float:
+    """Return what a formula such as "2 (n-1)/n B" comes to, on h hosts."""
     product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", formula)
     names = {"n": n, "L": (n - 1).bit_length(), "B": num_bytes, "alpha": LINK.alpha, "beta": LINK.beta}
+    names |= {"h": h, "m": n // h, "A": BETWEEN.alpha, "b": BETWEEN.beta}
     return eval(product, {"__builtins__": {}}, names)
 
 
@@ -41,7 +43,7 @@ def test_the_table_has_every_operation_and_pattern_once():
 def test_the_tables_formulas_are_those_of_cost(n: int):
     numel = 8 * 3 * 7 * 4
     for op, pattern, (messages, num_bytes, seconds) in ROWS:
-        if "doubling" in pattern and n & (n - 1):
+        if n & (n - 1) and (pattern in ALL_IF_POWER_OF_TWO or (op, pattern) in ALL_IF_POWER_OF_TWO):
             continue  # the table says that they are for powers of two
         all_ranks = [cost.traffic(op, pattern, numel, 4, n, rank) for rank in range(n)]
         assert value(messages, n, 4 * numel) == max(traffic.messages_sent for traffic in all_ranks), op
@@ -53,6 +55,18 @@ def test_the_tables_formulas_are_those_of_cost(n: int):
         for segmented in RING if pattern == "ring" else ():
             in_segments = [cost.traffic(op, segmented, numel, 4, n, rank) for rank in range(n)]
             assert [one.bytes_sent for one in in_segments] == [one.bytes_sent for one in all_ranks]
+
+
+@pytest.mark.parametrize(("h", "m"), [(1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_the_formulas_of_hierarchical_are_those_of_cost_on_any_number_of_hosts(h: int, m: int):
+    n, numel, hosts = h * m, 8 * 3 * 5 * 7, [rank // m for rank in range(h * m)]
+    (messages, num_bytes, seconds), *_ = [formulas for _, name, formulas in ROWS if name == "hierarchical"]
+    for rank in range(n):
+        sent = cost.traffic("all_reduce", "hierarchical", numel, 4, n, rank, hosts=hosts)
+        assert value(messages, n, 4 * numel, h) == sent.messages_sent
+        assert value(num_bytes, n, 4 * numel, h) == sent.bytes_sent
+    predicted = cost.hierarchical_seconds(4 * numel, hosts, LINK, BETWEEN)
+    assert value(seconds, n, 4 * numel, h) == pytest.approx(predicted, rel=1e-9)
 
 
 def test_costs_docstring_has_the_same_formulas_of_seconds():

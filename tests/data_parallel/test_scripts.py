@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 
 from comm.cost import Link
+from comm.transport.hosts import VARIABLE
 from comm.transport.segment import is_possible
 from data_parallel import (
     train_bucket_overlap,
@@ -171,6 +173,7 @@ def test_every_pattern_trains_and_its_traffic_is_counted():
             "flat",
             "recursive_doubling",
             "halving_doubling",
+            "hierarchical",
             "torch",
         ):
             summary = train(cluster, "bucket", steps=2, pattern=pattern)
@@ -210,6 +213,23 @@ def test_buckets_that_cannot_be_shared_are_refused_in_a_sentence(changes: dict, 
         return str(error.value)
 
     assert all(sentence in text for text in run_ranks(work, 2))
+
+
+def test_a_hierarchical_all_reduce_between_hosts_trains_and_its_traffic_is_counted():
+    def work(cluster: Cluster) -> list[int]:
+        os.environ[VARIABLE] = "abb"[cluster.rank]
+        sent = []
+        for name in ("naive", "overlap", "bucket"):
+            summary = train(cluster, name, steps=2, pattern="hierarchical")
+            assert summary["bytes_sent"] == summary["bytes_formula"], name
+            assert summary["messages_sent"] == summary["messages_formula"], name
+            assert summary["replicas_equal"], name
+            sent.append(summary["bytes_sent"])
+        return sent
+
+    of_a, leader_of_b, _ = run_ranks(work, 3)
+    # between two hosts each leader sends one tensor, and the leader of b also broadcasts it
+    assert all(two > 1.9 * one for one, two in zip(of_a, leader_of_b, strict=True))
 
 
 def test_compressed_buckets_send_half_the_bytes_and_reach_nearly_the_same_loss():

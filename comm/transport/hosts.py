@@ -1,0 +1,78 @@
+"""Find out which ranks of a group share a host, by the hostname and the boot id of each rank.
+
+      rank 0   node0, booted as 5f3a...  ─┐
+      rank 1   node0, booted as 5f3a...  ─┼── a 64-bit hash of both from each rank ──►  hosts = [0, 0, 1]
+      rank 2   node1, booted as 91c0...  ─┘
+
+Two machines may have the same hostname, but not the same boot id, which Linux draws when it starts. Other
+systems have none, and there the hostname alone counts. Containers have hostnames of their own, so each
+container is a host. The variable WORKBOOK_HOST replaces the hostname, so that ranks of one machine can stand
+for several hosts:
+
+      WORKBOOK_HOST=a    in the environment of ranks 0 and 1
+      WORKBOOK_HOST=b    in that of ranks 2 and 3
+
+Hosts are numbered from 0, in the order of their lowest ranks. The ranks exchange their hashes once for each
+group: over streams together with their addresses (streams.py), over gloo when an algorithm first reads
+`wire.hosts` (wire.py).
+"""
+
+import hashlib
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from comm.transport.handshake import RowExchange
+from comm.transport.wire import Group, Wire, group_of
+
+VARIABLE = "WORKBOOK_HOST"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_hosts: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
+
+
+def own_host() -> int:
+    """Return the hash of this rank's host, a signed 64-bit number."""
+    name = os.environ.get(VARIABLE) or socket.gethostname()
+    try:
+        boot_id = _BOOT_ID.read_text().strip()
+    except OSError:
+        boot_id = ""
+    digest = hashlib.blake2b(f"{name}\n{boot_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def numbered(hashes: Sequence[int]) -> list[int]:
+    """Return the number of each rank's host, from the hash of each rank's host."""
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(hashes))}
+    return [numbers[one] for one in hashes]
+
+
+def remember(group: dist.ProcessGroup, hashes: Sequence[int]) -> list[int]:
+    """Return `numbered(hashes)`, and keep it for `hosts_of` and `known_hosts` as long as the group lives."""
+    _hosts[group] = numbered(hashes)
+    return _hosts[group]
+
+
+def known_hosts(group: Group) -> list[int]:
+    """Return the number of each rank's host, or an empty list if no operation has exchanged them yet.
+
+    A hierarchical one has.
+    """
+    return _hosts.get(group_of(group), [])
+
+
+def hosts_of(wire: Wire) -> list[int]:
+    """Return the number of each rank's host. At its first use in a group, all ranks must call it."""
+    if wire.group not in _hosts:
+        counted, wire.counted = wire.counted, False  # as the addresses of the streams, it is no header
+        try:
+            hashes = RowExchange(wire, torch.tensor([own_host()])).finish()
+        finally:
+            wire.counted = counted
+        remember(wire.group, hashes.flatten().tolist())
+    return _hosts[wire.group]

@@ -1,0 +1,145 @@
+"""Bruck's patterns equal one process, send few messages, and refuse parts of different sizes on all ranks."""
+
+import pytest
+import torch
+
+from comm import collectives, cost
+from comm.algorithms import bruck
+from comm.cost import Link
+from comm.transport.choice import use_transport
+from comm.transport.wire import peer_wire
+from lab.ledger import LEDGER, Entry, Traffic
+from lab.ranks import run_ranks
+from tests.comm.mismatches import error_text, works
+
+SENTENCE = "all_to_all: in the pattern bruck all parts of all ranks must have the same size; take pairwise."
+
+
+def test_bruck_all_gather_equals_one_process():
+    def work(cluster) -> None:
+        # One process has 12 numbers. Five ranks have shards of 3, 3, 2, 2 and 2 numbers of them.
+        torch.manual_seed(0)
+        expected = torch.randn(12).double()
+        shard = expected.tensor_split(5)[cluster.rank].clone()
+
+        # Round 1: a rank receives the shard of the next rank. Round 2: those of the two ranks after it. Round
+        # 3: the one that is still missing. So three messages bring four shards; a ring needs four messages.
+        full = torch.empty(12).double()
+        bruck.all_gather(peer_wire(None), full, shard)
+        assert torch.equal(full, expected)
+
+        # Rank 0 sends its own 3 numbers to rank 4, then those of ranks 0 and 1 to rank 3, and its own once
+        # more to rank 1.
+        if cluster.rank == 0:
+            assert LEDGER.total() == Traffic((3 + 6 + 3) * 8, 3)
+
+    run_ranks(work, 5)
+
+
+def test_bruck_all_to_all_equals_one_process():
+    def work(cluster) -> None:
+        # One process transposes a matrix of 4 rows and 4 columns. Each of four ranks has a row, and needs a
+        # column.
+        torch.manual_seed(0)
+        matrix = torch.randn(4, 4).double()
+        row, column = matrix[cluster.rank].clone(), torch.empty(4).double()
+
+        # Round 1: the numbers for the ranks at distance 1 and 3 move one rank to the right. Round 2: those at
+        # distance 2, and those at distance 3 that have just arrived, move two ranks to the right.
+        bruck.all_to_all(peer_wire(None), column, row)
+        assert torch.equal(column, matrix[:, cluster.rank])
+        assert torch.equal(row, matrix[cluster.rank])
+
+        # Two messages of two numbers each: more numbers than the 3 of pairwise, and fewer messages.
+        assert LEDGER.total() == Traffic((2 + 2) * 8, 2)
+
+    run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 6, 7])
+def test_it_sends_one_message_for_each_binary_digit_of_the_number_of_ranks(n: int):
+    def count(cluster) -> list[int]:
+        full, shard, out = torch.ones(4 * n), torch.ones(4), torch.ones(4 * n)
+        collectives.all_gather(full, shard, pattern="bruck")
+        collectives.all_to_all(out, full, pattern="bruck")
+        return [LEDGER.rows()[Entry(op, "bruck")].messages_sent for op in ("all_gather", "all_to_all")]
+
+    digits = {2: 1, 3: 2, 5: 3, 6: 3, 7: 3}[n]
+    assert run_ranks(count, n) == [[digits, digits]] * n
+
+
+@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+def test_parts_of_different_sizes_end_in_one_sentence_on_all_ranks(transport: str):
+    def differ(cluster) -> list[str]:
+        use_transport(transport)
+        r, texts = cluster.rank, []
+        of_one_pair = [[1, 2, 1], [1, 1, 1], [1, 1, 1]]  # rank 2 does not see that they differ
+        of_one_rank = [[1, 2, 1], [2, 1, 1], [1, 1, 1]]
+        by_rank = [[1, 1, 1], [1, 1, 2], [1, 2, 3]]
+        for sizes in (of_one_pair, of_one_rank, by_rank):
+            outs, ins = [row[r] for row in sizes], sizes[r]
+            full, out = torch.ones(sum(ins)), torch.empty(sum(outs))
+            texts.append(error_text(lambda: collectives.all_to_all(out, full, outs, ins, pattern="bruck")))
+            assert works()
+        return texts
+
+    assert run_ranks(differ, 3, group_timeout=20) == [[SENTENCE] * 3] * 3
+
+
+def test_a_refused_tensor_keeps_its_values_and_a_pairwise_all_to_all_takes_it():
+    def retry(cluster) -> list[float]:
+        sizes = [[1, 2, 1], [2, 1, 1], [1, 1, 1]]
+        outs, ins = [row[cluster.rank] for row in sizes], sizes[cluster.rank]
+        full, out = torch.full((sum(ins),), float(cluster.rank)), torch.zeros(sum(outs))
+        assert error_text(lambda: collectives.all_to_all(out, full, outs, ins, pattern="bruck")) == SENTENCE
+        assert not out.any()
+        collectives.all_to_all(out, full, outs, ins)
+        return out.tolist()
+
+    assert run_ranks(retry, 3) == [[0, 1, 1, 2], [0, 0, 1, 2], [0, 1, 2]]
+
+
+def test_predicted_seconds_are_those_of_what_moves_in_each_round():
+    a, b, link = 1e-3, 1200e-6, Link(alpha=1e-3, beta=1e-6)
+    of_1200_bytes = {
+        ("all_gather", 4): 2 * a + 3 / 4 * b,
+        ("all_gather", 5): 3 * a + 4 / 5 * b,
+        ("all_to_all", 4): 2 * a + b,
+        ("all_to_all", 5): 3 * a + b,  # the part that goes 3 ranks moves twice, and three parts move once
+        ("all_to_all", 1): 0.0,
+    }
+    for (op, n), expected in of_1200_bytes.items():
+        other = "ring" if op == "all_gather" else "pairwise"
+        difference = cost.seconds(op, "bruck", 1200, n, link) - cost.seconds(op, other, 1200, n, link)
+        assert expected - difference == pytest.approx((n - 1) * (a + b / n)), (op, n)
+
+
+def test_an_all_to_all_of_many_small_parts_is_predicted_to_be_faster_than_pairwise_and_of_large_ones_slower():
+    link = Link(alpha=30e-6, beta=1e-9)
+    for n in (4, 8, 64):
+        for num_bytes, is_faster in ((64 * n, True), (10_000_000, False)):
+            seconds = {
+                name: cost.seconds("all_to_all", name, num_bytes, n, link) for name in ("bruck", "pairwise")
+            }
+            assert (seconds["bruck"] < seconds["pairwise"]) == is_faster
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.int8, torch.complex128, torch.float8_e4m3fn, torch.bool, torch.bfloat16]
+)
+def test_data_of_any_dtype_arrives_bit_by_bit(dtype: torch.dtype):
+    def carry(cluster) -> None:
+        n, r, size = cluster.world_size, cluster.rank, dtype.itemsize
+        top = 2 if dtype == torch.bool else 256
+
+        def drawn(rank: int) -> torch.Tensor:
+            source = torch.Generator().manual_seed(rank)
+            return torch.randint(0, top, (2 * n, size), generator=source).to(torch.uint8).view(n, 2 * size)
+
+        sent, got = drawn(r).view(-1), torch.zeros(n * 2 * size, dtype=torch.uint8)
+        collectives.all_to_all(got.view(dtype), sent.view(dtype), pattern="bruck")
+        assert torch.equal(got.view(n, -1), torch.stack([drawn(rank)[r] for rank in range(n)]))
+        collectives.all_gather(got.view(dtype), drawn(r)[r].view(dtype), pattern="bruck")
+        assert torch.equal(got.view(n, -1), torch.stack([drawn(rank)[rank] for rank in range(n)]))
+
+    run_ranks(carry, 3)

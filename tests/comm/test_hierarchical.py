@@ -1,0 +1,252 @@
+"""A hierarchical all-reduce equals one process on any placement of ranks, and sends less between hosts."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm import collectives, cost
+from comm.algorithms import hierarchical, pipelined_ring
+from comm.cost import Link
+from comm.transport.choice import use_transport
+from comm.transport.hosts import VARIABLE
+from comm.transport.stream_wire import StreamWire
+from comm.transport.wire import Wire, peer_wire
+from lab.ledger import LEDGER, Entry, Traffic
+from lab.ranks import run_ranks
+from tests.comm.collective_cases import DTYPES, LAYOUTS, REDUCTIONS, Case, has_a_meaning, run_case
+from tests.comm.segments import short_segments
+
+PLACEMENTS = {  # the host of each rank, by the number of ranks
+    1: ["a"],
+    2: ["aa", "ab"],
+    3: ["aaa", "aab", "aba", "abc"],
+    4: ["aabb", "abab", "abba", "abbb", "aaba", "aabc", "abcd"],
+    5: ["aabbb", "ababa", "abcde"],
+    6: ["aabbcc", "aaabbb", "ababab", "abcabc", "abccba", "abbccc"],
+    7: ["aaabbbb", "abcabca"],
+}
+TRANSPORTS = ("auto", "sockets", "gloo")
+
+
+def test_hierarchical_all_reduce_equals_one_process():
+    def work(cluster) -> None:
+        # Four ranks have eight numbers each. One process takes their mean.
+        torch.manual_seed(0)
+        of_ranks = torch.randn(4, 8).double()
+        expected, mine = of_ranks.mean(0), of_ranks[cluster.rank].clone()
+
+        # Ranks 0 and 1 stand for one host, and ranks 2 and 3 for another one.
+        os.environ[VARIABLE] = ["a", "a", "b", "b"][cluster.rank]
+        wire = peer_wire(None)
+        assert wire.hosts == [0, 0, 1, 1]
+        host, place = divmod(cluster.rank, 2)
+
+        # Step 1 stays within a host: a rank gets the sum of its host, for one half of the tensor. It sends
+        # the other half: 4 numbers.
+        half = torch.empty(4).double()
+        pipelined_ring.reduce_scatter(hierarchical.among(wire, [2 * host, 2 * host + 1]), half, mine, "sum")
+        of_host = of_ranks[2 * host] + of_ranks[2 * host + 1]
+        assert torch.equal(half, of_host.tensor_split(2)[place])
+
+        # Step 2 is between hosts: the two ranks that have the first half add it up, and so do the other two.
+        # Each sends 2 numbers and then 2 sums, so 2 ranks send 8 numbers out of a host: one tensor.
+        pipelined_ring.all_reduce(hierarchical.among(wire, [place, place + 2]), half, "sum")
+        torch.testing.assert_close(half / 4, expected.tensor_split(2)[place], rtol=1e-9, atol=1e-12)
+
+        # Step 3 stays within a host again: its two ranks exchange the finished halves.
+        full = torch.empty(8).double()
+        pipelined_ring.all_gather(hierarchical.among(wire, [2 * host, 2 * host + 1]), full, half / 4)
+        torch.testing.assert_close(full, expected, rtol=1e-9, atol=1e-12)
+
+        # The collective does all three. A rank sends as many bytes as in a flat ring, in 4 messages instead
+        # of 6. In the flat ring, ranks 1 and 3 send all their 12 numbers to the other host.
+        collectives.all_reduce(mine, "mean", pattern="hierarchical")
+        assert torch.equal(mine, full)
+        assert LEDGER.rows()[Entry("all_reduce", "hierarchical")] == Traffic((4 + 2 + 2 + 4) * 8, 4)
+
+    run_ranks(work, 4)
+
+
+@contextmanager
+def placed(cluster, names: str, members: list[int] | None = None) -> Iterator[dist.ProcessGroup]:
+    """Provide a group of all ranks, or of `members`. Rank r of all ranks is on the host names[r]."""
+    os.environ[VARIABLE] = names[cluster.rank]
+    try:
+        yield dist.new_group(members or range(cluster.world_size))
+    finally:
+        del os.environ[VARIABLE]
+
+
+@contextmanager
+def noted_sends() -> Iterator[dict[int, int]]:
+    """Count the bytes of payload that this rank sends to each rank of the group."""
+    sent: dict[int, int] = {}
+    with mock.patch.object(Wire, "isend", _noting(Wire.isend, sent)):
+        with mock.patch.object(StreamWire, "isend", _noting(StreamWire.isend, sent)):
+            yield sent
+
+
+def _noting(isend, sent: dict[int, int]):
+    def noting(wire, tensor: torch.Tensor, dst: int, header: bool = False):
+        if not header:
+            sent[dst] = sent.get(dst, 0) + tensor.nbytes
+        return isend(wire, tensor, dst, header)
+
+    return noting
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", PLACEMENTS)
+def test_it_equals_one_process_on_every_placement(n: int, transport: str):
+    cycles = map(itertools.cycle, (DTYPES, LAYOUTS, REDUCTIONS))
+
+    def reduce_all(cluster) -> int:
+        use_transport(transport)
+        dtypes, layouts, reductions = cycles
+        ran = 0
+        for names in PLACEMENTS[n]:
+            with placed(cluster, names) as group:
+                for numel in (0, 1, n - 1, n + 1, 4 * n, 101, 102, 103):
+                    for _ in range(3):
+                        case = Case(
+                            "all_reduce",
+                            "hierarchical",
+                            numel,
+                            next(dtypes),
+                            next(reductions),
+                            0,
+                            next(layouts),
+                        )
+                        if has_a_meaning(case):
+                            run_case(case, group)
+                            ran += 1
+        return ran
+
+    with short_segments(32):
+        assert min(run_ranks(reduce_all, n)) > 0.6 * 24 * len(PLACEMENTS[n])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
+def test_all_ranks_end_bitwise_equal(n: int):
+    def reduce_all(cluster) -> list[list[int]]:
+        signs, results = [0.0, -0.0, torch.nan, 1.0, -0.0], []
+        for names in PLACEMENTS[n]:
+            with placed(cluster, names) as group:
+                for op in REDUCTIONS:
+                    mine = torch.randn(1003, generator=torch.Generator().manual_seed(cluster.rank))
+                    mine[:20] = torch.tensor([signs[(cluster.rank + i) % len(signs)] for i in range(20)])
+                    collectives.all_reduce(mine, op, group, pattern="hierarchical")
+                    mine[mine.isnan()] = 2.0
+                    results.append(mine.view(torch.int32).tolist())
+        return results
+
+    first, *others = run_ranks(reduce_all, n)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", [3, 4, 6])
+def test_what_is_counted_within_and_between_hosts_equals_the_formula(n: int, transport: str):
+    def count(cluster) -> None:
+        use_transport(transport)
+        r = cluster.rank
+        for names in PLACEMENTS[n]:
+            hosts = [sorted(set(names)).index(name) for name in names]
+            with placed(cluster, names) as group:
+                for numel, pattern in itertools.product((0, 1, 5, 101), ("hierarchical", "pipelined_ring")):
+                    LEDGER.clear()
+                    with noted_sends() as sent:
+                        collectives.all_reduce(torch.ones(numel), group=group, pattern=pattern)
+                    case = f"{pattern} of {numel} elements on hosts {names}, rank {r}"
+                    expected = cost.traffic("all_reduce", pattern, numel, 4, n, r, hosts=hosts)
+                    assert LEDGER.rows().get(Entry("all_reduce", pattern), Traffic()) == expected, case
+                    total = cost.per_rank("all_reduce", pattern, numel, 4, n, r, hosts=hosts)
+                    assert LEDGER.total() == total, case
+                    reach = [
+                        sum(size for to, size in sent.items() if (hosts[to] == hosts[r]) == is_near)
+                        for is_near in (True, False)
+                    ]
+                    by_formula = cost.by_reach(pattern, numel, 4, hosts, r)
+                    assert reach == [traffic.bytes_sent for traffic in by_formula], case
+
+    with short_segments(16):
+        run_ranks(count, n)
+
+
+def between_hosts(pattern: str, names: str) -> int:
+    """Return what all ranks together send to other hosts, in an all-reduce of 1200 numbers of 4 bytes."""
+    hosts = [ord(name) for name in names]
+    return sum(cost.by_reach(pattern, 1200, 4, hosts, rank)[1].bytes_sent for rank in range(len(hosts)))
+
+
+def test_the_hosts_send_each_other_the_least_that_can_add_up_their_tensors():
+    for names, of_the_ring in (
+        ("aabb", 2 * 2 * 3 / 4),  # 2 of the ring's 4 links leave their host
+        ("abab", 4 * 2 * 3 / 4),  # all of them do
+        ("aaabbb", 2 * 2 * 5 / 6),
+        ("aabbcc", 3 * 2 * 5 / 6),
+        ("abbb", 2 * 2 * 3 / 4),
+    ):
+        h = len(set(names))
+        assert between_hosts("pipelined_ring", names) == of_the_ring * 4800
+        assert between_hosts("hierarchical", names) == 2 * (h - 1) * 4800  # (h-1)/h of 2 B, from each host
+    assert between_hosts("hierarchical", "aabb") == between_hosts("ring", "abab") / 3
+    assert between_hosts("hierarchical", "aaaa") == between_hosts("ring", "aaaa") == 0
+
+
+def test_seconds_take_the_links_within_and_between_hosts():
+    within, between = Link(1e-6, 1e-9), Link(1e-3, 1e-6)
+
+    def seconds(names: str) -> float:
+        hosts = [ord(name) for name in names]
+        return cost.hierarchical_seconds(1200, hosts, within, between)
+
+    assert seconds("aabb") == pytest.approx(2 * (1e-6 + 600e-9) + 2 * (1e-3 + 600e-6))
+    assert seconds("abab") == seconds("aabb")
+    assert seconds("abcd") == pytest.approx(2 * 3 * (1e-3 + 300e-6))
+    assert seconds("abbb") == pytest.approx(2 * 2 * (1e-6 + 1200e-9) + 2 * (1e-3 + 600e-6))
+    headers = 2e-6
+    assert seconds("aaaa") + headers == pytest.approx(cost.seconds("all_reduce", "ring", 1200, 4, within))
+    on_one_host = cost.seconds("all_reduce", "hierarchical", 1200, 4, within)
+    assert on_one_host == pytest.approx(seconds("aaaa") + headers)
+
+
+def test_a_group_of_some_ranks_knows_the_hosts_of_its_own():
+    def work(cluster) -> list[list[int]]:
+        members, sent_to = [1, 2, 4, 5], []
+        for transport in TRANSPORTS:
+            use_transport(transport)
+            with placed(cluster, "aabbbb", members) as group:  # the group is on the hosts a, b, b, b
+                if cluster.rank in members:
+                    run_case(Case("all_reduce", "hierarchical", 13, seed=2), group)
+                    with noted_sends() as sent:
+                        collectives.all_reduce(torch.ones(13), group=group, pattern="hierarchical")
+                    sent_to.append(sorted(sent))
+        return sent_to
+
+    # rank 0 of the group and rank 1, the leader of b, exchange halves; the other ranks send to rank 1
+    expected = [[], [1], [0, 2, 3], [], [1], [1]]
+    assert run_ranks(work, 6) == [[ranks] * 3 if ranks else [] for ranks in expected]
+
+
+def test_two_groups_of_the_same_ranks_may_lie_on_different_hosts():
+    def work(cluster) -> list[dict[int, int]]:
+        groups, seen = [], []
+        for names in ("aabb", "abab"):
+            with placed(cluster, names) as group:
+                collectives.all_reduce(torch.ones(9), group=group, pattern="hierarchical")
+                groups.append(group)
+        for group in [*groups, *groups]:
+            with noted_sends() as sent:
+                collectives.all_reduce(torch.ones(9), group=group, pattern="hierarchical")
+            seen.append(sent)
+        return seen
+
+    # all 9 numbers go to the rank of the same host, and half of 5 twice to the one of the other host
+    assert run_ranks(work, 4)[0] == [{1: 36, 2: 20}, {2: 36, 1: 20}] * 2
