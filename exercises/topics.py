@@ -117,6 +117,26 @@ SENTENCE_TOPICS = (
 # By what the message of an assertion or of an error says, as a regular expression.
 MESSAGES = (
     (
+        "has changed a tensor before its send",
+        "A tensor that is being sent belongs to the transport until `wait()` of its send has returned: is "
+        "something added or received into it before that?",
+    ),
+    (
+        "before the receiver had (copied|read) it",
+        "Memory is used again while another rank still reads it: is it called free before all of it has been "
+        "copied, and not after?",
+    ),
+    (
+        "must be visible before the look",
+        "A processor may look before its own earlier store is visible to others, and then two ranks sleep "
+        "that should wake each other: is there a fence between each store and the look that follows it?",
+    ),
+    (
+        "fit before the end of the ring buffer",
+        "The position in a ring buffer is the number of all bytes so far, modulo its size. How many bytes "
+        "fit before the end, and do the others go on at the beginning, for the sender and for the receiver?",
+    ),
+    (
         r"not the same on all ranks: \['', ",
         "No rank raises an error: is something left out of what the ranks compare?",
     ),
