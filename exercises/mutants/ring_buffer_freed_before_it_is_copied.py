@@ -3,10 +3,7 @@
 from comm.transport.segment import HEAD, RING_BYTES, TAIL
 
 TARGET = "comm.transport.memory_ends.MemoryIn._take"
-KILLER = (
-    "tests.comm.test_memory_ends."
-    "test_space_in_the_ring_buffer_is_free_only_after_the_receiver_has_copied_what_was_there"
-)
+KILLER = "tests.comm.test_memory_ends.test_space_in_the_ring_buffer_is_free_only_after_its_bytes_were_copied"
 CAUSE = "is used again while another rank still reads it"
 SYMPTOM = "On a busy machine a rank sometimes gets a message in which a part of the next one stands."
 

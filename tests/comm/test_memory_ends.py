@@ -126,7 +126,7 @@ def test_a_message_that_goes_over_the_end_of_the_ring_buffer_goes_on_at_its_begi
             assert got == message.tolist(), f"{fits} of 10 bytes fit before the end of the ring buffer: {got}"
 
 
-def test_space_in_the_ring_buffer_is_free_only_after_the_receiver_has_copied_what_was_there():
+def test_space_in_the_ring_buffer_is_free_only_after_its_bytes_were_copied():
     with pair(reads=False) as (out, into):
         first, second = pattern(RING_BYTES, 0), pattern(RING_BYTES, 1)
         for tensor in (first, second):

@@ -66,7 +66,7 @@ def message(text: bytes) -> memoryview:
     return memoryview(bytearray(text))
 
 
-def test_one_move_gives_and_takes_messages_of_all_peers_and_tells_whether_anything_has_moved():
+def test_one_move_serves_all_peers_and_tells_whether_anything_has_moved():
     with peer_over_sockets(1) as (first, first_out, first_in), peer_over_sockets(2) as (second, out, into):
         moving, got = streams_to(first, second), [message(bytes(5)) for _ in range(4)]
         arrived = [Sent() for _ in range(2)]
@@ -87,7 +87,7 @@ def test_one_move_gives_and_takes_messages_of_all_peers_and_tells_whether_anythi
         assert not moving._move(), "all messages have moved before"
 
 
-def test_a_peer_that_has_left_stops_no_message_of_another_one_and_what_it_had_sent_arrives():
+def test_a_peer_that_has_left_stops_no_other_message_and_what_it_had_sent_arrives():
     with peer_over_sockets(1) as (left, out, into), peer_over_sockets(2) as (other, other_out, _):
         moving, got, arrived = streams_to(left, other), [message(bytes(4)) for _ in range(3)], Sent()
         out.post(message(b"last"), Sent())
