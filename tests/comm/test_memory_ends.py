@@ -71,8 +71,10 @@ def pattern(numel: int, seed: int) -> torch.Tensor:
 def fetch(into: MemoryIn, numel: int, out: MemoryOut) -> torch.Tensor:
     got, filled = torch.zeros(numel, dtype=torch.uint8), 0
     while filled < numel:
-        out.push()
-        filled += into.receive(bytes_of(got)[filled:], numel)
+        is_pushed = out.push()
+        num_bytes = into.receive(bytes_of(got)[filled:], numel)
+        filled += num_bytes
+        assert is_pushed or num_bytes, f"{filled} of {numel} bytes have arrived, and nothing moves any more"
     return got
 
 
@@ -88,8 +90,9 @@ def test_messages_of_all_sizes_arrive_bit_by_bit_and_in_order(reads: bool):
         transfers = [Sent() for size in sizes]
         for tensor, transfer in zip(sent, transfers, strict=True):
             out.post(bytes_of(tensor), transfer)
-        for tensor in sent:
-            assert torch.equal(fetch(into, len(tensor), out), tensor)
+        for number, tensor in enumerate(sent):
+            is_right = torch.equal(fetch(into, len(tensor), out), tensor)
+            assert is_right, f"message {number}, of {len(tensor)} bytes, is not as it was sent"
         out.push()
         assert all(transfer.done for transfer in transfers) and not out.is_busy
 

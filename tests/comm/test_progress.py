@@ -91,23 +91,23 @@ def test_a_peer_that_has_left_stops_no_other_message_and_what_it_had_sent_arrive
     with peer_over_sockets(1) as (left, out, into), peer_over_sockets(2) as (other, other_out, _):
         moving, got, arrived = streams_to(left, other), [message(bytes(4)) for _ in range(3)], Sent()
         out.post(message(b"last"), Sent())
-        other_out.post(message(b"more"), Sent())
-        for end in (out, other_out):
-            end.push()
+        out.push()
         out.close()
         into.close()
         left.out.post(message(b"lost"), Sent())  # to a peer that has gone: an error
-        left.posted.append((got[0], Sent()))
-        other.posted.append((got[1], arrived))
+        left.posted.extend(((got[0], Sent()), (got[1], Sent())))
+        other.posted.append((got[2], arrived))
         for _ in range(3):
             moving._move()
-        assert arrived.done, "a message of rank 2 has not arrived because rank 1 has left"
         assert left.has_left and not other.has_left
-        assert bytes(got[1]) == b"more" and bytes(got[0]) == b"last"
-        left.posted.append((got[2], Sent()))
+        assert bytes(got[0]) == b"last", "a message of rank 1 has not arrived, which it sent before it left"
+        other_out.post(message(b"more"), Sent())
+        other_out.push()
         for _ in range(2):
-            is_moved = moving._move()
-        assert not is_moved, "a peer that has left moves nothing"
+            moving._move()
+        assert arrived.done, "a message of rank 2 has not arrived, because rank 1 has left"
+        assert bytes(got[2]) == b"more"
+        assert not moving._move(), "a peer that has left moves nothing"
 
 
 @pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
