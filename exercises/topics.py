@@ -117,9 +117,9 @@ SENTENCE_TOPICS = (
 # By what the message of an assertion or of an error says, as a regular expression.
 MESSAGES = (
     (
-        "has changed a tensor before its send",
+        "has changed a tensor before its send|has ended before its send",
         "A tensor that is being sent belongs to the transport until `wait()` of its send has returned: is "
-        "something added or received into it before that?",
+        "something added or received into it before that, or is it given back to the caller?",
     ),
     (
         "before the receiver had (copied|read) it",

@@ -2,7 +2,8 @@
 
 A tensor belongs to the transport from `isend` until `wait` returns. A real transport mostly has read it long
 before, so a pattern that changes it too early is right nearly always. Here a source of random numbers decides
-when a message moves, and a message whose tensor has changed since `isend` is an error.
+when a message moves. It is an error if the tensor of a message has changed since `isend`, or if a rank ends
+before its messages have left, because the caller may then change the tensors.
 """
 
 import random
@@ -111,10 +112,16 @@ class DelayedRanks:
             wire = self._source.choice(ready)
             wire.turn.release()
             self.turn.acquire()
-            if error := self._ended.get(wire.rank):
-                raise error
+            if wire.rank in self._ended:
+                self._check_end(wire.rank)
         else:
             self._move(*self._source.choice(pairs))
+
+    def _check_end(self, rank: int) -> None:
+        if error := self._ended[rank]:
+            raise error
+        unread = [dst for (src, dst), sends in self.sends.items() if src == rank and sends]
+        assert not unread, f"rank {rank} has ended before its send to rank {unread[0]} had"
 
     def _move(self, src: int, dst: int) -> None:
         sent, received = self.sends[src, dst].popleft(), self.receives[src, dst].popleft()
