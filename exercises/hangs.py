@@ -28,7 +28,7 @@ def no_such_rank(e: Evidence) -> str | None:
 
 def unmoved(e: Evidence) -> str | None:
     """Find two ranks of which each has posted a send and a receive to the other one, and waits for one."""
-    if not e.waits or not e.mentions("send each other"):
+    if not e.waits or not e.mentions("more than fits on the way"):
         return None
     return (
         "A deadlock: each rank has a message that has not left, and one that has not arrived. While it waits "
