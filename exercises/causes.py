@@ -11,7 +11,7 @@ from exercises.causes_in_lessons import IN_LESSONS, ON_A_MESH, mixed_up_microbat
 from exercises.causes_of_lists import OF_LISTS
 from exercises.causes_of_numbers import norm, overflow, part, powers, rounded, scale, shown_names, zeros
 from exercises.evidence import Evidence
-from exercises.hangs import hang, no_such_rank
+from exercises.hangs import hang, no_such_rank, unmoved
 from exercises.relations import belongs_to
 from exercises.topics import MESSAGES, PLAIN_TOPICS, SENTENCE_TOPICS, TOPICS
 
@@ -191,6 +191,7 @@ def count(e: Evidence) -> str | None:
 
 RULES: tuple[Callable[[Evidence], str | None], ...] = (
     no_such_rank,
+    unmoved,
     hang,
     not_refused,
     message,

@@ -34,7 +34,8 @@ WRONG_IN_WHAT_WAY = (
         (
             "comm.membership.",
             "comm.transport.handshake.",
-            "comm.transport.streams.",
+            "comm.transport.stream_wire.StreamHandshake.",
+            "comm.transport.streams.Streams.close",
             "pipeline_parallel.failure.",
         ),
         "It works as long as there is no error, and is wrong where there is one.",

@@ -137,6 +137,8 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
         verb = "is mended" if isinstance(exercise, Bug) else "is right"
         sentence = f"{exercise.title} {verb}: {_agreement(passed)}. {beyond['sentence']}"
         state, sentence = PASSED, sentence.strip()
+    elif why := found.get("skipped"):
+        sentence = f'This machine cannot run the test "{name_of(missing[0])}": {why}.'
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
     return Grade(exercise.name, state, sentence, passed, missing, drawing, printed, beyond["is_met"])

@@ -26,6 +26,17 @@ def no_such_rank(e: Evidence) -> str | None:
     return None
 
 
+def unmoved(e: Evidence) -> str | None:
+    """Find two ranks of which each has posted a send and a receive to the other one, and waits for one."""
+    if not e.waits or not e.mentions("more than fits on the way"):
+        return None
+    return (
+        "A deadlock: each rank has a message that has not left, and one that has not arrived. While it waits "
+        "for one of them, it must move all of its messages. If it takes nothing before its own send has "
+        "left, the other rank's send cannot leave either."
+    )
+
+
 def hang(e: Evidence) -> str | None:
     """Return the likely cause of a hang, or None if no rank waits."""
     waits = e.who_waits()

@@ -112,6 +112,9 @@ class Plugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
+        if report.skipped and call.excinfo is not None:
+            self.found["skipped"] = str(call.excinfo.value)
+            self.save()
         if report.when == "call" or report.failed:
             failure = None
             if call.excinfo is not None:

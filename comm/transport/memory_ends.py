@@ -95,6 +95,7 @@ class MemoryOut:
         return True
 
     def _write(self, data: memoryview) -> None:
+        """Copy bytes to the ring buffer, behind the last ones. They fit."""
         start = self._head % RING_BYTES
         first = min(len(data), RING_BYTES - start)
         self._ring[start : start + first] = data[:first]
@@ -154,6 +155,7 @@ class MemoryIn:
         return num_bytes
 
     def _read_memory(self, into: memoryview, message_bytes: int) -> int:
+        """Copy a piece of a large message out of the sender's memory. The sender waits for the last one."""
         if not self._left:
             if self._words[HEAD] - self._tail < _ADDRESS_BYTES:
                 return 0

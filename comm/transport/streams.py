@@ -177,6 +177,7 @@ class Streams:
         return False
 
     def _move(self) -> bool:
+        """Move what can be moved of any message, without waiting. Return whether anything has moved."""
         moved = False
         for peer in self._all:
             try:

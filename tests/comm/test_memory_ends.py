@@ -5,6 +5,7 @@ import random
 import select
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -12,8 +13,16 @@ import torch
 
 from comm.transport import memory_ends, segment
 from comm.transport.memory_ends import LARGE_BYTES, MemoryIn, MemoryOut, drain
-from comm.transport.segment import RING_BYTES
+from comm.transport.segment import (
+    HEAD,
+    NUM_READ,
+    RECEIVER_SLEEPS,
+    RING_BYTES,
+    SENDER_SLEEPS,
+    TAIL,
+)
 from comm.transport.stream_wire import bytes_of
+from lab.replace import replaced
 
 pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
 
@@ -34,6 +43,27 @@ def pair(reads: bool):
         yield out, MemoryIn(theirs, segment.attach(descriptor), os.getpid() if reads else 0)
 
 
+class WatchedWords:
+    """The words of a segment, which tell `stored` and `loaded` of each access to a word."""
+
+    def __init__(
+        self,
+        end: MemoryIn | MemoryOut,
+        stored: Callable[[int], object],
+        loaded: Callable[[int], object] = lambda word: None,
+    ) -> None:
+        self._words, self._stored, self._loaded = end._words, stored, loaded
+        end._words = self
+
+    def __getitem__(self, word: int) -> int:
+        self._loaded(word)
+        return self._words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self._words[word] = value
+        self._stored(word)
+
+
 def pattern(numel: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -41,8 +71,10 @@ def pattern(numel: int, seed: int) -> torch.Tensor:
 def fetch(into: MemoryIn, numel: int, out: MemoryOut) -> torch.Tensor:
     got, filled = torch.zeros(numel, dtype=torch.uint8), 0
     while filled < numel:
-        out.push()
-        filled += into.receive(bytes_of(got)[filled:], numel)
+        is_pushed = out.push()
+        num_bytes = into.receive(bytes_of(got)[filled:], numel)
+        filled += num_bytes
+        assert is_pushed or num_bytes, f"{filled} of {numel} bytes have arrived, and nothing moves any more"
     return got
 
 
@@ -58,8 +90,9 @@ def test_messages_of_all_sizes_arrive_bit_by_bit_and_in_order(reads: bool):
         transfers = [Sent() for size in sizes]
         for tensor, transfer in zip(sent, transfers, strict=True):
             out.post(bytes_of(tensor), transfer)
-        for tensor in sent:
-            assert torch.equal(fetch(into, len(tensor), out), tensor)
+        for number, tensor in enumerate(sent):
+            is_right = torch.equal(fetch(into, len(tensor), out), tensor)
+            assert is_right, f"message {number}, of {len(tensor)} bytes, is not as it was sent"
         out.push()
         assert all(transfer.done for transfer in transfers) and not out.is_busy
 
@@ -82,6 +115,86 @@ def test_a_message_that_its_receiver_cannot_read_waits_for_room_in_the_buffer():
         assert out.push() and not out.push() and not transfer.done
         assert torch.equal(fetch(into, len(tensor), out), tensor)
         assert transfer.done
+
+
+def test_a_message_that_goes_over_the_end_of_the_ring_buffer_goes_on_at_its_beginning():
+    with pair(reads=False) as (out, into):
+        message = torch.arange(1, 11, dtype=torch.uint8)
+        for fits in range(len(message) - 1, 0, -1):  # bytes of the message before the end of the buffer
+            filler = torch.zeros(RING_BYTES - fits - out._head % RING_BYTES, dtype=torch.uint8)
+            for tensor in (filler, message):
+                out.post(bytes_of(tensor), Sent())
+            fetch(into, len(filler), out)
+            got = fetch(into, len(message), out).tolist()
+            assert got == message.tolist(), f"{fits} of 10 bytes fit before the end of the ring buffer: {got}"
+
+
+def test_space_in_the_ring_buffer_is_free_only_after_its_bytes_were_copied():
+    with pair(reads=False) as (out, into):
+        first, second = pattern(RING_BYTES, 0), pattern(RING_BYTES, 1)
+        for tensor in (first, second):
+            out.post(bytes_of(tensor), Sent())
+        WatchedWords(into, lambda word: out.push() if word == TAIL else None)  # as fast as a sender can be
+        for number, tensor in enumerate((first, second), start=1):
+            is_right = torch.equal(fetch(into, RING_BYTES, out), tensor)
+            assert is_right, f"message {number} was overwritten before the receiver had copied it"
+
+
+def test_a_sender_gets_its_memory_back_only_after_the_receiver_has_read_all_of_it():
+    with pair(reads=True) as (out, into):
+        tensor, transfer = pattern(3 * memory_ends.PIECE_BYTES, 0), Sent()
+        sent = tensor.clone()
+
+        def use_again(word: int) -> None:
+            out.push()
+            if transfer.done:
+                tensor.zero_()
+
+        WatchedWords(into, use_again)
+        out.post(bytes_of(tensor), transfer)
+        is_right = torch.equal(fetch(into, len(tensor), out), sent)
+        assert is_right, "the sender has used its memory again before the receiver had read it"
+
+
+class NotedLock:
+    """A lock that notes its use. Python's only fence is to take one."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def __enter__(self) -> None:
+        self._events.append("fence")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def locked(self) -> bool:
+        return False
+
+
+def test_a_rank_makes_its_counter_visible_before_it_looks_whether_the_other_one_sleeps():
+    events: list[str] = []
+
+    def note(end: MemoryIn | MemoryOut, counter: int, flag: int) -> None:
+        WatchedWords(
+            end,
+            lambda word: events.append("move the counter") if word == counter else None,
+            lambda word: events.append("look whether it sleeps") if word == flag else None,
+        )
+
+    for reads in (False, True):
+        with pair(reads) as (out, into), replaced("comm.transport.segment._lock", NotedLock(events)):
+            note(out, HEAD, RECEIVER_SLEEPS)
+            note(into, NUM_READ if reads else TAIL, SENDER_SLEEPS)
+            tensor, right = pattern(LARGE_BYTES, 0), ["move the counter", "fence", "look whether it sleeps"]
+            events.clear()
+            out.post(bytes_of(tensor), Sent())
+            out.push()
+            assert events == right, f"the move must be visible before the look, but there is {events}"
+            events.clear()
+            into.receive(bytes_of(tensor), len(tensor))
+            moved = events[events.index("move the counter") :]
+            assert moved == right, f"the move must be visible before the look, but there is {moved}"
 
 
 @pytest.mark.parametrize("who", ["receiver", "sender"])

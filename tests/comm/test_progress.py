@@ -1,0 +1,135 @@
+"""A rank that waits for one message moves all of its others, whatever becomes of one of its peers."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from comm import collectives
+from comm.transport import segment
+from comm.transport.choice import CAN_POLL, use_transport
+from comm.transport.segment import HEAD, RECEIVER_SLEEPS
+from comm.transport.stream_ends import StreamIn, StreamOut
+from comm.transport.stream_wire import bytes_of
+from comm.transport.streams import Peer, Streams
+from lab.ranks import run_ranks
+from lab.replace import replaced
+from tests.comm.test_memory_ends import NotedLock, Sent, WatchedWords, pair
+
+pytestmark = pytest.mark.skipif(not CAN_POLL, reason="the transports poll sockets")
+
+
+def test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_go_on():
+    """No buffer on the way holds such a message: the ring buffer has 256 KiB, and a socket some MB."""
+
+    def swap(cluster) -> None:
+        for transport, numel in (("auto", 200_000), ("sockets", 8_000_000)):
+            use_transport(transport)
+            mine, got = torch.full((numel,), float(cluster.rank)), torch.empty(numel)
+            collectives.all_to_all(got, mine)
+            first, second = got.chunk(2)
+            assert (first == 0).all() and (second == 1).all(), transport
+
+    run_ranks(swap, 2, timeout=5)
+
+
+class NoListener:
+    def sockets(self) -> list[socket.socket]:
+        return []
+
+    def accept(self) -> list[object]:
+        return []
+
+
+def streams_to(*peers: Peer) -> Streams:
+    """Return the streams of a rank that has connections to these peers, and no group."""
+    made = object.__new__(Streams)
+    made._all, made._listener, made._is_local, made._deadline = list(peers), NoListener(), True, 1.0
+    return made
+
+
+@contextmanager
+def peer_over_sockets(rank: int) -> Iterator[tuple[Peer, StreamOut, StreamIn]]:
+    """Return a peer, and both of that peer's own ends."""
+    with ExitStack() as stack:
+        ends = [stack.enter_context(end) for _ in range(2) for end in socket.socketpair()]
+        for end in ends:
+            end.setblocking(False)
+        peer = Peer(rank, rank)
+        peer.out, peer.incoming = StreamOut(ends[0]), StreamIn(ends[2])
+        yield peer, StreamOut(ends[3]), StreamIn(ends[1])
+
+
+def message(text: bytes) -> memoryview:
+    return memoryview(bytearray(text))
+
+
+def test_one_move_serves_all_peers_and_tells_whether_anything_has_moved():
+    with peer_over_sockets(1) as (first, first_out, first_in), peer_over_sockets(2) as (second, out, into):
+        moving, got = streams_to(first, second), [message(bytes(5)) for _ in range(4)]
+        arrived = [Sent() for _ in range(2)]
+        assert not moving._move(), "nothing was posted, so nothing has moved"
+        assert moving._deadline == 1.0
+        for peer, theirs, transfer, place in zip(
+            (first, second), (first_out, out), arrived, got, strict=False
+        ):
+            peer.out.post(message(b"to %d " % peer.rank), Sent())
+            peer.posted.append((place, transfer))
+            theirs.post(message(b"from%d" % peer.rank), Sent())
+            theirs.push()
+        assert moving._move(), "messages have moved"
+        assert moving._deadline == 0.0, "something has moved, so the time until the timeout begins again"
+        assert [first_in.receive(got[2], 5), into.receive(got[3], 5)] == [5, 5], "a message was not sent"
+        assert [bytes(one) for one in got] == [b"from1", b"from2", b"to 1 ", b"to 2 "]
+        assert [transfer.done for transfer in arrived] == [True, True]
+        assert not moving._move(), "all messages have moved before"
+
+
+def test_a_peer_that_has_left_stops_no_other_message_and_what_it_had_sent_arrives():
+    with peer_over_sockets(1) as (left, out, into), peer_over_sockets(2) as (other, other_out, _):
+        moving, got, arrived = streams_to(left, other), [message(bytes(4)) for _ in range(3)], Sent()
+        out.post(message(b"last"), Sent())
+        out.push()
+        out.close()
+        into.close()
+        left.out.post(message(b"lost"), Sent())  # to a peer that has gone: an error
+        left.posted.extend(((got[0], Sent()), (got[1], Sent())))
+        other.posted.append((got[2], arrived))
+        for _ in range(3):
+            moving._move()
+        assert left.has_left and not other.has_left
+        assert bytes(got[0]) == b"last", "a message of rank 1 has not arrived, which it sent before it left"
+        other_out.post(message(b"more"), Sent())
+        other_out.push()
+        for _ in range(2):
+            moving._move()
+        assert arrived.done, "a message of rank 2 has not arrived, because rank 1 has left"
+        assert bytes(got[2]) == b"more"
+        assert not moving._move(), "a peer that has left moves nothing"
+
+
+@pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+def test_a_rank_says_that_it_sleeps_before_it_looks_for_messages_once_more():
+    events: list[str] = []
+    with (
+        pair(reads=False) as (out, into),
+        replaced("comm.transport.segment._lock", NotedLock(events)),
+    ):
+        peer = Peer(1, 1)
+        peer.incoming = into
+        place = torch.zeros(4, dtype=torch.uint8)
+        peer.posted.append((bytes_of(place), Sent()))
+        WatchedWords(
+            into,
+            lambda word: events.append("say it") if word == RECEIVER_SLEEPS else None,
+            lambda word: events.append("look") if word == HEAD else None,
+        )
+        streams_to(peer)._sleep(0.001)
+        is_seen = events[:3] == ["say it", "fence", "look"]
+        assert is_seen, f"what a rank says must be visible before the look, but there is {events}"
+        out.post(message(bytes((1, 1, 1, 1))), Sent())
+        out.push()
+        streams_to(peer)._sleep(1000.0)  # which does not sleep, because there is a message
+        assert place.tolist() == [1, 1, 1, 1] and not peer.posted
