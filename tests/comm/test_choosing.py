@@ -81,6 +81,11 @@ def test_every_operation_with_auto_is_right(n: int):
             assert r or torch.equal(x, full)
             collectives.all_to_all(x := torch.empty(2 * n), torch.full((2 * n,), float(r)), pattern="auto")
             assert x.tolist() == [float(p) for p in range(n) for _ in range(2)]
+            uneven = [[(p + q) % 3 for q in range(n)] for p in range(n)]
+            sent, got = [float(r)] * sum(uneven[r]), [uneven[p][r] for p in range(n)]
+            x = torch.empty(sum(got))
+            collectives.all_to_all(x, torch.tensor(sent), got, uneven[r], pattern="auto")
+            assert x.tolist() == [float(p) for p in range(n) for _ in range(got[p])]
             collectives.barrier(pattern="auto")
 
     with replaced("comm.choosing.SIZES", (64, 4096)), replaced("comm.choosing.RUNS", (2, 2)):
