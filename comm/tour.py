@@ -30,8 +30,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from comm import choosing, cost
 from comm import collectives as c
-from comm import cost
 from comm.exchange import exchange
 from comm.point_to_point import measure_link, validate_message
 from comm.script import start
@@ -162,6 +162,12 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
     }
 
 
+def chosen_by_auto(op: str, args: Args) -> tuple[str, str]:
+    """Return the pattern that "auto" takes for the large tensor, and the seconds predicted for each."""
+    num_bytes = int(args.mb * (1 << 20))
+    return c.pattern_for(op, "auto", num_bytes), choosing.reason(op, num_bytes)
+
+
 def own_interface_bytes() -> int | None:
     """Return the bytes that this rank's interface has sent; None if ranks share a machine."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
@@ -198,9 +204,13 @@ def main(cluster: Cluster, args: Args) -> None:
                 _shown(units.show_seconds, row["predicted_seconds"]),
                 _shown(units.show_seconds, row["seconds"]),
             )
+    choices = {op: chosen_by_auto(op, args) for op in c.PATTERNS if len(patterns_of(op)) > 2}
     if cluster.is_main:
         console.print(table)
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
+        for op, (pattern, why) in choices.items():
+            if why:
+                console.print(f'pattern="auto" takes {pattern} for {op}: {why}.')
         if dist.get_backend() == "nccl":
             console.print("Our patterns need gloo: BACKEND=gloo shows them beside torch's.")
     if cluster.is_main and args.json:
