@@ -140,6 +140,7 @@ EXERCISES = (
             BUCKETS + "test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied",
             BUCKETS + "test_gradients_of_microbatches_add_up_in_the_buckets",
             BUCKETS + "test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros",
+            BUCKETS + "test_a_new_bucket_takes_over_the_gradients_that_are_there_already",
         ),
         difficulty=2,
         minutes=25,
@@ -149,7 +150,10 @@ EXERCISES = (
 
             There are `num_flags` flags at the end. Set `self.flat`; `self.flags`, the view of the flags;
             `self.views`, a dict from each parameter to the view of its place, in its shape; and
-            `self.missing`, a set of all parameters. All parameters have one dtype and device.
+            `self.missing`, a set of all parameters. Then move in the gradients that are there already.
+
+            All parameters have one dtype and device. The flat tensor comes from `memory.zeros`, with the
+            first parameter as example: `memory` is this rank's own, or memory that the ranks share.
         """,
         docs={
             "move_in": """

@@ -107,6 +107,14 @@ def test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros():
     assert used.grad is bucket.views[used] and unused.grad is None
 
 
+def test_a_new_bucket_takes_over_the_gradients_that_are_there_already():
+    first, second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
+    second.grad = torch.ones(4)
+    bucket = Bucket([first, second])
+    assert bucket.flat.tolist() == [0.0] * 6 + [1.0] * 4
+    assert second.grad is bucket.views[second] and first.grad is None
+
+
 class Copies(TorchDispatchMode):
     """This mode counts the calls of `copy_`."""
 
