@@ -5,17 +5,23 @@ transfer.wait()                        transfer.wait()
 """
 
 import torch
+import torch.distributed as dist
 
-from comm.transport import slow_link
+from comm.transport import segment, slow_link
+from comm.transport.choice import chosen_transport
+from comm.transport.mailbox import Mailbox, MailTransfer, mailbox_of
 from comm.transport.staging import goes_by_host
-from comm.transport.wire import Group, Transfer, peer_wire
+from comm.transport.wire import Group, Transfer, axis_of, check_peer, group_of, peer_wire
 from comm.transport.work_queue import queue_of
+from lab.ledger import LEDGER
+
+AnyTransfer = Transfer | MailTransfer
 
 
 class SlowTransfer:
     """A message on a simulated slow link, with a second one that tells when it arrives (slow_link.py)."""
 
-    def __init__(self, payload: Transfer, arrival: Transfer, is_received: bool) -> None:
+    def __init__(self, payload: AnyTransfer, arrival: AnyTransfer, is_received: bool) -> None:
         self._payload, self._arrival, self._is_received = payload, arrival, is_received
 
     def wait(self) -> None:
@@ -26,22 +32,22 @@ class SlowTransfer:
             slow_link.wait_for_arrival(int(self._arrival.tensor), self._payload.tensor.nbytes)
 
 
-def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer | SlowTransfer:
+def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> AnyTransfer | SlowTransfer:
     """Start to send a contiguous tensor to rank `dst` of the group. Call `wait()` before you change it.
 
     With gloo a tensor on a GPU is copied to host memory first, so the call waits until it is computed.
     """
     outgoing = tensor.detach().to("cpu") if goes_by_host(tensor, group) else tensor.detach()
-    payload = peer_wire(group).isend(outgoing, dst)
+    payload = _start(outgoing, dst, "send to", group)
     if slow_link.current() is None:
         return payload
     if outgoing.is_cuda:
         torch.cuda.current_stream().synchronize()  # the link starts when the tensor is computed
     at = torch.tensor([slow_link.arrival(queue_of(group), tensor.nbytes)], device=outgoing.device)
-    return SlowTransfer(payload, peer_wire(group, counted=False).isend(at, dst), is_received=False)
+    return SlowTransfer(payload, _start(at, dst, "send to", group, counted=False), is_received=False)
 
 
-def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | SlowTransfer:
+def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer | SlowTransfer:
     """Start to receive from rank `src` into a contiguous tensor of the size and dtype that `src` sends.
 
     The k-th receive from a rank gets its k-th send. Sizes are not compared, so both ranks must know them.
@@ -49,9 +55,42 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer | Slo
     incoming, is_staged = tensor.detach(), goes_by_host(tensor, group)
     if is_staged:
         incoming = torch.empty(tensor.shape, dtype=tensor.dtype)
-    payload = peer_wire(group).irecv(incoming, src)
+    payload = _start(incoming, src, "receive from", group)
     payload.copy_to = tensor.detach() if is_staged else None
     if slow_link.current() is None:
         return payload
     at = torch.empty(1, dtype=torch.int64, device=incoming.device)
-    return SlowTransfer(payload, peer_wire(group, counted=False).irecv(at, src), is_received=True)
+    return SlowTransfer(payload, _start(at, src, "receive from", group, counted=False), is_received=True)
+
+
+def _start(
+    tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bool = True
+) -> AnyTransfer:
+    """Start a message through the group's mailbox, or over gloo or nccl."""
+    process_group = group_of(group)
+    mailbox = _mailbox_of(process_group)
+    if mailbox is not None:
+        check_peer(mailbox, peer, verb)
+    if mailbox is None or mailbox.uses_gloo(peer):
+        wire = peer_wire(process_group, counted)
+        return wire.isend(tensor, peer) if verb == "send to" else wire.irecv(tensor, peer)
+    transfer = MailTransfer(mailbox, process_group, tensor, peer, verb)
+    if transfer.done:
+        return transfer
+    if verb == "send to":
+        if counted:
+            LEDGER.count(mailbox.op, mailbox.pattern, tensor.nbytes, axis=axis_of(process_group))
+        mailbox.post_send(transfer)
+    else:
+        mailbox.post_receive(transfer)
+    return transfer
+
+
+def _mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
+    """Return the mailbox of a group whose ranks may share memory; None if gloo or nccl move its messages."""
+    transport = chosen_transport(group)
+    if transport not in ("auto", "shared_memory") or not segment.is_possible():
+        return None
+    if dist.get_backend(group) != "gloo":
+        return None
+    return mailbox_of(group, must_share=transport == "shared_memory")

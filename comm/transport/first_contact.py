@@ -1,0 +1,79 @@
+"""Let two ranks learn, at their first message, whether they share memory: a greeting in both directions.
+
+      rank 0   isend to rank 1     greeting ──► over gloo          rank 0 goes on
+      rank 1   irecv from rank 0   greeting ──► over gloo          both threads have two greetings, and decide
+
+Only the two ranks of a message call anything, perhaps at very different times, and neither waits for the
+other. So each sends its greeting over gloo, and a thread waits for the other's. Both have the same two
+greetings, and decide alike. gloo also tells the thread if the peer ends before its first message.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from comm.errors import CommError
+from comm.transport import segment
+
+if TYPE_CHECKING:
+    from comm.transport.mailbox import Mailbox
+
+_TAG = (1 << 20) - 1  # of a greeting: plain messages over gloo (wire.py) get there after a million others
+_EVER = timedelta(days=365)
+Meet = Callable[[int, int, bool, Exception | None], None]
+
+
+def own_place(token: int) -> torch.Tensor:
+    """Return this rank's greeting: the token of its door, its machine, and whether it has memory to share.
+
+    Two ranks are on the same machine if they see each other's Unix sockets: with one kernel and one network
+    namespace. Containers usually have a namespace each.
+    """
+    machine = ""
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    number = int.from_bytes(hashlib.sha256(machine.encode()).digest()[:7], "little")
+    return torch.tensor([token, number, bool(machine) and _has_memory()])
+
+
+def _has_memory() -> bool:
+    try:
+        tried, descriptor = segment.create()
+    except CommError:
+        return False
+    tried.close()
+    os.close(descriptor)
+    return True
+
+
+class FirstContact:
+    """The exchange of greetings with one rank. `meet(rank, token, shares, error)` gets the outcome."""
+
+    def __init__(self, mailbox: "Mailbox", rank: int, meet: Meet) -> None:
+        self._mine, self._theirs = mailbox.place, torch.empty(3, dtype=torch.int64)
+        self._rank, self._meet = rank, meet
+        group, error = mailbox.group(), None
+        try:
+            assert group is not None
+            self._works = [group.recv([self._theirs], rank, _TAG), group.send([self._mine], rank, _TAG)]
+        except RuntimeError as failure:
+            self._works, error = [], failure
+        del group  # or the thread would keep it from being freed
+        threading.Thread(target=self.in_background, args=(error,), name="first contact", daemon=True).start()
+
+    def in_background(self, error: Exception | None) -> None:
+        """Wait for the other greeting, and tell the mailbox."""
+        try:
+            while self._works:
+                self._works.pop(0).wait(_EVER)
+        except RuntimeError as failure:
+            error = error or failure
+        shares = self._theirs[1:].tolist() == self._mine[1:].tolist() and bool(self._mine[2])
+        self._meet(self._rank, int(self._theirs[0]), shares and error is None, error)
