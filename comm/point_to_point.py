@@ -33,8 +33,8 @@ import torch.distributed as dist
 from comm import collectives
 from comm.cost import Link
 from comm.script import start
-from comm.transport.messages import SlowTransfer, irecv, isend
-from comm.transport.wire import Group, Transfer, message_device, peer_wire
+from comm.transport.messages import AnyTransfer, irecv, isend
+from comm.transport.wire import Group, message_device, peer_wire
 from lab import units
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -78,7 +78,7 @@ def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Gro
     """
     left, right = _neighbours(group)
     if message_device(group).type == "cuda":
-        transfers: Sequence[Transfer | SlowTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
+        transfers: Sequence[AnyTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
     else:
         transfers = [irecv(incoming, left, group), isend(outgoing, right, group)]
     for transfer in transfers:

@@ -10,8 +10,8 @@ greetings, and decide alike. gloo also tells the thread if the peer ends before 
 
 import hashlib
 import os
+import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +21,14 @@ import torch
 
 from comm.errors import CommError
 from comm.transport import segment
+from comm.transport.listener import connect_locally
 
 if TYPE_CHECKING:
     from comm.transport.mailbox import Mailbox
 
 _TAG = (1 << 20) - 1  # of a greeting: plain messages over gloo (wire.py) get there after a million others
 _EVER = timedelta(days=365)
-Meet = Callable[[int, int, bool, Exception | None], None]
+Connection = tuple[socket.socket, segment.Segment]
 
 
 def own_place(token: int) -> torch.Tensor:
@@ -54,11 +55,11 @@ def _has_memory() -> bool:
 
 
 class FirstContact:
-    """The exchange of greetings with one rank. `meet(rank, token, shares, error)` gets the outcome."""
+    """The exchange of greetings with one rank. The mailbox's method `meet` gets the outcome."""
 
-    def __init__(self, mailbox: "Mailbox", rank: int, meet: Meet) -> None:
+    def __init__(self, mailbox: "Mailbox", rank: int) -> None:
         self._mine, self._theirs = mailbox.place, torch.empty(3, dtype=torch.int64)
-        self._rank, self._meet = rank, meet
+        self._rank, self._mailbox = rank, mailbox
         group, error = mailbox.group(), None
         try:
             assert group is not None
@@ -75,5 +76,12 @@ class FirstContact:
                 self._works.pop(0).wait(_EVER)
         except RuntimeError as failure:
             error = error or failure
-        shares = self._theirs[1:].tolist() == self._mine[1:].tolist() and bool(self._mine[2])
-        self._meet(self._rank, int(self._theirs[0]), shares and error is None, error)
+        token, *place = self._theirs.tolist()
+        connection: Connection | None = None
+        if error is None and place == self._mine[1:].tolist() and self._mine[2]:
+            try:
+                connection = connect_locally((0, 0, token), self._mailbox.rank, self._mailbox.timeout)
+                error = None if connection else ConnectionError("closed by peer")
+            except (CommError, OSError) as failure:
+                error = failure
+        self._mailbox.meet(self._rank, token, connection, error)

@@ -48,7 +48,7 @@ class _Stranger:
 
 
 class Listener:
-    """Accept the connections of `size` ranks without blocking: over TCP, and with `local` on a Unix socket."""
+    """Accept the connections of `size` ranks without blocking, over TCP, a Unix socket (`local`) or both."""
 
     def __init__(self, size: int, local: bool, tcp: bool = True) -> None:
         self._token, self._size = secrets.randbits(62), size

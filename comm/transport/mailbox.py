@@ -1,15 +1,16 @@
-"""Move the point-to-point messages of a group through shared memory, without help from ranks that compute.
+"""Move the point-to-point messages of a group through shared memory, whatever its ranks do meanwhile.
 
-      rank 0   isend ──► [ring buffer] ──► wait of irecv     a waiting rank moves its own messages
-      rank 0   send  ──► [ring buffer]    rank 1 computes: rank 0 knocks, and rank 1's thread takes the message
+      rank 0   isend ──► [ring buffer] ──► wait     rank 1 waits, and takes the message itself
+      rank 0   send  ──► [ring buffer]              rank 1 computes: rank 0 knocks, and a thread of rank 1
+                                                    takes the message
 
 A message is moved by the thread that posts it, by every thread that waits for a message, and by a thread of
 the mailbox that sleeps until a peer knocks (door.py). A rank knocks before it sleeps, if its peer has to move
 something and is not waiting itself. So a message arrives once its receive is posted, whatever both ranks do.
 
-Several threads cannot wait for each other: each moves the messages of all, under a lock which none holds while
-it sleeps. One of them sleeps until the kernel has news. The others sleep until a thread says that something
-has moved, or that it no longer waits for the kernel.
+Several threads cannot wait for each other: each moves the messages of all, under a lock which none holds
+while it sleeps. One of them sleeps until the kernel has news. The others sleep until a thread says that
+something has moved, or that it no longer waits for the kernel.
 """
 
 import os
@@ -17,118 +18,35 @@ import select
 import threading
 import time
 import weakref
-from collections import deque
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.transport import cross_memory, segment
+from comm.transport import segment
 from comm.transport.door import Door, knock
-from comm.transport.first_contact import FirstContact, own_place
-from comm.transport.listener import Arrival, connect_locally
+from comm.transport.first_contact import Connection, FirstContact, own_place
+from comm.transport.listener import Arrival
+from comm.transport.mail_peer import Peer
 from comm.transport.memory_ends import wake
-from comm.transport.message_ends import Inbox, Outbox
-from comm.transport.wire import POINT_TO_POINT, Transfer, global_ranks, peer_trouble, peer_wire
+from comm.transport.message_ends import Inbox, Message, Outbox, process_of
+from comm.transport.wire import POINT_TO_POINT, Wire, global_ranks, peer_trouble, peer_wire
 from comm.transport.work_queue import COMMUNICATION_THREAD
-from lab.waiting import Wait
 
 _SPIN_SECONDS = 1e-4
 
 
-class MailTransfer:
-    """A message in flight. It holds its tensor and its group, so that neither is freed before the end."""
-
-    def __init__(
-        self, mailbox: "Mailbox", group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, verb: str
-    ) -> None:
-        self._mailbox, self.group, self.tensor, self.peer, self.verb = mailbox, group, tensor, peer, verb
-        self.done = not tensor.nbytes  # an empty tensor is not sent
-        self.sent_bytes = tensor.nbytes  # how large the sender's tensor is
-        self.by_gloo: Transfer | None = None  # if the two ranks turn out not to share memory
-        self.copy_to: torch.Tensor | None = None  # a tensor on a GPU to which the arrived message is copied
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether the mailbox has nothing more to do for it."""
-        return self.done or self.by_gloo is not None
-
-    def wait(self) -> None:
-        """Block until the message has arrived, or until its receiver has it, so that it may be changed.
-
-        Raise CommError if the peer has gone or sends another number of bytes, or at the group's timeout.
-        """
-        if not self.is_settled:
-            self._mailbox.move_until(self)
-        if self.by_gloo is not None:
-            self.by_gloo.wait()
-        if self.sent_bytes != self.tensor.nbytes:
-            raise CommError(
-                f"{POINT_TO_POINT} (direct): rank {dist.get_rank()} expects {self.tensor.nbytes} bytes from rank "
-                f"{self._mailbox.names[self.peer]}, which has sent {self.sent_bytes}. Both need tensors of the "
-                "same size and dtype."
-            )
-        if self.copy_to is not None:
-            place, self.copy_to = self.copy_to, None
-            place.copy_(self.tensor)
-
-    def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/waiting.py)."""
-        verb, preposition = self.verb.split()
-        return Wait(f"{verb} {self.tensor.nbytes} bytes {preposition}", self._mailbox.names[self.peer], "")
-
-
-class Peer:
-    """Another rank: what is on its way to it and from it."""
-
-    def __init__(self, rank: int, name: int) -> None:
-        self.rank, self.name = rank, name
-        self.to_send: deque[MailTransfer] = deque()
-        self.posted: deque[MailTransfer] = deque()
-        self.contact: FirstContact | None = None
-        self.token = 0  # of its door, if it shares memory with this rank
-        self.uses_gloo = False
-        self.out: Outbox | None = None
-        self.incoming: Inbox | None = None
-        self.trouble: Exception | None = None  # the end of its connection
-        self.moved_at = 0.0
-
-    def ends(self) -> list[Outbox | Inbox]:
-        """Return the connections that have been made."""
-        return [end for end in (self.out, self.incoming) if end is not None]
-
-    def move(self) -> bool:
-        """Move something. Return whether anything has moved."""
-        moved = False
-        try:
-            if self.out is not None and self.out.is_busy:
-                moved = self.out.push()
-            if self.posted and self.incoming is not None:
-                moved |= self.incoming.pull()  # also from one that has left: what it sent before is still here
-        except OSError as error:
-            self.trouble = self.trouble or ConnectionError(f"Connection was likely closed by peer: {error}")
-        if moved:
-            self.moved_at = time.monotonic()
-        return moved
-
-    def needs_a_knock(self) -> bool:
-        """Return whether its thread has to move something for this rank, which is about to sleep."""
-        if self.out is not None and self.out.is_untaken():
-            return True
-        return self.incoming is not None and self.incoming.is_wanting()
-
-
 class Mailbox:
-    """The messages of this rank in one group. `must_share`: it is an error if two ranks share no memory."""
+    """The messages of this rank in one group. With `must_share`, ranks that share no memory are an error."""
 
     op, pattern = POINT_TO_POINT, "direct"
+    must_share = False
 
-    def __init__(self, group: dist.ProcessGroup, must_share: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = weakref.ref(group)
         self.rank, self.size, self.names = group.rank(), group.size(), global_ranks(group)
-        self._must_share = must_share
-        self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self.timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._changed = threading.Condition(threading.Lock())
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
         self._near: list[Peer] = []  # those with a connection
@@ -145,47 +63,71 @@ class Mailbox:
 
     def uses_gloo(self, rank: int) -> bool:
         """Return whether it is known that messages to and from a rank do not travel through memory."""
+        if self._peers[rank].uses_gloo and self.must_share:
+            raise self._cannot_share(self._peers[rank])
         return self._peers[rank].uses_gloo
 
-    def post_send(self, transfer: MailTransfer) -> None:
-        """Queue a message, and send it as far as possible."""
-        with self._changed:
-            peer = self._peers[transfer.peer]
-            peer.to_send.append(transfer)
-            self._move_posted(peer)
+    def _cannot_share(self, peer: Peer) -> CommError:
+        return CommError(
+            f"{self.op} ({self.pattern}): rank {dist.get_rank()} and rank {peer.name} cannot share memory. "
+            f"Either one of them has none left, or rank {peer.name} is on another machine or in another "
+            "container: then take the transport auto or gloo."
+        )
 
-    def post_receive(self, transfer: MailTransfer) -> None:
-        """Queue a receive, and take the message if it is here."""
+    def post(self, rank: int, message: Message, is_sent: bool) -> None:
+        """Queue a message to or from a rank, and move it as far as possible."""
+        peer = self._peers[rank]
         with self._changed:
-            peer = self._peers[transfer.peer]
-            peer.posted.append(transfer)
-            self._move_posted(peer)
+            (peer.to_send if is_sent else peer.posted).append(message)
+            if peer.contact is None:
+                peer.contact = FirstContact(self, rank)
+            elif peer.uses_gloo:
+                self._hand_to_gloo(peer)
+            moved = False
+            while peer.move():
+                moved = True
+            self._tell(moved or self._sleeper_is_here)
 
-    def _move_posted(self, peer: Peer) -> None:
-        if peer.contact is None:
-            peer.contact = FirstContact(self, peer.rank, self._meet)
-        elif peer.uses_gloo:
-            self._hand_to_gloo(peer)
-        moved = False
-        while peer.move():
-            moved = True
-        self._tell(moved or self._sleeper_is_here)
+    def move_until(self, message: Message, rank: int, verb: str) -> None:
+        """Move messages until this one, to or from `rank`, is settled.
 
-    def move_until(self, transfer: MailTransfer) -> None:
-        """Move messages until this one is settled. Raise CommError as `MailTransfer.wait` does."""
-        peer, since = self._peers[transfer.peer], time.monotonic()
+        Raise CommError if the peer has gone, or if it has moved nothing for the group's timeout.
+        """
+        peer, since = self._peers[rank], time.monotonic()
         with self._changed:
-            while not transfer.is_settled:
+            while not message.is_settled:
                 if self._move():
                     continue
-                left = max(since, peer.moved_at) + self._timeout - time.monotonic()
-                self._raise_if_hopeless(peer, transfer, left)
+                left = max(since, peer.moved_at) + self.timeout - time.monotonic()
+                if peer.trouble is not None or left <= 0:
+                    break
                 if self._sleeper_is_here:
                     self._num_followers += 1
                     self._changed.wait(min(1.0, left))
                     self._num_followers -= 1
-                elif not self._spin(transfer):
+                elif not self._spin(message) and not self._sleeper_is_here:
                     self._sleep(peer, left)
+            else:
+                return
+            if peer.trouble is None:
+                self._give_up(peer)
+            trouble = peer.trouble
+        raise trouble if isinstance(trouble, CommError) else self._failed(peer, verb, trouble)
+
+    def _give_up(self, peer: Peer) -> None:
+        """Break with a peer at a timeout: no rank must touch the memory of these messages any more."""
+        self._disconnect(peer, TimeoutError("timed out"))
+        peer.to_send.clear()
+        peer.posted.clear()
+
+    def _failed(self, peer: Peer, verb: str, trouble: Exception | None) -> CommError:
+        name = f"rank {peer.name}"
+        why = peer_trouble(str(trouble), name)
+        failed = CommError(
+            f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {verb} {name}: {why}."
+        )
+        failed.__cause__ = trouble
+        return failed
 
     def _move(self) -> bool:
         """Move something of any message. Return whether anything has moved."""
@@ -196,7 +138,7 @@ class Mailbox:
             self._changed.notify_all()
         return moved
 
-    def _spin(self, transfer: MailTransfer) -> bool:
+    def _spin(self, message: Message) -> bool:
         """Look again and again for a short time, as Streams do, and let other threads and processes run."""
         if threading.current_thread().name == COMMUNICATION_THREAD:
             return False
@@ -207,7 +149,7 @@ class Mailbox:
                 os.sched_yield()
             finally:
                 self._changed.acquire()
-            if self._move() or transfer.is_settled:
+            if self._move() or message.is_settled:
                 return True
         return False
 
@@ -239,7 +181,7 @@ class Mailbox:
             elif number in self._by_number:
                 peer, end = self._by_number[number]
                 if not end.is_open():
-                    self._forget(peer, ConnectionError("closed by peer"))
+                    self._disconnect(peer, ConnectionError("closed by peer"))
 
     def _announce_sleep(self, sleeps: bool) -> None:
         for peer in self._near:
@@ -254,42 +196,17 @@ class Mailbox:
         if something and self._sleeper_is_here:
             os.eventfd_write(self._bell, 1)
 
-    def _raise_if_hopeless(self, peer: Peer, transfer: MailTransfer, left: float) -> None:
-        if peer.trouble is None and left <= 0:
-            # The memory of this message may be used for something else now, so no rank must touch it.
-            self._forget(peer, TimeoutError("timed out"))
-        if isinstance(peer.trouble, CommError):
-            raise peer.trouble
-        if peer.trouble is not None:
-            name = f"rank {peer.name}"
-            why = peer_trouble(str(peer.trouble), name)
-            raise CommError(
-                f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {transfer.verb} {name}: {why}."
-            ) from peer.trouble
-
-    def _forget(self, peer: Peer, trouble: Exception) -> None:
-        """Close the connections to a peer. What has arrived can still be taken."""
+    def _disconnect(self, peer: Peer, trouble: Exception) -> None:
+        """Close the connections to a peer. What has arrived in the ring buffer can still be taken."""
         peer.trouble = peer.trouble or trouble
         for end in peer.ends():
             if self._by_number.pop(end.socket.fileno(), None):
                 self._news.unregister(end.socket)
                 end.socket.close()
 
-    def _meet(self, rank: int, token: int, shares: bool, error: Exception | None) -> None:
-        """Note what the first contact with a peer has shown, on a thread of its own."""
-        peer, connection = self._peers[rank], None
-        if error is None and shares:
-            try:
-                connection = connect_locally((0, 0, token), self.rank, self._timeout)
-                error = None if connection else ConnectionError("closed by peer")
-            except (CommError, OSError) as failure:
-                error = failure
-        elif error is None and self._must_share:
-            error = CommError(
-                f"{self.op} ({self.pattern}): rank {dist.get_rank()} and rank {peer.name} cannot share memory. "
-                f"Rank {peer.name} is on another machine or in another container, or has no memory left: then "
-                "take the transport auto or gloo."
-            )
+    def meet(self, rank: int, token: int, connection: Connection | None, error: Exception | None) -> None:
+        """Note what the first contact with a rank has shown. It is called on a thread of its own."""
+        peer = self._peers[rank]
         with self._changed:
             if connection is not None:
                 peer.token, peer.out = token, Outbox(*connection, peer.to_send)
@@ -297,20 +214,20 @@ class Mailbox:
                 peer.move()
                 if peer.incoming is not None:
                     knock(token)
-            elif error is not None:
-                peer.trouble = error
+            elif error is not None or self.must_share:
+                peer.trouble = error or self._cannot_share(peer)
             else:
                 peer.uses_gloo = True
                 self._hand_to_gloo(peer)
             self._tell(True)
 
     def _hand_to_gloo(self, peer: Peer) -> None:
-        for queue, start in ((peer.to_send, "isend"), (peer.posted, "irecv")):
-            while queue:
-                transfer = queue.popleft()
-                wire = peer_wire(transfer.group, counted=False)
+        group = self.group()
+        for queue, start in ((peer.to_send, Wire.isend), (peer.posted, Wire.irecv)):
+            while queue and group is not None:
+                message = queue.popleft()
                 try:
-                    transfer.by_gloo = getattr(wire, start)(transfer.tensor, peer.rank)
+                    message.by_gloo = start(peer_wire(group, counted=False), message.tensor, peer.rank)
                 except CommError as error:
                     peer.trouble = error
 
@@ -341,9 +258,7 @@ class Mailbox:
         if peer is None or peer.incoming is not None or one.segment is None:
             one.socket.close()
             return
-        pid = cross_memory.peer_of(one.socket)
-        if not cross_memory.can_read(pid, one.nonce_address, one.segment.nonce):
-            pid = 0
+        pid = process_of(one.socket, one.segment, one.nonce_address)
         peer.incoming = Inbox(one.socket, one.segment, pid, peer.posted)
         self._watch(peer, peer.incoming)
         wake(one.socket)  # the sender may wait to know whether this rank reads its memory
@@ -358,7 +273,7 @@ class Mailbox:
     def _close(self) -> None:
         self._door.close()
         for peer in self._peers.values():
-            self._forget(peer, ConnectionError("closed by peer"))
+            self._disconnect(peer, ConnectionError("closed by peer"))
             for end in peer.ends():
                 end.close()
             peer.out = peer.incoming = None
@@ -371,9 +286,11 @@ _mailboxes: "weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox]" = weakref.We
 _mailboxes_lock = threading.Lock()
 
 
-def mailbox_of(group: dist.ProcessGroup, must_share: bool) -> Mailbox:
+def mailbox_of(group: dist.ProcessGroup) -> Mailbox:
     """Return the mailbox of a group. The first message makes it."""
-    with _mailboxes_lock:
-        if group not in _mailboxes:
-            _mailboxes[group] = Mailbox(group, must_share)
-        return _mailboxes[group]
+    mailbox = _mailboxes.get(group)
+    if mailbox is None:
+        with _mailboxes_lock:
+            mailbox = _mailboxes.get(group) or Mailbox(group)
+            _mailboxes[group] = mailbox
+    return mailbox

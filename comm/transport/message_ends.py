@@ -17,7 +17,6 @@ import select
 import socket
 import struct
 from collections import deque
-from typing import Protocol
 
 import torch
 
@@ -38,17 +37,26 @@ from comm.transport.segment import (
     fence,
 )
 from comm.transport.stream_wire import bytes_of
+from comm.transport.wire import Transfer
 
 _FRAME = struct.Struct("=qq")  # number of bytes, address (0 if the message follows)
 _ALIGNED = _FRAME.size  # where frames begin, so that none goes over the end of the ring buffer
 
 
-class Message(Protocol):
-    """A tensor on its way, and how far it is."""
+class Message:
+    """A tensor on its way. `done` becomes true when its receiver has it."""
 
-    tensor: torch.Tensor
-    done: bool
-    sent_bytes: int  # of a received one that does not fit: how many bytes its sender has sent
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.num_bytes: int = tensor.nbytes
+        self.sent_bytes = self.num_bytes  # how many bytes the sender has sent
+        self.done = not self.num_bytes  # an empty tensor is not sent
+        self.by_gloo: Transfer | None = None  # if the two ranks turn out not to share memory
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the mailbox has nothing more to do for it."""
+        return self.done or self.by_gloo is not None
 
 
 class Outbox:
@@ -98,7 +106,7 @@ class Outbox:
         """Write the first message, or a part of it. Return whether it has left completely."""
         message = self._queue[0]
         if self._rest is None:
-            num_bytes, reads = message.tensor.nbytes, self._words[READS_MEMORY]
+            num_bytes, reads = message.num_bytes, self._words[READS_MEMORY]
             too_large = num_bytes >= memory_ends.LARGE_BYTES or free < _FRAME.size + num_bytes
             if free < _FRAME.size or (too_large and reads == UNKNOWN):
                 return False
@@ -115,7 +123,7 @@ class Outbox:
         return True
 
     def _write(self, data: memoryview, free: int) -> memoryview:
-        """Write what fits. Return the rest."""
+        """Write as much of the message as there is space for. Return the rest."""
         num_bytes, start = min(free, len(data)), self._head % RING_BYTES
         first = min(num_bytes, RING_BYTES - start)
         self._ring[start : start + first] = data[:first]
@@ -176,7 +184,7 @@ class Inbox:
             self._size, self._address = _FRAME.unpack_from(self._ring, self._tail % RING_BYTES)
             self._tail += _FRAME.size
             self._filled = 0
-        fits = self._size == message.tensor.nbytes
+        fits = self._size == message.num_bytes
         if self._address:
             self._filled = self._read_memory(message.tensor) if fits else self._size
         else:
@@ -230,6 +238,12 @@ class Inbox:
         """Close the connection, and free its memory."""
         self.socket.close()
         self._segment.close()
+
+
+def process_of(end: socket.socket, segment: Segment, nonce_address: int) -> int:
+    """Return the process at the other end of a new connection, or 0 if this rank may not read its memory."""
+    pid = cross_memory.peer_of(end)
+    return pid if cross_memory.can_read(pid, nonce_address, segment.nonce) else 0
 
 
 def _aligned(position: int) -> int:
