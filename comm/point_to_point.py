@@ -4,9 +4,9 @@
       non-blocking   isend and irecv return at once, and wait() returns when the message is done. Post the
                      receive first: the payload moves only after its receive has been posted.
 
-The ring that deadlocks: every rank sends to its right neighbour, and then receives from its left one. On gloo
-a blocking send waits for its receive, so every rank waits for a neighbour that is still sending, even with
-tiny messages. (MPI may buffer small messages, and then the mistake shows only with large ones.)
+The ring that deadlocks: every rank sends to its right neighbour, and then receives from its left one. A
+blocking send waits for its receive, so every rank waits for a neighbour that is still sending, even with tiny
+messages. (MPI may buffer small messages, and then the mistake shows only with large ones.)
 
       rank 0 ─send─► rank 1 ─send─► rank 2 ─send─► rank 0 ...        no rank receives
 
@@ -18,6 +18,7 @@ A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta 
 1994). A ping-pong with a tiny message measures alpha, and one with a large message beta.
 
 `isend` and `irecv` work like those of torch.distributed, and their bytes are counted (transport/messages.py).
+Between ranks of one machine the messages travel through shared memory (transport/mailbox.py), else over gloo.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ from lab.stream_clock import time_when_done
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
-    """Send, and wait. On gloo it returns after `dst` has posted its receive."""
+    """Send, and wait. On the CPU it returns after `dst` has posted its receive."""
     isend(tensor, dst, group).wait()
 
 
