@@ -1,4 +1,6 @@
-"""Start point-to-point messages. With gloo a tensor on a GPU goes by host memory; a link may be simulated.
+"""Start point-to-point messages, through shared memory (mailbox.py), gloo or nccl.
+
+With gloo a tensor on a GPU goes by host memory. A slow link may be simulated.
 
 transfer = isend(tensor, dst)          transfer = irecv(tensor, src)
 transfer.wait()                        transfer.wait()
@@ -94,7 +96,8 @@ def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> AnyTransfer:
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer:
     """Start to receive from rank `src` into a contiguous tensor of the size and dtype that `src` sends.
 
-    The k-th receive from a rank gets its k-th send. Sizes are not compared, so both ranks must know them.
+    The k-th receive from a rank gets its k-th send. Both ranks must know the size. Through shared memory a
+    wrong size is a CommError, but gloo does not compare sizes, and dtypes are never compared.
     """
     incoming, is_staged = tensor.detach(), goes_by_host(tensor, group)
     if is_staged:
