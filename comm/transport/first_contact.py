@@ -8,6 +8,7 @@ other. So each sends its greeting over gloo, and a thread waits for the other's.
 greetings, and decide alike. gloo also tells the thread if the peer ends before its first message.
 """
 
+import atexit
 import hashlib
 import os
 import socket
@@ -22,12 +23,14 @@ import torch
 from comm.errors import CommError
 from comm.transport import segment
 from comm.transport.listener import connect_locally
+from lab.interface import shut_down_connections
 
 if TYPE_CHECKING:
     from comm.transport.mailbox import Mailbox
 
 _TAG = (1 << 20) - 1  # of a greeting: plain messages over gloo (wire.py) get there after a million others
 _EVER = timedelta(days=365)
+_threads: list[threading.Thread] = []
 Connection = tuple[socket.socket, segment.Segment]
 
 
@@ -67,7 +70,9 @@ class FirstContact:
         except RuntimeError as failure:
             self._works, error = [], failure
         del group  # or the thread would keep it from being freed
-        threading.Thread(target=self.in_background, args=(error,), name="first contact", daemon=True).start()
+        thread = threading.Thread(target=self.in_background, args=(error,), name="first contact", daemon=True)
+        _threads[:] = [*(one for one in _threads if one.is_alive()), thread]
+        thread.start()
 
     def in_background(self, error: Exception | None) -> None:
         """Wait for the other greeting, and tell the mailbox."""
@@ -85,3 +90,14 @@ class FirstContact:
             except (CommError, OSError) as failure:
                 error = failure
         self._mailbox.meet(self._rank, token, connection, error)
+
+
+@atexit.register
+def _end_waits() -> None:
+    """End the threads that wait in gloo: one that returned while Python ends would abort the process."""
+    for thread in _threads:
+        thread.join(0.05)  # it may be about to end
+    if any(thread.is_alive() for thread in _threads):
+        shut_down_connections()
+    for thread in _threads:
+        thread.join(1.0)

@@ -4,6 +4,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -250,3 +252,25 @@ def test_a_connection_that_was_closed_here_is_not_read_even_if_its_number_is_use
             with pytest.raises(ConnectionError):
                 into.pull()
         os.close(number)
+
+
+ENDS_TOO_EARLY = """
+import torch
+from comm.point_to_point import isend
+from comm.rendezvous import join, leave
+cluster = join()
+transfer = isend(torch.ones(10), 1 - cluster.rank)  # no rank receives it
+leave(cluster)
+"""
+
+
+def test_a_program_that_ends_with_a_message_on_its_way_ends_without_a_crash():
+    ranks = []
+    for environment in places([0, 1], 2):
+        variables = os.environ | {name: str(value) for name, value in environment.items()}
+        ranks.append(
+            subprocess.Popen([sys.executable, "-c", ENDS_TOO_EARLY], env=variables, stderr=subprocess.PIPE)
+        )
+    for rank in ranks:
+        _, said = rank.communicate(timeout=50)
+        assert rank.returncode == 0, said.decode()
