@@ -4,9 +4,9 @@
       non-blocking   isend and irecv return at once, and wait() returns when the message is done. Post the
                      receive first: the payload moves only after its receive has been posted.
 
-The ring that deadlocks: every rank sends to its right neighbour, and then receives from its left one. On gloo
-a blocking send waits for its receive, so every rank waits for a neighbour that is still sending, even with
-tiny messages. (MPI may buffer small messages, and then the mistake shows only with large ones.)
+The ring that deadlocks: every rank sends to its right neighbour, and then receives from its left one. A
+blocking send waits for its receive, so every rank waits for a neighbour that is still sending, even with tiny
+messages. (MPI may buffer small messages, and then the mistake shows only with large ones.)
 
       rank 0 ─send─► rank 1 ─send─► rank 2 ─send─► rank 0 ...        no rank receives
 
@@ -18,6 +18,7 @@ A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta 
 1994). A ping-pong with a tiny message measures alpha, and one with a large message beta.
 
 `isend` and `irecv` work like those of torch.distributed, and their bytes are counted (transport/messages.py).
+Between ranks of one machine the messages travel through shared memory (transport/mailbox.py), else over gloo.
 """
 
 import dataclasses
@@ -33,8 +34,8 @@ import torch.distributed as dist
 from comm import collectives
 from comm.cost import Link
 from comm.script import start
-from comm.transport.messages import SlowTransfer, irecv, isend
-from comm.transport.wire import Group, Transfer, message_device, peer_wire
+from comm.transport.messages import AnyTransfer, irecv, isend
+from comm.transport.wire import Group, message_device, peer_wire
 from lab import units
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -43,7 +44,7 @@ from lab.stream_clock import time_when_done
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
-    """Send, and wait. On gloo it returns after `dst` has posted its receive."""
+    """Send, and wait. On the CPU it returns after `dst` has posted its receive."""
     isend(tensor, dst, group).wait()
 
 
@@ -78,7 +79,7 @@ def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Gro
     """
     left, right = _neighbours(group)
     if message_device(group).type == "cuda":
-        transfers: Sequence[Transfer | SlowTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
+        transfers: Sequence[AnyTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
     else:
         transfers = [irecv(incoming, left, group), isend(outgoing, right, group)]
     for transfer in transfers:

@@ -14,8 +14,6 @@ import linecache
 import os
 import queue
 import signal
-import socket
-import stat
 import threading
 import time
 import traceback
@@ -34,6 +32,7 @@ from lab import timeline
 from lab.cluster import Cluster
 from lab.gantt import Event
 from lab.gloo_threads import keep_from_preempting
+from lab.interface import shut_down_connections
 from lab.memory import resident_bytes
 
 PATIENCE = 0.3  # seconds for which Python code may react to the interrupt, before connections are closed
@@ -134,7 +133,7 @@ class _Cells:
     def _interrupt(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         if not self._done.wait(PATIENCE):
-            _shut_down_connections()
+            shut_down_connections()
 
     def _answer(self, reply: Reply) -> None:
         try:
@@ -213,15 +212,3 @@ def _failure(error: BaseException) -> Reply:
             part.stack[:] = [frame for frame in part.stack if frame.filename != __file__]
     last = "".join(trace.format_exception_only()).strip().splitlines()[-1]
     return Reply(error=last, traceback="".join(trace.format()))
-
-
-def _shut_down_connections() -> None:
-    """Shut down this process's TCP connections, so that every wait for a peer ends with an error."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(1024)):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    one.getpeername()  # an OSError if it listens: gloo would abort the process
-                    one.shutdown(socket.SHUT_RDWR)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 from lab.waiting import current_wait, write_wait
 
+BACKGROUND = "in_background"  # names the function of a thread that only serves the rank's other threads
 ASK = b"Where are you, and for whom do you wait?"  # from a parent to its rank
 COMPUTING = "computing "  # begins the place of a rank that waits for no rank and uses the processor
 _OBSERVED = 0.6  # seconds in which a rank looks at its own use of the processor
@@ -86,7 +87,7 @@ def where(path: str) -> str:
     """Return where the threads of a rank are, from a stack file: the main thread first.
 
     A thread is described by its lines outside of libraries, innermost first. Threads that have none, such as
-    those of torch, are left out.
+    those of torch, are left out, and so are those whose first function is called BACKGROUND.
     """
     text = ""
     with suppress(OSError), open(path) as file:
@@ -103,7 +104,7 @@ def _lines(stack: str) -> str:
     frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)]
     library = (os.path.dirname(os.__file__), os.path.dirname(__file__), "<frozen", "<string>")
     own = [frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]]
-    if not own:
+    if not own or own[-1][2] == BACKGROUND:
         return ""
     # The line that waits with the functions that called it, and those of the caller that led there.
     chain = own if len(own) <= 8 else [*own[:5], *own[-3:]]

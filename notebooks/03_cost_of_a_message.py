@@ -116,10 +116,10 @@ show(
 # rule of communication is: **send few large messages instead of many small ones**. Notebook 05 builds buckets out of
 # this rule.
 #
-# The points need not lie exactly on the line. On loopback a message that fits into the processor's cache is faster than
-# the line says, and real links have steps, too, for example where a message no longer fits into a buffer. (That is also
-# why notebook 00 found another bandwidth: it sent 32 MB, and took the middle one of several times. Here it is the
-# shortest.) Two numbers are a coarse model. Are they good enough to choose an algorithm?
+# The points need not lie exactly on the line. Ranks of one machine send through shared memory, where a message that fits
+# into the processor's cache is faster than the line says. Real links have steps, too, for example where a message no
+# longer fits into a buffer. (That is also why notebook 00 found another bandwidth: it sent 32 MB, and took the middle one
+# of several times. Here it is the shortest.) Two numbers are a coarse model. Are they good enough to choose an algorithm?
 #
 # ## A network for each rank
 #
@@ -508,15 +508,15 @@ for num_bytes in (4_000, 1_000_000):
     formula = predicted("ring", num_bytes, 8, alpha, beta)
     times = [f"{loopback[transport, num_bytes] * 1e3:5.2f} ms" for transport in ("gloo", "auto")]
     print(f"{num_bytes:>9,} bytes: ring predicted {formula * 1e3:5.2f} ms, measured {times[0]} (gloo), {times[1]} (auto)")
-real_link.compare(loopback["gloo", 1_000_000] / predicted("ring", 1_000_000, 8, alpha, beta))
+real_link.compare(loopback["auto", 1_000_000] / predicted("ring", 1_000_000, 8, alpha, beta))
 
 # %% [markdown]
-# On a laptop with few cores the ring takes many times as long as predicted, and 4 KB take nearly as long as 1 MB. The
-# model assumes that all eight ranks send at the same time, each over a link of its own. Here all of them share the same
-# cores, so they take turns: in each of 14 steps eight processes wake up, one after the other. The formula is right, and
-# its assumption is not. Before you trust a model, ask what is shared. (With the transport `auto` the same ring runs
-# through shared memory, where the system has it. It copies less and wakes fewer threads than over gloo's sockets. So it
-# is what the workbook's trainings use.)
+# On a laptop with few cores the ring takes many times as long as predicted. The model assumes that all eight ranks send at
+# the same time, each over a link of its own. Here all of them share the same cores, so they take turns: in each of 14
+# steps eight processes wake up, one after the other. The formula is right, and its assumption is not. Before you trust a
+# model, ask what is shared. (With the transport `auto` both the ring and the messages that measured alpha and beta travel
+# through shared memory, where the system has it. That copies less and wakes fewer threads than gloo's sockets. So it is
+# what the workbook's trainings use.)
 #
 # ## Exercises
 #

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from comm import point_to_point
 from comm.errors import CommError
-from comm.point_to_point import SlowTransfer
 from comm.transport.channels import Channels
-from comm.transport.wire import Group, Transfer
+from comm.transport.messages import AnyTransfer
+from comm.transport.wire import Group
 from lab import timeline
 from pipeline_parallel.actions import (
     BACKWARD,
@@ -111,8 +111,8 @@ class ByHand:
         self._numbers: Counter[tuple[str, int]] = Counter()  # messages so far, by kind and stage
         self._sent: set[Message] = set()
         self._received: set[Message] = set()
-        self._leaving: dict[Message, Transfer | SlowTransfer] = {}
-        self._arriving: dict[Message, Transfer | SlowTransfer] = {}
+        self._leaving: dict[Message, AnyTransfer] = {}
+        self._arriving: dict[Message, AnyTransfer] = {}
 
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None

@@ -31,9 +31,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comm.point_to_point import SlowTransfer, irecv, isend
+from comm.point_to_point import irecv, isend
 from comm.transport.channels import Channels
-from comm.transport.wire import Group, Transfer
+from comm.transport.messages import AnyTransfer
+from comm.transport.wire import Group
 from lab import timeline
 from pipeline_parallel.actions import (
     BACKWARD,
@@ -110,8 +111,8 @@ class Executor:
         self._channels = Channels(group, neighbours(programs), apart)
         self._failure = SharedFailure(group, device)
         self._ready: dict[Message, Tensor] = {}  # results to send, or for another stage of this rank
-        self._arriving: dict[Message, tuple[Tensor, Transfer | SlowTransfer]] = {}
-        self._leaving: dict[Message, Transfer | SlowTransfer] = {}
+        self._arriving: dict[Message, tuple[Tensor, AnyTransfer]] = {}
+        self._leaving: dict[Message, AnyTransfer] = {}
 
     def step(
         self, x: Tensor | None = None, y: Tensor | None = None, check: Callable[[], None] | None = None

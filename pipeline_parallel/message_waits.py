@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from comm.errors import CommError
-from comm.point_to_point import SlowTransfer
-from comm.transport.wire import Transfer
+from comm.transport.messages import AnyTransfer
 from lab import timeline
 from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.failure import SharedFailure
@@ -20,7 +19,7 @@ class MessageWaits:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def wait(self, message: Message, transfer: Transfer | SlowTransfer) -> None:
+    def wait(self, message: Message, transfer: AnyTransfer) -> None:
         """Wait until a message has been sent or received."""
         with self._counted(), naming(message), timeline.span("wait", "wait"):
             transfer.wait()

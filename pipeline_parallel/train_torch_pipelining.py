@@ -49,10 +49,11 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
-from comm.point_to_point import SlowTransfer, irecv, isend
+from comm.point_to_point import irecv, isend
 from comm.script import start
 from comm.transport.channels import Channels
-from comm.transport.wire import Group, Transfer
+from comm.transport.messages import AnyTransfer
+from comm.transport.wire import Group
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.model import loss_of
@@ -172,7 +173,7 @@ class TorchSchedule:
 class PendingMessage(NamedTuple):
     """Holds a message on its way, for which PyTorch calls `wait`."""
 
-    transfer: Transfer | SlowTransfer
+    transfer: AnyTransfer
 
     def wait(self) -> None:
         with span("wait", "wait"):
@@ -191,7 +192,7 @@ def by_comm(table: Table, group: Group = None) -> Iterator[None]:
         # Their order stays PyTorch's: the k-th receive from a rank meets its k-th send, in comm as in gloo.
         return [PendingMessage(one(op)) for op in ops]
 
-    def one(op: dist.P2POp) -> Transfer | SlowTransfer:
+    def one(op: dist.P2POp) -> AnyTransfer:
         peer = op.group_peer
         if op.op is dist.isend:
             return isend(op.tensor.contiguous(), peer, channels.of(rank, peer))

@@ -1,9 +1,15 @@
-"""Choose the transport of a group: how the messages of its collectives travel.
+"""Choose the transport of a group: how its messages travel.
 
-    auto            shared memory where two ranks can have it, else sockets
-    shared_memory   a ring buffer, or the sender's own memory (memory_ends.py)
-    sockets         TCP connections of our own (stream_ends.py)
-    gloo            gloo's connections and threads (wire.py)
+                    messages of collectives                          plain messages, such as isend and recv
+    auto            shared memory where two ranks have it,           shared memory where two ranks have it,
+                    else sockets                                     else gloo
+    shared_memory   a ring buffer, or the sender's own memory        the same (message_ends.py)
+                    (memory_ends.py)
+    sockets         TCP connections of our own (stream_ends.py)      gloo
+    gloo            gloo's connections and threads (wire.py)         gloo
+
+Plain messages never use our sockets: these do not tell a sender when its receiver has the message, and a
+blocking `send` waits for that.
 
 All ranks of a group must choose the same. Groups that use nccl take none of these.
 """

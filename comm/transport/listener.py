@@ -48,12 +48,12 @@ class _Stranger:
 
 
 class Listener:
-    """Accept the connections of `size` ranks without blocking; with `local` also on a Unix socket."""
+    """Accept the connections of `size` ranks without blocking, over TCP, a Unix socket (`local`) or both."""
 
-    def __init__(self, size: int, local: bool) -> None:
+    def __init__(self, size: int, local: bool, tcp: bool = True) -> None:
         self._token, self._size = secrets.randbits(62), size
-        self._tcp = _tcp_listener()
-        self._listening = [self._tcp]
+        self._tcp = _tcp_listener() if tcp else socket.socket()
+        self._listening = [self._tcp] if tcp else []
         self._strangers: dict[socket.socket, _Stranger] = {}
         if local:
             unix = socket.socket(socket.AF_UNIX)
@@ -71,6 +71,10 @@ class Listener:
     def sockets(self) -> list[socket.socket]:
         """Return the sockets on which something may arrive."""
         return [*self._listening, *self._strangers]
+
+    def has_strangers(self) -> bool:
+        """Return whether a connection has not said hello yet."""
+        return bool(self._strangers)
 
     def accept(self) -> list[Arrival]:
         """Return the connections that have said hello since the last call."""

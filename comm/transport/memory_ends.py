@@ -91,7 +91,7 @@ class MemoryOut:
         words[HEAD] = self._head
         fence()
         if words[RECEIVER_SLEEPS]:
-            _wake(self.socket)
+            wake(self.socket)
         return True
 
     def _write(self, data: memoryview) -> None:
@@ -128,7 +128,7 @@ class MemoryIn:
         self._tail = 0
         self._address = self._left = 0  # of a large message: where its rest lies, and how much that is
         self._words[READS_MEMORY] = YES if pid else NO
-        _wake(end)
+        wake(end)
 
     def receive(self, into: memoryview, message_bytes: int) -> int:
         """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet.
@@ -175,7 +175,7 @@ class MemoryIn:
     def _wake_sender(self) -> None:
         fence()
         if self._words[SENDER_SLEEPS]:
-            _wake(self.socket)
+            wake(self.socket)
 
     def sleep(self, sleeps: bool) -> None:
         """Tell the sender whether this rank has to be woken."""
@@ -187,7 +187,8 @@ class MemoryIn:
         self._segment.close()
 
 
-def _wake(end: socket.socket) -> None:
+def wake(end: socket.socket) -> None:
+    """Wake the rank at the other end, which sleeps until its end of the connection has something to read."""
     with suppress(OSError):  # the socket is full of bytes that wake it, or the rank has gone
         end.send(_WAKE)
 

@@ -202,20 +202,25 @@ class Wire:
         )
 
 
-class AnyWire(Protocol):
-    """The interface of a Wire and of a StreamWire (stream_wire.py) for algorithms and the handshake."""
+class Member(Protocol):
+    """The place of this rank in a group, and the operation that it does there."""
 
-    group: dist.ProcessGroup
     op: str
     pattern: str
     rank: int
     size: int
 
+
+class AnyWire(Member, Protocol):
+    """The interface of a Wire and of a StreamWire (stream_wire.py) for algorithms and the handshake."""
+
+    group: dist.ProcessGroup
+
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Any: ...
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Any: ...
 
 
-def check_peer(wire: AnyWire, peer: int, verb: str) -> None:
+def check_peer(wire: Member, peer: int, verb: str) -> None:
     """Raise CommError unless `peer` is another rank of the group."""
     # With a rank that is too large gloo kills the process, and with a negative one it never returns.
     if not 0 <= peer < wire.size or peer == wire.rank:

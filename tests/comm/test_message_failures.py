@@ -1,0 +1,276 @@
+"""A rank that dies, leaves or is paused while others wait for it ends in a sentence that names it."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.collectives import CommError
+from comm.point_to_point import irecv, isend, recv, send
+from comm.rendezvous import join
+from comm.transport import memory_ends, segment
+from comm.transport.choice import use_transport
+from comm.transport.message_ends import Inbox, Message, Outbox
+from lab.ranks import RankError, run_ranks
+from lab.replace import replaced
+from tests.comm.mismatches import error_text
+from tests.comm.places import places, set_variables
+
+pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+LARGE = 30_000_000
+
+
+def die(*_) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("talks_first", [True, False])
+def test_a_rank_that_is_killed_is_named_at_once_by_all_that_wait_for_it(talks_first: bool, transport: str):
+    def one_dies(cluster) -> tuple[str, float]:
+        use_transport(transport)
+        x = torch.zeros(4)
+        if cluster.rank == 1:
+            for peer in (0, 2) if talks_first else ():
+                send(x, peer)
+            cluster.store.wait(["both wait"])
+            time.sleep(0.2)
+            die()
+        if talks_first:
+            recv(x, 1)
+        if cluster.store.add("waiting", 1) == 2:
+            cluster.store.set("both wait", "")
+        call = recv if cluster.rank == 0 else send
+        text = error_text(lambda: call(x, 1))
+        return text, time.monotonic()
+
+    ends = run_ranks(one_dies, 3, collect_failures=True, group_timeout=30)
+    verbs = {0: "receive from", 2: "send to"}
+    for rank, verb in verbs.items():
+        assert ends[rank][0] == (
+            f"point_to_point (direct): rank {rank} could not {verb} rank 1: it lost the connection; rank 1 "
+            "has died or left, so look for the first error in its log."
+        )
+    assert abs(ends[0][1] - ends[2][1]) < 10
+
+
+def test_ranks_that_have_joined_all_name_the_one_that_died():
+    def one_dies(cluster, environments: list[dict[str, object]]) -> str:
+        set_variables(environments[cluster.rank])
+        cluster, x = join(), torch.zeros(4)
+        if cluster.rank == 2:
+            recv(x, 1)
+            die()
+        if cluster.rank == 1:
+            send(x, 2)
+        # Rank 1 waits for the dead rank, and rank 0 for rank 1, which gives up.
+        text = error_text(lambda: recv(x, cluster.rank + 1))
+        if cluster.rank == 1:
+            raise CommError(text)
+        return text
+
+    texts = run_ranks(one_dies, 3, places([0, 1, 2], 3), backend=None, collect_failures=True, timeout=30)
+    died = "rank 2 has died, so look for the first error in its log"
+    assert f"could not receive from rank 2: {died}" in str(texts[1])
+    assert f"could not receive from rank 1: {died}" in texts[0]
+
+
+def test_a_sender_that_dies_while_its_memory_is_read_is_an_error_and_never_garbage():
+    def one_dies(cluster) -> str:
+        x = torch.full((LARGE,), 7, dtype=torch.uint8)
+        if cluster.rank == 1:
+            send(x[:4], 0)
+            transfer = isend(x, 0)
+            cluster.store.set("sent", str(os.getpid()))
+            transfer.wait()
+            return ""
+        recv(x[:4], 1)
+        pid = int(cluster.store.get("sent"))
+        read, pieces = memory_ends.cross_memory.read_memory, []
+
+        def read_and_kill(*arguments) -> int:
+            pieces.append(0)
+            if len(pieces) == 5:
+                os.kill(pid, signal.SIGKILL)
+                while b") Z" not in Path(f"/proc/{pid}/stat").read_bytes():
+                    time.sleep(0.01)
+            return read(*arguments)
+
+        with replaced("comm.transport.cross_memory.read_memory", read_and_kill):
+            return error_text(lambda: recv(torch.zeros(LARGE, dtype=torch.uint8), 1))
+
+    text = run_ranks(one_dies, 2, collect_failures=True)[0]
+    assert "rank 0 could not receive from rank 1: it lost the connection; rank 1 has died or left" in text
+
+
+def test_what_a_rank_has_sent_before_it_ends_is_an_error_only_if_it_did_not_wait_for_it():
+    def one_ends(cluster) -> list[str]:
+        x = torch.zeros(4)
+        if cluster.rank == 1:
+            send(x, 0)
+            dist.destroy_process_group()
+            return []
+        recv(x, 1)
+        return [error_text(one.wait) for one in (isend(x, 1), irecv(x, 1), isend(torch.zeros(LARGE), 1)) * 2]
+
+    texts = run_ranks(one_ends, 2, group_timeout=20)[0]
+    for text, verb in zip(texts, ("send to", "receive from", "send to") * 2, strict=True):
+        assert text.startswith(
+            f"point_to_point (direct): rank 0 could not {verb} rank 1: it lost the connection"
+        )
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+def test_a_paused_rank_is_waited_for_until_the_timeout_and_named(size: int):
+    def one_is_paused(cluster) -> str:
+        x = torch.zeros(size)
+        if cluster.rank == 1:
+            for peer in (0, 2):
+                send(torch.zeros(1), peer)
+            cluster.store.set("sleeper", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)  # itself, so that it holds no lock of the store
+            return ""
+        recv(torch.zeros(1), 1)
+        sleeper, start = int(cluster.store.get("sleeper")), time.monotonic()
+        text = error_text(lambda: (recv if cluster.rank else send)(x, 1))
+        assert 1.5 <= time.monotonic() - start < 10
+        if cluster.store.add("given up", 1) == 2:
+            os.kill(sleeper, signal.SIGCONT)
+        return text
+
+    texts = run_ranks(one_is_paused, 3, group_timeout=1.5)
+    for rank, verb in ((0, "send to"), (2, "receive from")):
+        assert f"rank {rank} could not {verb} rank 1: it waited until the timeout" in texts[rank]
+
+
+def test_a_message_that_its_sender_has_given_up_is_an_error_for_its_receiver():
+    def too_late(cluster) -> str:
+        x = torch.full((300_000,), 1.0)
+        if cluster.rank == 0:
+            send(x[:1], 1)
+            text = error_text(lambda: send(x, 1))
+            x.fill_(2.0)  # so what the receiver would read is not what was sent
+            cluster.store.set("given up", "")
+            cluster.store.wait(["done"])
+            return text
+        recv(x[:1], 0)
+        cluster.store.wait(["given up"])
+        text = error_text(lambda: recv(x, 0))
+        cluster.store.set("done", "")
+        return text
+
+    texts = run_ranks(too_late, 2, group_timeout=1)
+    assert "it waited until the timeout" in texts[0] and "it lost the connection" in texts[1]
+
+
+def test_a_hang_is_drawn_as_the_cycle_of_ranks_that_send_first():
+    def work(cluster) -> None:
+        got = irecv(torch.zeros(1), (cluster.rank - 1) % 3)
+        isend(torch.zeros(1), (cluster.rank + 1) % 3).wait()
+        got.wait()
+        send(torch.zeros(10), (cluster.rank + 1) % 3)
+
+    with pytest.raises(RankError) as error:
+        run_ranks(work, 3, timeout=1)
+    links = " -> ".join(f"rank {rank} waits to send 40 bytes to rank {(rank + 1) % 3}" for rank in range(3))
+    assert str(error.value).splitlines()[-1].strip().endswith(links)
+
+
+@contextmanager
+def pair():
+    """Return both ends of a connection in this process, with their queues."""
+    shared, descriptor = segment.create()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        sends, receives = deque(), deque()
+        yield (
+            Outbox(ours, shared, sends),
+            Inbox(theirs, segment.attach(descriptor), os.getpid(), receives),
+            sends,
+            receives,
+        )
+
+
+def test_a_message_is_done_when_its_last_byte_was_taken_and_not_before():
+    for size in (10, 5 * memory_ends.PIECE_BYTES):
+        with pair() as (out, into, sends, receives):
+            sent, got = (
+                Message(torch.ones(size, dtype=torch.uint8)),
+                Message(torch.zeros(size, dtype=torch.uint8)),
+            )
+            sends.append(sent)
+            assert out.push() and out.is_busy and not into.pull()
+            receives.append(got)
+            while not got.done:
+                assert not out.push() and not sent.done
+                assert into.pull()
+            assert out.push() and sent.done and not out.is_busy
+            assert torch.equal(sent.tensor, got.tensor)
+
+
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+def test_a_rank_that_says_it_sleeps_is_woken_and_another_one_is_not(who: str):
+    with pair() as (out, into, sends, receives):
+        asleep = into if who == "receiver" else out
+        for sleeps in (False, True):
+            sends.append(Message(torch.ones(10)))
+            receives.append(Message(torch.zeros(10)))
+            if who == "sender":
+                out.push()
+            asleep.sleep(sleeps)
+            assert out.is_untaken() == (who == "sender" or not sleeps)
+            if who == "receiver":
+                out.push()
+            assert into.pull()
+            assert bool(select.select([asleep.socket], [], [], 0)[0]) == sleeps
+            out.push()
+        assert asleep.is_open()
+
+
+def test_a_connection_that_was_closed_here_is_not_read_even_if_its_number_is_used_again():
+    with pair() as (out, into, sends, receives):
+        sends.append(Message(torch.ones(100_000)))
+        receives.append(Message(torch.zeros(100_000)))
+        out.push()
+        number = into.socket.fileno()
+        into.socket.close()
+        with open("/dev/null") as other:
+            os.dup2(other.fileno(), number)
+            with pytest.raises(ConnectionError):
+                into.pull()
+        os.close(number)
+
+
+ENDS_TOO_EARLY = """
+import torch
+from comm.point_to_point import isend
+from comm.rendezvous import join, leave
+cluster = join()
+transfer = isend(torch.ones(10), 1 - cluster.rank)  # no rank receives it
+leave(cluster)
+"""
+
+
+def test_a_program_that_ends_with_a_message_on_its_way_ends_without_a_crash():
+    ranks = []
+    for environment in places([0, 1], 2):
+        variables = os.environ | {name: str(value) for name, value in environment.items()}
+        ranks.append(
+            subprocess.Popen([sys.executable, "-c", ENDS_TOO_EARLY], env=variables, stderr=subprocess.PIPE)
+        )
+    for rank in ranks:
+        _, said = rank.communicate(timeout=50)
+        assert rank.returncode == 0, said.decode()

@@ -1,0 +1,247 @@
+"""Messages through shared memory arrive whatever their ranks do, and a send waits for its receive."""
+
+import random
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm.collectives import all_reduce
+from comm.point_to_point import irecv, isend, recv, send
+from comm.transport import mailbox, segment
+from comm.transport.choice import use_transport
+from lab.ranks import run_ranks
+from lab.replace import replaced
+from tests.comm.mismatches import error_text
+
+pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+
+SIZES = [1, 1000, 100_000, 3_000_001]  # bytes: through the ring buffer, and out of the sender's memory
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+def pattern(num_bytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def is_through_memory(peer: int) -> bool:
+    return mailbox.mailbox_of(dist.group.WORLD)._peers[peer].out is not None
+
+
+def reading(allowed: bool):
+    """Allow the ranks to read each other's memory, or not."""
+    return nullcontext() if allowed else replaced("comm.transport.cross_memory.can_read", lambda *_: False)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared_memory", "gloo"])
+def test_a_send_of_any_size_is_done_only_when_the_message_was_received(transport: str):
+    def late(cluster) -> None:
+        use_transport(transport)
+        for size in SIZES:
+            if cluster.rank == 0:
+                thread = threading.Thread(target=isend(pattern(size, 1), 1).wait)
+                thread.start()
+                thread.join(0.1)
+                assert thread.is_alive(), f"{size} bytes were sent, but no rank has received them"
+                cluster.store.set(f"receive {size}", "")
+                thread.join(30)
+                assert not thread.is_alive()
+            else:
+                got = torch.zeros(size, dtype=torch.uint8)
+                cluster.store.wait([f"receive {size}"])
+                recv(got, 0)
+                assert torch.equal(got, pattern(size, 1))
+        assert transport == "gloo" or is_through_memory(1 - cluster.rank)
+
+    run_ranks(late, 2)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(reads: bool):
+    sizes = [3_000_001, *[10_000] * 40, 1_000_000, *[1] * 20_000, 50_000]  # more than the buffer holds
+
+    def busy(cluster) -> None:
+        if cluster.rank == 0:
+            transfers = [isend(torch.full((size,), at % 251, dtype=torch.uint8), 1) for at, size in at_sizes]
+            cluster.store.wait(["received"])
+            for transfer in transfers:
+                transfer.wait()
+        else:
+            for at, size in at_sizes:
+                got = torch.zeros(size, dtype=torch.uint8)
+                recv(got, 0)
+                assert (got == at % 251).all()
+            cluster.store.set("received", "")
+
+    at_sizes = list(enumerate(sizes))
+    with reading(reads):
+        run_ranks(busy, 2)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("is_posted_first", [True, False])
+def test_a_receiver_in_another_operation_keeps_no_sender_waiting(is_posted_first: bool, reads: bool):
+    def busy(cluster) -> None:
+        for size in SIZES:
+            if cluster.rank == 0:
+                if is_posted_first:
+                    cluster.store.wait([f"posted {size}"])
+                else:
+                    threading.Timer(0.05, cluster.store.set, (f"sends {size}", "")).start()
+                send(pattern(size, 2), 1)
+                all_reduce(torch.ones(1))
+            else:
+                got = torch.zeros(size, dtype=torch.uint8)
+                if not is_posted_first:
+                    cluster.store.wait([f"sends {size}"])
+                arriving = irecv(got, 0)
+                cluster.store.set(f"posted {size}", "")
+                all_reduce(torch.ones(1))
+                arriving.wait()
+                assert torch.equal(got, pattern(size, 2))
+
+    with reading(reads):
+        run_ranks(busy, 2)
+
+
+def test_large_messages_in_both_directions_do_not_wait_for_each_other():
+    def swap(cluster) -> None:
+        for size in SIZES:
+            got = torch.zeros(size, dtype=torch.uint8)
+            arriving, leaving = (
+                irecv(got, 1 - cluster.rank),
+                isend(pattern(size, cluster.rank), 1 - cluster.rank),
+            )
+            leaving.wait()
+            arriving.wait()
+            assert torch.equal(got, pattern(size, 1 - cluster.rank))
+
+    for reads in (True, False):
+        with reading(reads):
+            run_ranks(swap, 2)
+
+
+words = st.tuples(
+    st.integers(0, 2), st.integers(1, 2), st.integers(0, 60_000), st.sampled_from(DTYPES), st.booleans()
+)
+
+
+@given(letters=st.lists(words, min_size=5, max_size=40), reads=st.booleans(), large=st.integers(1, 60_000))
+def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, large: int):
+    """Each letter is (source, distance to its destination, elements, dtype, whether its send blocks)."""
+
+    def exchange(cluster) -> None:
+        arriving, leaving = [], []
+        for at, (source, distance, numel, dtype, _) in enumerate(letters):
+            if (source + distance) % 3 == cluster.rank:
+                got = torch.full((numel,), 255).to(dtype)
+                arriving.append((irecv(got, source), got, at))
+        for at, (source, distance, numel, dtype, blocks) in enumerate(letters):
+            if source == cluster.rank:
+                leaving.append(isend(torch.full((numel,), at).to(dtype), (source + distance) % 3))
+                if blocks:
+                    leaving[-1].wait()
+        random.Random(len(letters)).shuffle(arriving)
+        for transfer, got, at in arriving:
+            transfer.wait()
+            assert (got == at).all()
+        for transfer in leaving:
+            transfer.wait()
+
+    with reading(reads), replaced("comm.transport.memory_ends.LARGE_BYTES", large):
+        run_ranks(exchange, 3)
+
+
+def test_threads_of_a_rank_may_wait_for_different_messages_while_collectives_run():
+    def work(cluster) -> None:
+        others, failed = [peer for peer in range(3) if peer != cluster.rank], []
+
+        def talk(peer: int) -> None:
+            for step in range(150):
+                size = (1, 40_000, 200)[step % 3]
+                got, mine = torch.zeros(size), torch.full((size,), float(step + cluster.rank))
+                if (step + (peer < cluster.rank)) % 2:
+                    send(mine, peer)
+                    recv(got, peer)
+                else:
+                    recv(got, peer)
+                    send(mine, peer)
+                if not (got == step + peer).all():
+                    failed.append(step)
+
+        threads = [threading.Thread(target=talk, args=(peer,)) for peer in others]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            x = torch.ones(1000)
+            all_reduce(x, async_op=True).wait()
+            assert (x == 3).all()
+        for thread in threads:
+            thread.join(40)
+            assert not thread.is_alive()
+        assert not failed
+
+    run_ranks(work, 3)
+
+
+def test_groups_keep_their_messages_apart():
+    def work(cluster) -> None:
+        groups = [None, dist.new_group([0, 1, 2]), dist.new_group([0, 2])]
+        if cluster.rank == 2:
+            for value, group in enumerate(groups):
+                send(torch.full((3,), float(value)), 0, group)
+        if cluster.rank == 0:
+            places = [torch.zeros(3) for group in groups]
+            pending = [
+                irecv(place, dist.get_group_rank(group or dist.group.WORLD, 2), group)
+                for place, group in zip(places, groups, strict=True)
+            ]
+            for transfer in reversed(pending):
+                transfer.wait()
+            assert [place.tolist() for place in places] == [[float(value)] * 3 for value in range(3)]
+
+    def in_order(cluster) -> None:
+        with replaced("tests.comm.test_messages.send", isend):
+            work(cluster)
+
+    run_ranks(in_order, 3)
+
+
+def test_a_message_of_another_size_is_a_sentence_and_the_next_one_arrives():
+    def differ(cluster) -> str:
+        texts = []
+        for sent, expected in ((10, 20), (20, 10), (50_000, 10), (10, 50_000), (50_000, 60_000)):
+            if cluster.rank == 0:
+                send(torch.ones(sent), 1)
+                send(torch.full((5,), 7.0), 1)
+            else:
+                got = torch.zeros(5)
+                texts.append(error_text(lambda expected=expected: recv(torch.empty(expected), 0)))
+                recv(got, 0)
+                assert got.tolist() == [7.0] * 5
+        return "\n".join(texts)
+
+    for reads in (True, False):
+        with reading(reads):
+            first, *others = run_ranks(differ, 2)[1].split("\n")
+        assert first == (
+            "point_to_point (direct): rank 1 expects 80 bytes from rank 0, which has sent 40. Both need "
+            "tensors of the same size and dtype."
+        )
+        assert all("bytes from rank 0, which has sent" in text for text in others) and len(others) == 4
+
+
+def test_a_tensor_with_gaps_in_memory_is_refused():
+    def strided(cluster) -> list[str]:
+        gaps = torch.zeros(4, 4).T[:2]
+        return [error_text(lambda: call(gaps, 1 - cluster.rank)) for call in (isend, irecv)]
+
+    assert run_ranks(strided, 2)[0] == [
+        f"point_to_point: the tensor to {verb} a rank must be contiguous in memory; call contiguous() first."
+        for verb in ("send to", "receive from")
+    ]
