@@ -19,7 +19,6 @@ that must be repeated bit for bit, name a pattern.
 """
 
 import bisect
-import math
 import statistics
 import time
 import weakref
@@ -52,9 +51,9 @@ def fastest(
 ) -> str:
     """Return the pattern that is predicted to be fastest for a full tensor of `num_bytes`.
 
-    None means any size: the pattern is the one that is fastest on average. `collective` is the function of
-    comm.collectives that runs `op`. All ranks of the group call this at the same point of their program, and
-    get the same answer.
+    None means any size: the pattern is the one that is fastest for all sizes together. `collective` is the
+    function of comm.collectives that runs `op`. All ranks of the group call this at the same point of their
+    program, and get the same answer.
     """
     if len(patterns) == 1:
         return patterns[0]
@@ -76,7 +75,7 @@ def _choose(
         return patterns[0]
     times = _times(op, patterns, collective, group)
     if num_bytes is None:
-        return min(patterns, key=lambda pattern: math.prod(times[pattern]))
+        return min(patterns, key=lambda pattern: sum(times[pattern]))
     return min(patterns, key=lambda pattern: seconds(times[pattern], num_bytes))
 
 

@@ -4,7 +4,7 @@
   broadcast       root: x         all: x                       tree  flat
   scatter         root: x         rank r: x[r]                 flat  tree
   gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
-  reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
+  reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat  pairwise
   all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree  pairwise
                                                                bruck
   reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree  pairwise
@@ -136,7 +136,7 @@ def reduce(
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.reduce(tensor, op, root, group, async_op)
-    algorithm = {"tree": tree.reduce, "flat": star.reduce}[pattern]
+    algorithm = {"tree": tree.reduce, "flat": star.reduce, "pairwise": pairwise.reduce}[pattern]
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, group_of(group).size())
     buffer = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)

@@ -10,6 +10,7 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     broadcast       tree                  L (alpha + B beta)
     reduce          flat                  alpha + (n-1) B beta
     reduce          tree                  L (alpha + B beta)
+    reduce          pairwise              n alpha + 2 (n-1)/n B beta
     scatter         flat                  alpha + (n-1)/n B beta
     scatter         tree                  L alpha + (n-1)/n B beta
     gather          flat                  alpha + (n-1)/n B beta
@@ -107,6 +108,8 @@ def traffic(
             return full(_num_children(position, ranks))
         case "reduce", "flat" | "tree":
             return full(0 if position == 0 else 1)
+        case "reduce", "pairwise":
+            return shards(others, True) + (shards([rank], False) if position != 0 else Traffic())
         case "scatter", "flat":
             return shards(others, False) if position == 0 else Traffic()
         case "scatter", "tree":
@@ -200,7 +203,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
-    if pattern == "pipelined_ring" or (pattern == "pairwise" and op != "all_to_all"):
+    if pattern == "pipelined_ring" or (pattern == "pairwise" and op not in ("all_to_all", "reduce")):
         pattern = "ring"
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
@@ -210,6 +213,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("broadcast", "tree"): log * (a + b),
         ("reduce", "flat"): a + (n - 1) * b,
         ("reduce", "tree"): log * (a + b),
+        ("reduce", "pairwise"): n * a + 2 * (n - 1) / n * b,
         ("scatter", "flat"): a + (n - 1) / n * b,
         ("scatter", "tree"): log * a + (n - 1) / n * b,
         ("gather", "flat"): a + (n - 1) / n * b,

@@ -20,7 +20,7 @@ PATTERNS = {
     "broadcast": ("tree", "flat"),
     "scatter": ("flat", "tree"),
     "gather": ("flat", "tree"),
-    "reduce": ("tree", "flat"),
+    "reduce": ("tree", "flat", "pairwise"),
     "all_gather": (*RINGS, "tree", "pairwise", "bruck"),
     "reduce_scatter": (*RINGS, "tree", "pairwise"),
     "all_reduce": (

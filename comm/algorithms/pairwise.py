@@ -54,6 +54,20 @@ def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str)
         transfer.wait()
 
 
+def reduce(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
+    """Replace the root's `tensor` by the reduction of all. Each rank reduces its chunk and sends it there."""
+    chunks = shards_of(tensor, wire.size)
+    shard = torch.empty_like(chunks[wire.rank])
+    reduce_scatter(wire, shard, tensor, op)
+    if wire.rank == root:
+        arriving = [wire.irecv(chunks[peer], peer) for peer in range(wire.size) if peer != root]
+        chunks[root].copy_(shard)
+        for transfer in arriving:
+            transfer.wait()
+    else:
+        wire.isend(shard, root).wait()
+
+
 def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
     """Write the shards of all ranks, in rank order, to each rank's `full`."""
     chunks, (sources, targets) = shards_of(full, wire.size), _from_and_to(wire)

@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def peer_of(end: socket.socket) -> int:
 
 
 _readers: set[int] = set()
+_lock = threading.Lock()
 
 
 def allow(reader: int) -> None:
@@ -48,13 +50,14 @@ def allow(reader: int) -> None:
     never names the shell from which ranks were started by hand: the first reader keeps the permission, and
     the others get their messages through ring buffers.
     """
-    if reader in _readers:
-        return
-    _readers.add(reader)
-    if len(_readers) == 1:
-        _name_tracer(reader)
-    elif _is_launched() and all(_parent_of(one) == os.getppid() for one in _readers):
-        _name_tracer(os.getppid())
+    with _lock:  # the operations of several groups run on several threads
+        if reader in _readers:
+            return
+        _readers.add(reader)
+        if len(_readers) == 1:
+            _name_tracer(reader)
+        elif _is_launched() and all(_parent_of(one) == os.getppid() for one in _readers):
+            _name_tracer(os.getppid())
 
 
 def _name_tracer(pid: int) -> None:

@@ -22,7 +22,8 @@ import torch
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.transport.wire import AnyWire, Wire, global_ranks
+from comm.transport.any_wire import AnyWire
+from comm.transport.wire import Wire, global_ranks
 
 OPS = (
     "barrier",

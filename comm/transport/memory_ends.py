@@ -88,6 +88,7 @@ class MemoryOut:
                 transfer.done = True
         if self._head == before:
             return moved
+        fence()  # the bytes must be there before the counter says so
         words[HEAD] = self._head
         fence()
         if words[RECEIVER_SLEEPS]:
@@ -144,12 +145,14 @@ class MemoryIn:
         num_bytes = min(self._words[HEAD] - self._tail, len(into))
         if not num_bytes:
             return 0
+        fence()  # read the bytes only after the counter
         start = self._tail % RING_BYTES
         first = min(num_bytes, RING_BYTES - start)
         into[:first] = self._ring[start : start + first]
         if first < num_bytes:
             into[first:num_bytes] = self._ring[: num_bytes - first]
         self._tail += num_bytes
+        fence()  # the bytes are read before the sender may write there again
         self._words[TAIL] = self._tail
         self._wake_sender()
         return num_bytes

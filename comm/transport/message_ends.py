@@ -89,6 +89,7 @@ class Outbox:
             words[HAS_MORE] = 0
         if self._head == before:
             return moved
+        fence()  # the bytes must be there before the counter says so
         words[HEAD] = self._head
         fence()
         if words[RECEIVER_SLEEPS]:
@@ -98,6 +99,7 @@ class Outbox:
     def _is_stuck(self, tail: int) -> bool:
         """Tell the receiver that there is more. Return False if it has made space meanwhile."""
         words, reads = self._words, self._words[READS_MEMORY]
+        fence()
         words[HAS_MORE], words[HEAD] = 1, self._head
         fence()
         return words[TAIL] == tail and words[READS_MEMORY] == reads
@@ -181,6 +183,7 @@ class Inbox:
         if self._size < 0:
             if words[HEAD] == self._tail:
                 return False
+            fence()  # read the frame only after the counter
             self._size, self._address = _FRAME.unpack_from(self._ring, self._tail % RING_BYTES)
             self._tail += _FRAME.size
             self._filled = 0
@@ -191,6 +194,7 @@ class Inbox:
             num_bytes = min(words[HEAD] - self._tail, self._size - self._filled)
             if not num_bytes:
                 return False
+            fence()
             if fits:
                 self._take(bytes_of(message.tensor)[self._filled : self._filled + num_bytes])
             self._tail, self._filled = self._tail + num_bytes, self._filled + num_bytes
@@ -200,6 +204,7 @@ class Inbox:
             message.sent_bytes, message.done, self._size = self._size, True, -1
         elif self._address:
             return True  # the sender must not believe that it was taken
+        fence()  # the bytes are read before the sender may write there again
         words[TAIL] = self._tail
         fence()
         if words[SENDER_SLEEPS]:

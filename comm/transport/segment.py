@@ -46,10 +46,13 @@ def is_possible() -> bool:
 
 
 def fence() -> None:
-    """Make all earlier stores of this thread visible to other processors before its later loads.
+    """Make all earlier stores of this thread visible to other processors before its later loads and stores.
 
-    Python has no fence, but a lock is taken by an atomic instruction, which is one.
+    Python has no fence, but a lock is taken and given back by atomic instructions. On x86 one of them is a
+    full fence. On ARM what is before the first release cannot move behind the second acquire.
     """
+    with _lock:
+        pass
     with _lock:
         pass
 

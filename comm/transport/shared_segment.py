@@ -112,7 +112,7 @@ def of_all_ranks(tensor: torch.Tensor, group: Group) -> list[torch.Tensor] | Non
 
 def _find(tensor: torch.Tensor, group: Group) -> _Place | None:
     at, process_group = tensor.data_ptr(), group_of(group)
-    for place in _places.values():
+    for place in list(_places.values()):  # another thread may free one
         if place.start <= at and at + tensor.nbytes <= place.start + place.num_bytes:
             is_whole = tensor.nbytes > 0 and tensor.is_contiguous()
             return place if is_whole and place.group() is process_group else None

@@ -21,13 +21,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership import liveness
+from comm.transport.any_wire import Member
 from lab.ledger import LEDGER
 from lab.waiting import Wait
 
@@ -200,24 +200,6 @@ class Wire:
         return CommError(
             f"{self.op} ({self.pattern}): rank {dist.get_rank()} could not {verb} {name}: {why}."
         )
-
-
-class Member(Protocol):
-    """The place of this rank in a group, and the operation that it does there."""
-
-    op: str
-    pattern: str
-    rank: int
-    size: int
-
-
-class AnyWire(Member, Protocol):
-    """The interface of a Wire and of a StreamWire (stream_wire.py) for algorithms and the handshake."""
-
-    group: dist.ProcessGroup
-
-    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Any: ...
-    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Any: ...
 
 
 def check_peer(wire: Member, peer: int, verb: str) -> None:

@@ -30,6 +30,7 @@ EXERCISES = (
                                              latencies overlap: alpha + (n-1) B beta
                                   tree       L rounds with the full tensor
                 reduce            flat, tree as a broadcast
+                                  pairwise   a reduce_scatter, pairwise, and a flat gather of the result
                 scatter, gather   flat       n-1 messages of an n-th each; the latencies overlap
                 all_gather        ring       n-1 messages of an n-th, one after another
                 reduce_scatter    ring       the same

@@ -6,7 +6,10 @@ the solution. All that you need is in this file, in the notebook and in the hint
 
 You may use:
 
-    HEAD, SENDER_SLEEPS = (0, 1)
+    fence() -> None
+        Make all earlier stores of this thread visible to other processors before its later loads and
+        stores.
+    HEAD, SENDER_SLEEPS, HAS_MORE = (0, 1, 2)
     RING_BYTES = 1 << 18
     self._head
     self._ring
@@ -18,7 +21,7 @@ You may use:
 Check it with `python -m exercises check ring_buffer`.
 """
 
-from comm.transport.segment import HEAD, RING_BYTES, TAIL
+from comm.transport.segment import HEAD, RING_BYTES, TAIL, fence
 
 
 def _write(self, data: memoryview) -> None:

@@ -170,6 +170,7 @@ def test_the_formulas_agree_with_sums_done_by_hand():
     assert everyone("broadcast", "flat", root=1) == [(0, 0), (12000, 3), (0, 0), (0, 0)]
     assert everyone("broadcast", "tree") == [(8000, 2), (0, 0), (4000, 1), (0, 0)]
     assert everyone("broadcast", "tree", root=3) == [(0, 0), (4000, 1), (0, 0), (8000, 2)]
+    assert everyone("reduce", "pairwise", root=2) == [(4000, 4), (4000, 4), (3000, 3), (4000, 4)]
     assert everyone("reduce", "tree", root=2) == [(4000, 1), (4000, 1), (0, 0), (4000, 1)]
     assert everyone("scatter", "flat") == [(3000, 3), (0, 0), (0, 0), (0, 0)]
     assert everyone("gather", "flat") == [(0, 0), (1000, 1), (1000, 1), (1000, 1)]
@@ -202,6 +203,7 @@ def test_predicted_seconds_follow_alpha_and_beta():
         ("broadcast", "flat"): header + a + 3 * b,
         ("reduce", "tree"): header + 2 * (a + b),
         ("reduce", "flat"): header + a + 3 * b,
+        ("reduce", "pairwise"): header + 4 * a + 2 * 3 / 4 * b,
         ("scatter", "flat"): header + a + 3 / 4 * b,
         ("gather", "flat"): header + a + 3 / 4 * b,
         ("scatter", "tree"): header + 2 * a + 3 / 4 * b,

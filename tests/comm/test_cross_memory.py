@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,3 +105,18 @@ def test_a_rank_names_its_reader_to_a_strict_kernel_and_its_launcher_where_there
         assert len(named) == 1 and named[0] in {0, 1, 2, 3} - {rank}, (
             "never the shell of ranks started by hand"
         )
+
+
+def test_several_threads_may_name_their_readers_at_once():
+    def parent_of(_: int) -> int:
+        time.sleep(1e-3)  # so that other threads run
+        return os.getppid()
+
+    with (
+        replaced("comm.transport.cross_memory._readers", set()),
+        replaced("comm.transport.cross_memory._name_tracer", lambda _: None),
+        replaced("comm.transport.cross_memory._is_launched", lambda: True),
+        replaced("comm.transport.cross_memory._parent_of", parent_of),
+        ThreadPoolExecutor(8) as threads,
+    ):
+        assert len(list(threads.map(cross_memory.allow, range(30)))) == 30

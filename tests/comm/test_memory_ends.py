@@ -163,7 +163,8 @@ class NotedLock:
         self._events = events
 
     def __enter__(self) -> None:
-        self._events.append("fence")
+        if self._events[-1:] != ["fence"]:  # one fence takes it twice
+            self._events.append("fence")
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -190,10 +191,11 @@ def test_a_rank_makes_its_counter_visible_before_it_looks_whether_the_other_one_
             events.clear()
             out.post(bytes_of(tensor), Sent())
             out.push()
-            assert events == right, f"the move must be visible before the look, but there is {events}"
+            assert events == ["fence", *right], f"the move must be visible before the look: {events}"
             events.clear()
             into.receive(bytes_of(tensor), len(tensor))
             moved = events[events.index("move the counter") :]
+            assert reads or "fence" in events[: events.index("move the counter")], "it reads before it frees"
             assert moved == right, f"the move must be visible before the look, but there is {moved}"
 
 
