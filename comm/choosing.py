@@ -36,6 +36,7 @@ from lab.ledger import LEDGER
 SIZES = (64, 64 << 10, 1 << 20, 16 << 20)  # bytes of the full tensor
 RUNS = (7, 5, 5, 3)
 BUDGET_SECONDS = 2.0  # for one size; on a slow link the larger sizes are left out
+Run = Callable[..., object]  # runs a function of comm.collectives, by its name
 Times = dict[str, list[float]]  # by pattern, the seconds at the first sizes of SIZES
 
 _choices: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, str]]" = weakref.WeakKeyDictionary()
@@ -46,21 +47,21 @@ def fastest(
     op: str,
     num_bytes: int | None,
     patterns: Sequence[str],
-    collective: Callable[..., object],
+    run: Run,
     group: Group = None,
 ) -> str:
     """Return the pattern that is predicted to be fastest for a full tensor of `num_bytes`.
 
-    None means any size: the pattern is the one that is fastest for all sizes together. `collective` is the
-    function of comm.collectives that runs `op`. All ranks of the group call this at the same point of their
-    program, and get the same answer.
+    None means any size: the pattern is the one that is fastest for all sizes together. `run` calls a function
+    of comm.collectives. All ranks of the group call this at the same point of their program, and get the same
+    answer.
     """
     if len(patterns) == 1:
         return patterns[0]
     choices = _choices.setdefault(group_of(group), {})
     key = (*_circumstances(op, group), num_bytes)
     if key not in choices:
-        choices[key] = _choose(op, num_bytes, patterns, collective, group)
+        choices[key] = _choose(op, num_bytes, patterns, run, group)
     return choices[key]
 
 
@@ -68,12 +69,12 @@ def _choose(
     op: str,
     num_bytes: int | None,
     patterns: Sequence[str],
-    collective: Callable[..., object],
+    run: Run,
     group: Group,
 ) -> str:
     if group_of(group).size() == 1:
         return patterns[0]
-    times = _times(op, patterns, collective, group)
+    times = _times(op, patterns, run, group)
     if num_bytes is None:
         return min(patterns, key=lambda pattern: sum(times[pattern]))
     return min(patterns, key=lambda pattern: seconds(times[pattern], num_bytes))
@@ -100,12 +101,12 @@ def seconds(times: Sequence[float], num_bytes: int) -> float:
     return times[at - 1] + max(0, num_bytes - below) * max(0.0, beta)
 
 
-def _times(op: str, patterns: Sequence[str], collective: Callable[..., object], group: Group) -> Times:
+def _times(op: str, patterns: Sequence[str], run: Run, group: Group) -> Times:
     measured = _measured.setdefault(group_of(group), {})
     key = _circumstances(op, group)
     if key not in measured:
         with LEDGER.paused():
-            measured[key] = _measure(op, patterns, collective, group)
+            measured[key] = _measure(op, patterns, run, group)
     return measured[key]
 
 
@@ -113,14 +114,12 @@ def _circumstances(op: str, group: Group) -> tuple:
     return op, chosen_transport(group), slow_link.current()
 
 
-def _measure(op: str, patterns: Sequence[str], collective: Callable[..., object], group: Group) -> Times:
+def _measure(op: str, patterns: Sequence[str], run: Run, group: Group) -> Times:
     """Return the median seconds of the slowest rank, of each pattern at each size; at least two sizes."""
     times: Times = {pattern: [] for pattern in patterns}
     for size, runs, larger in zip(SIZES, RUNS, (*SIZES[1:], 0), strict=True):
         tensors = _arguments(op, size, group_of(group).size())
-        spent = [
-            [_timed(collective, tensors, group, pattern) for pattern in patterns] for _ in range(1 + runs)
-        ]
+        spent = [[_timed(op, run, tensors, group, pattern) for pattern in patterns] for _ in range(1 + runs)]
         slowest = torch.tensor(spent[1:], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks must get the same numbers
         for pattern, of_runs in zip(patterns, slowest.T.tolist(), strict=True):
@@ -145,7 +144,8 @@ def _arguments(op: str, num_bytes: int, ranks: int) -> tuple[torch.Tensor, ...]:
     return (full,)
 
 
-def _timed(collective: Callable[..., object], tensors: Sequence, group: Group, pattern: str) -> float:
+def _timed(op: str, run: Run, tensors: Sequence, group: Group, pattern: str) -> float:
+    run("barrier", group=group)  # or a rank would also wait for the end of the pattern before
     start = time.perf_counter()
-    collective(*tensors, group=group, pattern=pattern)
+    run(op, *tensors, group=group, pattern=pattern)
     return time.perf_counter() - start

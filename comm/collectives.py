@@ -28,6 +28,7 @@ raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -263,8 +264,12 @@ def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Grou
         # What all ranks choose must not depend on what only one of them knows: the sizes of its own parts.
         num_bytes = None if op in ("scatter", "gather") else num_bytes
         patterns = ("pairwise",) if op == "all_to_all" else PATTERNS[op]
-        return choosing.fastest(op, num_bytes, patterns, globals()[op], group)
+        return choosing.fastest(op, num_bytes, patterns, _run, group)
     return pattern
+
+
+def _run(op: str, *tensors: torch.Tensor, **options: Any) -> Work:
+    return globals()[op](*tensors, **options)
 
 
 def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, root: int = 0) -> str:

@@ -18,7 +18,7 @@ MIB = 1 << 20
 def as_if(seconds_of: dict[str, Link], by_rank: float = 0.0, rank: int = 0):
     """Let each pattern take alpha + bytes * beta seconds, and `by_rank` more on each further rank."""
 
-    def timed(collective, tensors, group, pattern: str) -> float:
+    def timed(op, run, tensors, group, pattern: str) -> float:
         link = seconds_of.get(pattern, Link(1.0, 1.0))
         return link.alpha + tensors[0].nbytes * link.beta + by_rank * rank
 
@@ -113,7 +113,7 @@ def test_on_a_slow_link_large_sizes_are_not_measured():
     def sizes(cluster) -> int:
         measured: list[int] = []
 
-        def timed(collective, tensors, group, pattern: str) -> float:
+        def timed(op, run, tensors, group, pattern: str) -> float:
             measured.append(tensors[0].nbytes)
             return tensors[0].nbytes * 1e-6
 
