@@ -9,10 +9,10 @@
         +-------------------------------------- bytes
 
 The formulas of cost.py hold for ranks with links of their own. But ranks may also share cores, caches and
-memory. So at the first "auto" of an operation in a group, its ranks measure each pattern at a few sizes. From
-two neighbouring sizes follow the pattern's own alpha and beta: t = alpha + b beta. That takes less than a
-second, and all ranks come to the same numbers. MPI's libraries choose by such tables, too (Pjesivac-Grbovic
-et al., "Performance analysis of MPI collective operations", 2007).
+memory. So at the first "auto" of an operation in a group, its ranks measure each pattern at a few sizes, up
+to that of the tensor. From two neighbouring sizes follow the pattern's own alpha and beta: t = alpha + b
+beta. That takes about a second, and all ranks come to the same numbers. MPI's libraries choose by such
+tables, too (Pjesivac-Grbovic et al., "Performance analysis of MPI collective operations", 2007).
 
 Measured times differ from run to run, and so may the pattern, and with it the last bits of a sum. For runs
 that must be repeated bit for bit, name a pattern.
@@ -33,9 +33,10 @@ from comm.transport.wire import Group, group_of
 from lab import units
 from lab.ledger import LEDGER
 
-SIZES = (64, 64 << 10, 1 << 20, 16 << 20)  # bytes of the full tensor
-RUNS = (7, 5, 5, 3)
+SIZES = (64, 64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes of the full tensor
+RUNS = (7, 5, 5, 3, 2)
 BUDGET_SECONDS = 2.0  # for one size; on a slow link the larger sizes are left out
+HOPELESS = 1.5  # patterns that are predicted to be so many times slower are not measured at a size
 Run = Callable[..., object]  # runs a function of comm.collectives, by its name
 Times = dict[str, list[float]]  # by pattern, the seconds at the first sizes of SIZES
 
@@ -74,7 +75,7 @@ def _choose(
 ) -> str:
     if group_of(group).size() == 1:
         return patterns[0]
-    times = _times(op, patterns, run, group)
+    times = _times(op, num_bytes or SIZES[-2], patterns, run, group)
     if num_bytes is None:
         return min(patterns, key=lambda pattern: sum(times[pattern]))
     return min(patterns, key=lambda pattern: seconds(times[pattern], num_bytes))
@@ -101,33 +102,44 @@ def seconds(times: Sequence[float], num_bytes: int) -> float:
     return times[at - 1] + max(0, num_bytes - below) * max(0.0, beta)
 
 
-def _times(op: str, patterns: Sequence[str], run: Run, group: Group) -> Times:
+def _times(op: str, num_bytes: int, patterns: Sequence[str], run: Run, group: Group) -> Times:
+    """Return what is measured up to a size that is not smaller than `num_bytes`. Measure what is missing."""
     measured = _measured.setdefault(group_of(group), {})
-    key = _circumstances(op, group)
-    if key not in measured:
-        with LEDGER.paused():
-            measured[key] = _measure(op, patterns, run, group)
-    return measured[key]
+    times = measured.setdefault(_circumstances(op, group), {pattern: [] for pattern in patterns})
+    with LEDGER.paused():
+        while hopeful := _to_measure(times, num_bytes):
+            _measure(op, times, hopeful, run, group)
+    return times
 
 
 def _circumstances(op: str, group: Group) -> tuple:
     return op, chosen_transport(group), slow_link.current()
 
 
-def _measure(op: str, patterns: Sequence[str], run: Run, group: Group) -> Times:
-    """Return the median seconds of the slowest rank, of each pattern at each size; at least two sizes."""
-    times: Times = {pattern: [] for pattern in patterns}
-    for size, runs, larger in zip(SIZES, RUNS, (*SIZES[1:], 0), strict=True):
-        tensors = _arguments(op, size, group_of(group).size())
-        spent = [[_timed(op, run, tensors, group, pattern) for pattern in patterns] for _ in range(1 + runs)]
-        slowest = torch.tensor(spent[1:], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks must get the same numbers
-        for pattern, of_runs in zip(patterns, slowest.T.tolist(), strict=True):
-            times[pattern].append(statistics.median(of_runs))
-        total = sum(one[-1] for one in times.values()) * (1 + runs)
-        if len(times[patterns[0]]) > 1 and total * larger / size > BUDGET_SECONDS:
-            break
-    return times
+def _to_measure(times: Times, num_bytes: int) -> list[str]:
+    """Return the patterns to be measured at the next size, or none if that size is not needed."""
+    have = len(next(iter(times.values())))
+    if have < 2:
+        return list(times)
+    if have == len(SIZES) or SIZES[have - 1] >= num_bytes:
+        return []
+    predicted = {pattern: seconds(one, SIZES[have]) for pattern, one in times.items()}
+    limit = HOPELESS * min(predicted.values())
+    hopeful = [pattern for pattern, took in predicted.items() if took <= limit]
+    total = sum(predicted[pattern] for pattern in hopeful) * (1 + RUNS[have])
+    return hopeful if total <= BUDGET_SECONDS else []
+
+
+def _measure(op: str, times: Times, hopeful: list[str], run: Run, group: Group) -> None:
+    """Add the median seconds of the slowest rank at the next size. The other patterns get a prediction."""
+    have = len(times[hopeful[0]])
+    tensors = _arguments(op, SIZES[have], group_of(group).size())
+    spent = [[_timed(op, run, tensors, group, pattern) for pattern in hopeful] for _ in range(1 + RUNS[have])]
+    slowest = torch.tensor(spent[1:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks must get the same numbers
+    medians = dict(zip(hopeful, (statistics.median(one) for one in slowest.T.tolist()), strict=True))
+    for pattern, one in times.items():
+        one.append(medians[pattern] if pattern in medians else seconds(one, SIZES[have]))
 
 
 def _arguments(op: str, num_bytes: int, ranks: int) -> tuple[torch.Tensor, ...]:

@@ -49,7 +49,7 @@ def test_all_ranks_take_the_same_pattern_though_each_measures_other_times():
 
 
 def test_the_time_between_two_measured_sizes_is_linear_and_beyond_the_last_one_too():
-    times = [1.0, 2.0, 3.0, 6.0]
+    times = [1.0, 2.0, 3.0, 6.0]  # at the first four sizes
     at = [choosing.seconds(times, size) for size in (0, 64, 64 << 10, (64 << 10) + (MIB - (64 << 10)) // 2)]
     assert at == pytest.approx([1.0, 1.0, 2.0, 2.5])
     assert choosing.seconds(times, 31 * MIB) == pytest.approx(9.0)
@@ -122,6 +122,27 @@ def test_on_a_slow_link_large_sizes_are_not_measured():
         return max(measured)
 
     assert set(run_ranks(sizes, 2)) == {64 << 10}
+
+
+def test_only_sizes_that_are_needed_are_measured_and_only_patterns_that_may_win():
+    def sizes(cluster) -> list[set[tuple[int, str]]]:
+        measured: set[tuple[int, str]] = set()
+
+        def timed(op, run, tensors, group, pattern: str) -> float:
+            measured.add((tensors[0].nbytes, pattern))
+            return {"tree": 1e-4, "flat": 1.6e-4}[pattern]
+
+        found = []
+        with replaced("comm.choosing._timed", timed):
+            for num_bytes in (10, 65 << 10, 64 * MIB):
+                pattern_for("broadcast", "auto", num_bytes)
+                found.append(set(measured))
+        return found
+
+    small, middle, large = run_ranks(sizes, 2)[0]
+    assert small == {(size, pattern) for size in (64, 64 << 10) for pattern in ("tree", "flat")}
+    assert middle - small == {(MIB, "tree")}
+    assert large - middle == {(16 * MIB, "tree"), (64 * MIB, "tree")}
 
 
 def test_the_reason_names_the_seconds_of_all_patterns_the_fastest_first():
