@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from comm.point_to_point import irecv, isend
 from comm.transport.channels import Channels
+from comm.transport.choice import use_transport
 from comm.transport.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -51,6 +52,7 @@ def connecting_at_the_first_message(cluster: Cluster, method):
 
 def test_all_pairs_are_connected_before_the_first_message_where_connecting_holds_up_the_host():
     def two_microbatches(cluster: Cluster) -> None:
+        use_transport("gloo")  # whose wire stands for nccl's here
         with (
             mock.patch.object(Wire, "isend", connecting_at_the_first_message(cluster, Wire.isend)),
             mock.patch.object(Wire, "irecv", connecting_at_the_first_message(cluster, Wire.irecv)),

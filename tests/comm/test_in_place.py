@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 SIZES = (0, 1, 2, 7, 101)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_every_reduction_of_every_dtype_and_size_equals_the_reference(n: int):
     def reduce_all(cluster) -> None:
         for dtype in DTYPES:

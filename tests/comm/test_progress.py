@@ -32,7 +32,7 @@ def test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_go_on():
             first, second = got.chunk(2)
             assert (first == 0).all() and (second == 1).all(), transport
 
-    run_ranks(swap, 2, timeout=5)
+    run_ranks(swap, 2, timeout=3)
 
 
 class NoListener:

@@ -272,7 +272,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["naive", *ASYNCHRONOUS])
 def test_a_trace_shows_what_every_rank_did(tmp_path, name):
-    run_ranks(lambda cluster: train(cluster, name, steps=3, link="100mbit", trace=str(tmp_path)), 2)
+    run_ranks(lambda cluster: train(cluster, name, steps=3, link="10mbit", trace=str(tmp_path)), 2)
     rows = rows_of(tmp_path)
     processes = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
     assert sorted(processes.values()) == ["rank 0", "rank 1"]

@@ -1,4 +1,4 @@
-"""Ten thousand collectives of any kind in a row are all right, and leave the streams in step."""
+"""Thousands of collectives of any kind in a row are all right, and leave the streams in step."""
 
 import random
 
@@ -13,12 +13,12 @@ NUMELS = (0, 1, 2, 5, 40, 9000)
 
 
 @pytest.mark.skipif(not CAN_POLL, reason="the transports poll sockets")
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
-def test_ten_thousand_collectives_in_a_row_are_right(transport: str):
+@pytest.mark.parametrize(("transport", "count"), [("auto", 10_000), ("sockets", 3_000)])
+def test_thousands_of_collectives_in_a_row_are_right(transport: str, count: int):
     def work(cluster) -> None:
         use_transport(transport)
         source = random.Random(5)
-        for step in range(10_000):
+        for step in range(count):
             op, pattern = source.choice(CALLS)
             reduction = source.choice(REDUCTIONS[1:] if op in REDUCING else REDUCTIONS)
             numel, root = source.choice(NUMELS), source.randrange(cluster.world_size)
