@@ -162,6 +162,9 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
     }
 
 
+QUICK_SECONDS = 0.05  # on slower links it would take long to measure all patterns at several sizes
+
+
 def chosen_by_auto(op: str, args: Args) -> tuple[str, str]:
     """Return the pattern that "auto" takes for the large tensor, and the seconds predicted for each."""
     num_bytes = int(args.mb * (1 << 20))
@@ -204,7 +207,9 @@ def main(cluster: Cluster, args: Args) -> None:
                 _shown(units.show_seconds, row["predicted_seconds"]),
                 _shown(units.show_seconds, row["seconds"]),
             )
-    choices = {op: chosen_by_auto(op, args) for op in c.PATTERNS if len(patterns_of(op)) > 2}
+    slowest = {op: max(row["seconds"] for row in rows if row["op"] == op) for op in c.PATTERNS}
+    quick = [op for op in c.PATTERNS if len(patterns_of(op)) > 2 and slowest[op] < QUICK_SECONDS]
+    choices = {op: chosen_by_auto(op, args) for op in quick}
     if cluster.is_main:
         console.print(table)
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
