@@ -103,6 +103,10 @@ def plot(by_rank: list[list[list[Step]]], args: Args) -> None:
 def main(args: Args) -> None:
     if not 2 <= args.world_size <= 8 or args.mb * MIB < 4 * args.world_size:
         raise SystemExit("Choose 2 to 8 ranks, and a tensor with an element for each.")
+    if args.runs < 1:
+        raise SystemExit(f"--runs {args.runs}: choose at least one run.")
+    if not args.plot.parent.is_dir():
+        raise SystemExit(f"--plot {args.plot}: there is no folder {args.plot.parent}.")
     plot(run_ranks(measure, args.world_size, args, timeout=300), args)
 
 

@@ -34,8 +34,8 @@ T = TypeVar("T")
 def exchange(value: Any, group: Group = None) -> list[Any]:
     """Return the `value` of every rank of `group`, in rank order. All ranks must call it.
 
-    A value is what torch.load accepts with weights_only: numbers, strings, bytes, tensors, and tuples, lists
-    and dicts of these. Tensors arrive on the CPU. (torch's all_gather_object unpickles what it receives, and
+    A value is what torch.load accepts with weights_only: numbers, strings, bytes (at least one), tensors, and
+    tuples, lists and dicts of these. Tensors arrive on the CPU. (torch's all_gather_object unpickles what it receives, and
     so could run any code.)
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
