@@ -35,8 +35,8 @@ def exchange(value: Any, group: Group = None) -> list[Any]:
     """Return the `value` of every rank of `group`, in rank order. All ranks must call it.
 
     A value is what torch.load accepts with weights_only: numbers, strings, bytes (at least one), tensors, and
-    tuples, lists and dicts of these. Tensors arrive on the CPU. (torch's all_gather_object unpickles what it receives, and
-    so could run any code.)
+    tuples, lists and dicts of these. Tensors arrive on the CPU. (torch's all_gather_object unpickles what it
+    receives, and so could run any code.)
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     file = io.BytesIO()
