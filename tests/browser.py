@@ -24,7 +24,9 @@ from urllib.request import ProxyHandler, build_opener
 import websocket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 20  # seconds for anything that the browser is asked to do
+PATIENCE = 60  # seconds for anything that the browser is asked to do
+START_PATIENCE = 120  # seconds until it runs; other tests share the cores
+SAID = "stderr.txt"
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-breakpad", "--disable-dev-shm-usage"),
@@ -58,9 +60,9 @@ class Browser:
         self._process = subprocess.Popen(
             [find_chromium() or NAMES[0], f"--user-data-dir={self.folder}", *FLAGS],
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=(self.folder / SAID).open("wb"),
             start_new_session=True,  # so that all its processes can be ended at once
-            env=os.environ | {"HOME": str(self.folder)},
+            env=os.environ | {"HOME": str(self.folder), "TMPDIR": str(self.folder)},
         )
         try:
             self._socket = websocket.create_connection(
@@ -73,15 +75,25 @@ class Browser:
             raise
 
     def _page_address(self) -> str:
-        written, deadline = self.folder / "DevToolsActivePort", time.monotonic() + PATIENCE
+        written, deadline = self.folder / "DevToolsActivePort", time.monotonic() + START_PATIENCE
         while not (written.exists() and written.read_text().count("\n")):
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"Chromium did not start (exit status {self._process.poll()}).")
+                raise RuntimeError(f"Chromium did not start: {self._state()}")
             time.sleep(0.02)
         port = written.read_text().split()[0]
         ask = build_opener(ProxyHandler({}))  # whatever proxy the environment names is not for this
         with ask.open(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE) as answer:
             return next(page for page in json.load(answer) if page["type"] == "page")["webSocketDebuggerUrl"]
+
+    def _state(self) -> str:
+        """Return what is known of a browser that does not answer: where its threads wait, what it said."""
+        waits = []
+        for task in Path(f"/proc/{self._process.pid}/task").glob("*"):
+            with suppress(OSError):  # it has just ended
+                waits.append(f"{(task / 'comm').read_text().strip()} in {(task / 'wchan').read_text()}")
+        said = (self.folder / SAID).read_text(errors="replace")[-2000:]
+        status, load = self._process.poll(), os.getloadavg()[0]
+        return f"exit status {status}, load {load}, threads: {', '.join(waits)}; it said: {said}"
 
     def __enter__(self) -> "Browser":
         return self
