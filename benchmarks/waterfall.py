@@ -88,8 +88,8 @@ def plot(by_rank: list[list[list[Step]]], args: Args) -> None:
             axes.annotate("", to, from_, arrowprops=line)
     labels = {
         "wait": "waits for a chunk",
-        "reduce": "adds it, and waits until its own is read",
-        "gather": "passes a result on",
+        "reduce": "adds it, waits until its own is read",
+        "gather": "has a finished sum, waits until its own is read",
     }
     for kind, label in labels.items():
         axes.barh(0, 0, color=COLOURS[kind], label=label)
