@@ -16,7 +16,7 @@ class Door:
     """The Unix sockets to which other ranks connect, and on which they knock. They need its `token`."""
 
     def __init__(self, size: int) -> None:
-        self._listener = Listener(size, local=True, tcp=False)
+        self._listener = Listener(size, tcp=False)
         *_, self.token = self._listener.address()
         self._knocker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._knocker.bind(_name(self.token))

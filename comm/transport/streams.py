@@ -78,7 +78,7 @@ class Streams:
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
         self._all = list(self._peers.values())
-        self._listener = Listener(self.size, self._is_local)
+        self._listener = Listener(self.size)
         wire = Wire(group, op, pattern, sequence, counted=False)
         mine = torch.tensor([*self._listener.address(), hosts.own_host()])
         rows = RowExchange(wire, mine).finish().tolist()

@@ -6,7 +6,7 @@ import random
 import socket
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are L
 @pytest.fixture
 def listener(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    made = Listener(size=4, local=segment.is_possible())
+    made = Listener(size=4)
     yield made
     made.close()
 
@@ -53,13 +53,17 @@ def is_closed(end: socket.socket) -> bool:
         return True
 
 
-def test_ranks_of_the_group_are_let_in_over_tcp(listener):
+@pytest.mark.parametrize("is_near", [pytest.param(True, marks=linux), False])
+def test_ranks_of_the_group_are_let_in_over_a_unix_socket_and_from_elsewhere_over_tcp(listener, is_near):
     *_, token = listener.address()
+    elsewhere = replaced("comm.transport.listener._unix_connection", lambda *_: None)
     with ExitStack() as opened:
+        opened.enter_context(nullcontext() if is_near else elsewhere)
         opened.enter_context(connect(listener.address(), 3, 5.0))
         [arrival] = arrivals(listener)
         opened.enter_context(arrival.socket)
         assert (arrival.rank, arrival.segment) == (3, None)
+        assert (arrival.socket.family == socket.AF_UNIX) == is_near
         assert token > 0
 
 
@@ -116,7 +120,7 @@ def test_a_hello_may_arrive_in_pieces(listener):
 
 
 @linux
-@pytest.mark.parametrize("what", ["none", "not sealed", "too small", "no memory"])
+@pytest.mark.parametrize("what", ["not sealed", "too small", "no memory"])
 def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
     _, _, token = listener.address()
     descriptor = os.memfd_create("other", os.MFD_ALLOW_SEALING)
@@ -129,8 +133,7 @@ def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
         descriptor = os.open("/dev/null", os.O_RDWR)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(module._name(token))
-        sent = [] if what == "none" else [descriptor]
-        socket.send_fds(stranger, [HELLO.pack(token, 1, 0)], sent)
+        socket.send_fds(stranger, [HELLO.pack(token, 1, 0)], [descriptor])
         open_before = len(os.listdir("/proc/self/fd"))
         assert arrivals(listener) == []
         assert is_closed(stranger)
