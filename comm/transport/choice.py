@@ -5,7 +5,8 @@
                     else sockets                                     else gloo
     shared_memory   a ring buffer, or the sender's own memory        the same (message_ends.py)
                     (memory_ends.py)
-    sockets         TCP connections of our own (stream_ends.py)      gloo
+    sockets         connections of our own: Unix sockets on one      gloo
+                    machine, else TCP (stream_ends.py)
     gloo            gloo's connections and threads (wire.py)         gloo
 
 Plain messages never use our sockets: these do not tell a sender when its receiver has the message, and a

@@ -20,7 +20,7 @@ from collections import deque
 
 import torch
 
-from comm.transport import cross_memory, memory_ends
+from comm.transport import cross_memory
 from comm.transport.memory_ends import PIECE_BYTES, drain, wake
 from comm.transport.segment import (
     HAS_MORE,
@@ -39,6 +39,7 @@ from comm.transport.segment import (
 from comm.transport.stream_wire import bytes_of
 from comm.transport.wire import Transfer
 
+LARGE_BYTES = 1 << 15  # from here on the receiver reads messages from the sender's memory
 _FRAME = struct.Struct("=qq")  # number of bytes, address (0 if the message follows)
 _ALIGNED = _FRAME.size  # where frames begin, so that none goes over the end of the ring buffer
 
@@ -109,7 +110,7 @@ class Outbox:
         message = self._queue[0]
         if self._rest is None:
             num_bytes, reads = message.num_bytes, self._words[READS_MEMORY]
-            too_large = num_bytes >= memory_ends.LARGE_BYTES or free < _FRAME.size + num_bytes
+            too_large = num_bytes >= LARGE_BYTES or free < _FRAME.size + num_bytes
             if free < _FRAME.size or (too_large and reads == UNKNOWN):
                 return False
             by_address = too_large and reads == YES

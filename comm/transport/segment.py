@@ -28,7 +28,7 @@ from comm.errors import CommError
 if sys.platform == "linux":
     import fcntl
 
-RING_BYTES = 1 << 18
+RING_BYTES = 1 << 20  # so much stays in a core's cache between the two copies
 _HEADER_BYTES = 128
 _SIZE = _HEADER_BYTES + RING_BYTES
 _NONCE = slice(48, 64)

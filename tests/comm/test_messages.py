@@ -153,7 +153,7 @@ def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, 
         for transfer in leaving:
             transfer.wait()
 
-    with reading(reads), replaced("comm.transport.memory_ends.LARGE_BYTES", large):
+    with reading(reads), replaced("comm.transport.message_ends.LARGE_BYTES", large):
         run_ranks(exchange, 3)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not CAN_POLL, reason="the transports poll socket
 
 
 def test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_go_on():
-    """No buffer on the way holds such a message: the ring buffer has 256 KiB, and a socket some MB."""
+    """No buffer on the way holds such a message: the ring buffer has 1 MiB, and a socket some MB."""
 
     def swap(cluster) -> None:
         for transport, numel in (("auto", 200_000), ("sockets", 8_000_000)):
