@@ -131,13 +131,21 @@ def _to_measure(times: Times, num_bytes: int) -> list[str]:
 
 
 def _measure(op: str, times: Times, hopeful: list[str], run: Run, group: Group) -> None:
-    """Add the median seconds of the slowest rank at the next size. The other patterns get a prediction."""
+    """Add the median seconds of the slowest rank at the next size. The other patterns get a prediction.
+
+    A pattern that is slower than predicted gives others hope, which are then measured, too. A link may let a
+    first burst through at once, so that all predictions from small sizes are wrong.
+    """
     have = len(times[hopeful[0]])
     tensors = _arguments(op, SIZES[have], group_of(group).size())
-    spent = [[_timed(op, run, tensors, group, pattern) for pattern in hopeful] for _ in range(1 + RUNS[have])]
-    slowest = torch.tensor(spent[1:], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks must get the same numbers
-    medians = dict(zip(hopeful, (statistics.median(one) for one in slowest.T.tolist()), strict=True))
+    medians: dict[str, float] = {}
+    while hopeful:
+        spent = [[_timed(op, run, tensors, group, one) for one in hopeful] for _ in range(1 + RUNS[have])]
+        slowest = torch.tensor(spent[1:], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks must get the same numbers
+        medians |= {pattern: statistics.median(slowest[:, i].tolist()) for i, pattern in enumerate(hopeful)}
+        limit, rest = HOPELESS * min(medians.values()), [one for one in times if one not in medians]
+        hopeful = [pattern for pattern in rest if seconds(times[pattern], SIZES[have]) <= limit]
     for pattern, one in times.items():
         one.append(medians[pattern] if pattern in medians else seconds(one, SIZES[have]))
 

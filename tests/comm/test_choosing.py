@@ -145,6 +145,19 @@ def test_only_sizes_that_are_needed_are_measured_and_only_patterns_that_may_win(
     assert large - middle == {(16 * MIB, "tree"), (64 * MIB, "tree")}
 
 
+def test_a_link_that_lets_a_first_burst_through_does_not_hide_the_pattern_that_sends_less():
+    def choose(cluster) -> list[str]:
+        def timed(op, run, tensors, group, pattern: str) -> float:
+            latency, beta = {"flat": (1e-4, 2e-8), "ring": (2e-4, 1e-8)}.get(pattern, (3e-4, 4e-8))
+            num_bytes = tensors[0].nbytes
+            return latency if num_bytes <= 64 << 10 else num_bytes * beta
+
+        with replaced("comm.choosing._timed", timed):
+            return [pattern_for("all_reduce", "auto", size) for size in (1000, MIB, 16 * MIB)]
+
+    assert run_ranks(choose, 2) == [["flat", "ring", "ring"]] * 2
+
+
 def test_the_reason_names_the_seconds_of_all_patterns_the_fastest_first():
     def explain(cluster) -> list[str]:
         before = choosing.reason("broadcast", MIB)

@@ -152,9 +152,11 @@ def local_files() -> list[str]:
 
 
 def test_a_full_queue_tells_the_receiver_and_an_empty_one_does_not():
+    count = 2 * segment.RING_BYTES // 1024
+
     def fill(cluster) -> None:
         if cluster.rank == 0:
-            transfers = [isend(torch.zeros(4), 1) for _ in range(30_000)]
+            transfers = [isend(torch.zeros(256), 1) for _ in range(count)]
             cluster.store.set("filled", "")
             out = mailbox.mailbox_of(dist.group.WORLD)._peers[1].out
             assert isinstance(out, Outbox) and out._words[segment.HAS_MORE]
@@ -162,11 +164,11 @@ def test_a_full_queue_tells_the_receiver_and_an_empty_one_does_not():
                 transfer.wait()
             assert not out._words[segment.HAS_MORE]
         else:
-            got = torch.ones(4)
+            got = torch.ones(256)
             first = irecv(got, 0)
             cluster.store.wait(["filled"])
             first.wait()
-            for _ in range(29_999):
+            for _ in range(count - 1):
                 recv(got, 0)
 
     run_ranks(fill, 2)
