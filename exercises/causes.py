@@ -83,6 +83,8 @@ def none_expected(e: Evidence) -> str | None:
         )
     if "missing" in e.kinds:
         names = shown_names(n for n, one in e.wrong.items() if one.kind == "missing")
+        if names == "``":  # what is None has no name, so it need not be a gradient
+            return "There is None where a value is due: is it set, and returned, in each case?"
         return f"No gradient arrives at {names}: is it not computed, or lost before it is written?"
     return None
 

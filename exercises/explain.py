@@ -11,6 +11,7 @@ from exercises.own_code import OwnCode, own_code
 
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
 _OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
+_HANGS = "no answer within"
 _FACTOR = re.compile(r"(\S+) times what it should be")
 
 
@@ -33,7 +34,7 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
         f'In the test "{name_of(test["id"])}"',
         f" {failure['cause']}" if failure["cause"] else "",
     )
-    if text.startswith("no answer within"):
+    if text.startswith(_HANGS):
         sentence = f"{in_test} {_hang(own_code(file), text, cause)}"
         return Explanation("hangs", sentence, failure["drawing"])
     rank = failure["rank"]
@@ -49,10 +50,21 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
 
 
 def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the failed test to explain: the first one with a factor, else with a cause, else the first."""
+    """Return the failed test to explain: the first one with a factor, else with a cause, else the first.
+
+    A hang says less than an assertion that has failed without ranks, so it comes after those.
+    """
+    ended = [test for test in failures if not test["failure"]["text"].startswith(_HANGS)]
     found = [test for test in failures if _FACTOR.search(test["failure"]["difference"] or "")]
+    found += [test for test in ended if test["failure"]["cause"]]
+    if len(ended) < len(failures):
+        found += [test for test in ended if _is_of_one_process(test["failure"])]
     found += [test for test in failures if test["failure"]["cause"]]
     return [*found, *failures][0]
+
+
+def _is_of_one_process(failure: dict[str, Any]) -> bool:
+    return failure["rank"] is None and failure["type"] == "AssertionError"
 
 
 def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:

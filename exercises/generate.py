@@ -73,11 +73,15 @@ def _introduction(exercise: Exercise, functions: list[ast.FunctionDef]) -> str:
     what = f"{', '.join(names)} and {last}" if names else last
     lesson = exercise.lesson.relative_to(FOLDER.parent)
     first = f"Read notebooks/{exercise.notebook}.ipynb first. " if exercise.notebook else ""
+    where = "in the notebook"
+    if exercise.page:
+        first += f"Then read {exercise.page}: the notebook does not tell of this. "
+        where = "on that page"
     parts = [
         _wrapped(f"{exercise.title}. Write {what} of {lesson}."),
         _wrapped(
             f"{first}Do not open {lesson} yet: it contains the solution. All that you need is in this file, "
-            "in the notebook and in the hints."
+            f"{where} and in the hints."
         ),
     ]
     if exercise.shows_introduction:

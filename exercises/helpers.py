@@ -59,7 +59,9 @@ def described(name: str, found: Definition, owner: Definition | None = None) -> 
     elif isinstance(node, ast.Assign | ast.AnnAssign) and owner:
         return _value(name, Definition(found.module, node), owner)
     else:
-        text = ast.unparse(node)
+        is_one_of_several = isinstance(node, ast.Assign) and isinstance(node.targets[-1], ast.Tuple)
+        value = assigned_value(node, name) if is_one_of_several else None
+        text = f"{name} = {ast.unparse(value)}" if value else ast.unparse(node)
         return text if len(text) <= _MAX_CONSTANT else ""
     doc = ast.get_docstring(node) or ""
     sentence = _SENTENCE.match(doc)

@@ -3,6 +3,8 @@
 An entry has words that a test's name may contain, and a sentence. The first entry counts.
 """
 
+from exercises.topics_of_transports import OF_TRANSPORTS
+
 MASKS = (
     ("drops out", "dropout", "masks"),
     "Random numbers are drawn here: which ranks and which passes must draw the same mask, and which not?",
@@ -121,64 +123,7 @@ SENTENCE_TOPICS = (
 
 # By what the message of an assertion or of an error says, as a regular expression.
 MESSAGES = (
-    (
-        "has changed a tensor before its send|has ended before its send",
-        "A tensor that is being sent belongs to the transport until `wait()` of its send has returned: is "
-        "something added or received into it before that, or is it given back to the caller?",
-    ),
-    (
-        "before the receiver had (copied|read) it",
-        "Memory is used again while another rank still reads it: is it called free before all of it has been "
-        "copied, and not after?",
-    ),
-    (
-        r"\d bytes were posted, and \d+ have left",
-        "The kernel may take only a part of a message. Exactly that part must leave the queue, and the rest "
-        "must be the next that leaves.",
-    ),
-    (
-        "of the stream is not the one that was posted",
-        "A stream has no tags, so the order counts: the rest of a message must leave before any other "
-        "message does.",
-    ),
-    (
-        r"and the message that ends at byte \d+ is",
-        "A message is done when all of its bytes have been taken: is `done` set at that moment, and for each "
-        "message that one call has finished?",
-    ),
-    (
-        r"a push .*returns|push \d+, of which .* returns",
-        "The caller sleeps when nothing has moved: does the result say whether any byte was taken?",
-    ),
-    (
-        "has closed the connection, and `receive` returns",
-        "No bytes yet and no bytes ever again are two things. The second one must be an error, or this rank "
-        "waits for a rank that has gone.",
-    ),
-    (
-        "bytes have arrived, and nothing moves any more",
-        "Each rank looks at what the other one has counted: does each count all bytes that it has copied, "
-        "and publish the count where the other one looks?",
-    ),
-    (
-        r"message \d+, of \d+ bytes, is not as it was sent",
-        "Do both ranks begin at the same byte, and is nothing taken that has not been written yet?",
-    ),
-    (
-        r"a message (was not sent|of rank \d+ has not arrived)",
-        "One call serves every peer in both directions, whatever happens with another one: is a push or a "
-        "pull left out? `a or b` leaves out `b` where `a` is true.",
-    ),
-    (
-        "must be visible before the look",
-        "A processor may look before its own earlier store is visible to others, and then two ranks sleep "
-        "that should wake each other: is there a fence between each store and the look that follows it?",
-    ),
-    (
-        "fit before the end of the ring buffer",
-        "The position in a ring buffer is the number of all bytes so far, modulo its size. How many bytes "
-        "fit before the end, and do the others go on at the beginning, for the sender and for the receiver?",
-    ),
+    *OF_TRANSPORTS,
     (
         r"not the same on all ranks: \['', ",
         "No rank raises an error: is something left out of what the ranks compare?",

@@ -20,9 +20,10 @@ class Exercise:
     `docs` those of others, by name, where the lesson's would give the solution away. `beyond` names a target
     beyond correctness (exercises/targets.py), which is measured when all tests have passed.
 
-    `notebook` is the notebook to read first. The exercise's file lists the helpers that the lesson's code
-    uses (exercises/helpers.py). `objects` has the dotted class of each local variable whose attributes are
-    helpers. If `shows_introduction`, the file also repeats the introduction at the top of the lesson.
+    `notebook` is the notebook to read first, and `page` a page that explains what no notebook does. The
+    exercise's file lists the helpers that the lesson's code uses (exercises/helpers.py). `objects` has the
+    dotted class of each local variable whose attributes are helpers. If `shows_introduction`, the file also
+    repeats the introduction at the top of the lesson.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Exercise:
     minutes: int
     hints: tuple[str, str, str]
     notebook: str = ""
+    page: str = ""
     needs: tuple[str, ...] = ()
     doc: str | None = None
     also: tuple[str, ...] = ()

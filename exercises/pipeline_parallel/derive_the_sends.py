@@ -7,7 +7,9 @@ You may use:
 
     Action(kind: str, microbatch: int, stage: int)
         Holds one action: a forward, a backward or half of a backward, of one microbatch in one stage.
-    FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = ('F', 'B', 'I', 'W')
+    BACKWARD = 'B'
+    FORWARD = 'F'
+    INPUT_GRADIENT = 'I'
     Message(kind: str, microbatch: int, stage: int)
         Names an activation ("F", to the next stage) or a gradient ("I", to the stage before) of
         `stage`.

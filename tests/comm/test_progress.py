@@ -1,5 +1,7 @@
 """A rank that waits for one message moves all of its others, whatever becomes of one of its peers."""
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,8 +72,9 @@ def test_one_move_serves_all_peers_and_tells_whether_anything_has_moved():
     with peer_over_sockets(1) as (first, first_out, first_in), peer_over_sockets(2) as (second, out, into):
         moving, got = streams_to(first, second), [message(bytes(5)) for _ in range(4)]
         arrived = [Sent() for _ in range(2)]
-        assert not moving._move(), "nothing was posted, so nothing has moved"
-        assert moving._deadline == 1.0
+        assert_nothing_moves(moving, "nothing was posted")
+        is_kept = moving._deadline == 1.0
+        assert is_kept, f"nothing has moved, and `_deadline` was 1.0 and is {moving._deadline} now"
         for peer, theirs, transfer, place in zip(
             (first, second), (first_out, out), arrived, got, strict=False
         ):
@@ -79,12 +82,83 @@ def test_one_move_serves_all_peers_and_tells_whether_anything_has_moved():
             peer.posted.append((place, transfer))
             theirs.post(message(b"from%d" % peer.rank), Sent())
             theirs.push()
-        assert moving._move(), "messages have moved"
-        assert moving._deadline == 0.0, "something has moved, so the time until the timeout begins again"
+        moved = moving._move()
+        assert moved, f"messages have moved, and `_move` returns {moved}"
+        assert_begins_again(moving)
         assert [first_in.receive(got[2], 5), into.receive(got[3], 5)] == [5, 5], "a message was not sent"
-        assert [bytes(one) for one in got] == [b"from1", b"from2", b"to 1 ", b"to 2 "]
-        assert [transfer.done for transfer in arrived] == [True, True]
-        assert not moving._move(), "all messages have moved before"
+        is_received = [bytes(one) for one in got] == [b"from1", b"from2", b"to 1 ", b"to 2 "]
+        assert is_received and all(transfer.done for transfer in arrived), "a message was not received"
+        assert_nothing_moves(moving, "all that could move has moved before")
+
+
+def assert_nothing_moves(moving: Streams, why: str) -> None:
+    moved = moving._move()
+    assert not moved, f"{why}, and `_move` returns {moved}"
+
+
+def assert_begins_again(moving: Streams) -> None:
+    is_set = moving._deadline == 0.0
+    assert is_set, f"something has moved, and `_deadline` is {moving._deadline}, and not 0.0"
+
+
+def fill(out: StreamOut) -> None:
+    """Post a message that leaves in part, and of which the kernel takes no more now."""
+    out.post(message(bytes(1 << 22)), Sent())
+    while out.push():
+        pass
+
+
+def test_one_message_to_or_from_any_rank_is_a_movement():
+    for way in ("to", "from"):
+        for rank in (1, 2):
+            with peer_over_sockets(1) as first, peer_over_sockets(2) as second:
+                moving, (peer, theirs, _) = streams_to(first[0], second[0]), (first, second)[rank - 1]
+                fill((first, second)[2 - rank][0].out)
+                if way == "to":
+                    peer.out.post(message(b"one"), Sent())
+                else:
+                    peer.posted.append((message(bytes(3)), Sent()))
+                    theirs.post(message(b"one"), Sent())
+                    theirs.push()
+                moved = moving._move()
+                assert moved, f"only a message {way} rank {rank} could move, and `_move` returns {moved}"
+                assert_begins_again(moving)
+                assert_nothing_moves(moving, "all that could move has moved before")
+
+
+def test_a_peer_to_which_nothing_was_ever_sent_stops_no_other_message():
+    with peer_over_sockets(2) as (peer, theirs, _):
+        untouched, transfer = Peer(1, 1), Sent()
+        peer.posted.append((message(bytes(3)), transfer))
+        theirs.post(message(b"one"), Sent())
+        theirs.push()
+        assert streams_to(untouched, peer)._move() and transfer.done, "a message of rank 2 has not arrived"
+        assert not untouched.has_left, "rank 1 has not left: there is no connection to it yet"
+
+
+def test_a_peer_that_is_found_to_have_left_is_a_movement_once():
+    with peer_over_sockets(1) as (left, _, into):
+        moving = streams_to(left)
+        into.close()
+        left.out.post(message(b"lost"), Sent())
+        moved = moving._move()
+        assert left.has_left, "rank 1 has left, and its `has_left` is not set"
+        assert moved, f"rank 1 is found to have left, and `_move` returns {moved}"
+        assert_begins_again(moving)
+        assert_nothing_moves(moving, "a peer that has left moves nothing")
+
+
+def test_any_error_of_a_connection_says_that_the_peer_has_left():
+    with peer_over_sockets(1) as (lost, _, _), peer_over_sockets(2) as (other, _, into):
+        lost.pull = raise_no_route
+        other.out.post(message(b"one"), Sent())
+        streams_to(lost, other)._move()
+        assert lost.has_left, "rank 1 cannot be reached, and its `has_left` is not set"
+        assert into.receive(message(bytes(3)), 3) == 3, "a message was not sent"
+
+
+def raise_no_route() -> bool:
+    raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
 
 
 def test_a_peer_that_has_left_stops_no_other_message_and_what_it_had_sent_arrives():
@@ -107,7 +181,7 @@ def test_a_peer_that_has_left_stops_no_other_message_and_what_it_had_sent_arrive
             moving._move()
         assert arrived.done, "a message of rank 2 has not arrived, because rank 1 has left"
         assert bytes(got[2]) == b"more"
-        assert not moving._move(), "a peer that has left moves nothing"
+        assert_nothing_moves(moving, "a peer that has left moves nothing")
 
 
 @pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")

@@ -142,15 +142,24 @@ def test_a_push_tells_whether_the_kernel_has_taken_anything():
         assert seen == {True, False}, "the kernel has taken bytes, and at other times none"
 
 
+def received(end: StreamIn, into: memoryview, right: bytes) -> None:
+    """Check that one `receive` gives these bytes."""
+    got = end.receive(into, 8)
+    is_right = got == len(right) and bytes(into[: len(right)]) == right
+    there = f"of {len(into)} bytes that fit {len(right)} can be taken"
+    assert is_right, f"{there}, but `receive` returns {got}, and `into` begins with {bytes(into[:8])!r}"
+
+
 def test_a_receiver_takes_what_is_there_and_does_not_wait_for_more():
     with pair() as (ours, theirs):
         end, into = StreamIn(theirs), memoryview(bytearray(8))
-        assert end.receive(into, 8) == 0, "nothing has arrived"
+        received(end, into, b"")
         ours.send(b"abc")
-        assert (end.receive(into, 8), bytes(into[:3])) == (3, b"abc")
+        received(end, into, b"abc")
         ours.send(b"defgh, and the next message")
-        assert (end.receive(into[3:], 8), bytes(into)) == (5, b"abcdefgh")
-        assert (end.receive(into, 8), bytes(into)) == (8, b", and th")
+        received(end, into[3:], b"defgh")
+        assert bytes(into) == b"abcdefgh", "what comes later must not overwrite what has arrived before"
+        received(end, into, b", and th")
 
 
 def test_a_receiver_is_told_that_its_sender_has_gone():
@@ -162,6 +171,22 @@ def test_a_receiver_is_told_that_its_sender_has_gone():
         with suppress(OSError):
             number = end.receive(into, 4)
             raise AssertionError(f"the sender has closed the connection, and `receive` returns {number}")
+
+
+def test_the_error_of_a_lost_connection_leaves_push_and_receive():
+    with pair() as (ours, theirs):
+        out = StreamOut(ours)
+        theirs.close()
+        out.post(memoryview(b"lost"), Sent())
+        with suppress(OSError):
+            result = out.push()
+            raise AssertionError(f"the connection is lost, and `push` returns {result}")
+    with pair() as (ours, theirs):
+        theirs.send(b"unread")
+        ours.close()  # so the kernel of the other rank says that the connection was reset
+        with suppress(OSError):
+            result = StreamIn(theirs).receive(memoryview(bytearray(4)), 4)
+            raise AssertionError(f"the connection is lost, and `receive` returns {result}")
 
 
 def test_a_tree_broadcast_and_other_patterns_run_over_sockets():

@@ -180,6 +180,11 @@ def test_a_value_as_often_as_there_are_ranks_has_several_causes(what, ranks, wor
     assert words in likely_cause(Evidence("a test", "", compared))
 
 
+def test_a_value_that_is_none_and_has_no_name_is_not_called_a_gradient():
+    one = Compared("made.limit == 0.0", {"": (None, 0.0)}, None, is_plain=True)
+    assert likely_cause(Evidence("a test", "", {None: one})).startswith("There is None where a value is due")
+
+
 def test_a_formula_that_gives_zero_has_nothing_to_arrive():
     one = Compared("got == approx(seconds)", {"": (0.0, 0.002)}, None, is_plain=True)
     assert "arrive" not in (likely_cause(Evidence("a test", "", {None: one})) or "")

@@ -115,6 +115,15 @@ def test_a_constant_factor_is_named_with_its_likely_cause(tmp_path):
     assert "There are 3 ranks: it is a sum over ranks that should be a mean" in sentence
 
 
+def test_an_assertion_of_one_process_is_told_before_a_hang():
+    failure = {"type": "RankError", "rank": None, "difference": None, "cause": "A deadlock."}
+    hang = {"failure": failure | {"text": "no answer within 3 s."}}
+    assertion = {"failure": failure_of(AssertionError("a message was lost")) | {"cause": None}}
+    assert most_telling([assertion, hang]) == assertion
+    error_of_a_rank = {"failure": assertion["failure"] | {"rank": 1}}
+    assert most_telling([error_of_a_rank, hang]) == hang
+
+
 def test_a_loop_without_an_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(exercises.grade, "LIMIT_SECONDS", 1.0)
     result = graded(tmp_path, RING, solved(RING))

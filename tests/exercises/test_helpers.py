@@ -28,6 +28,7 @@ def test_it_names_a_notebook_and_asks_to_leave_the_lesson_closed(exercise):
     text = " ".join(introduction(exercise).split())
     assert (ROOT / "notebooks" / f"{exercise.notebook}.ipynb").is_file()
     assert f"Read notebooks/{exercise.notebook}.ipynb first." in text
+    assert exercise.page in text and (ROOT / exercise.page).exists()
     assert f"Do not open {exercise.lesson.relative_to(ROOT)} yet: it contains the solution." in text
 
 
@@ -66,6 +67,11 @@ def test_a_message_is_explained_from_its_start_to_the_wait():
         "wire.size: int\n    The number of ranks.",
     ):
         assert expected in text
+
+
+def test_of_constants_that_are_assigned_together_only_those_are_listed_that_are_used():
+    lines = listed("ring_buffer")
+    assert "TAIL = 8" in lines and "RECEIVER_SLEEPS" not in "\n".join(lines)
 
 
 def test_helpers_come_with_their_parameters_and_the_first_sentence_of_their_docstring():
