@@ -148,7 +148,8 @@ def test_only_sizes_that_are_needed_are_measured_and_only_patterns_that_may_win(
 def test_a_link_that_lets_a_first_burst_through_does_not_hide_the_pattern_that_sends_less():
     def choose(cluster) -> list[str]:
         def timed(op, run, tensors, group, pattern: str) -> float:
-            latency, beta = {"flat": (1e-4, 2e-8), "ring": (2e-4, 1e-8)}.get(pattern, (3e-4, 4e-8))
+            known = {"flat": (1e-4, 2e-8), "tree": (2e-4, 4e-8), "ring": (3e-4, 1e-8)}
+            latency, beta = known.get(pattern, (4e-4, 4e-8))
             num_bytes = tensors[0].nbytes
             return latency if num_bytes <= 64 << 10 else num_bytes * beta
 
