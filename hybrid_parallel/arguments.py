@@ -8,7 +8,7 @@ from lab.errors import WorkbookError
 from lab.model import GPTConfig, MLPConfig
 from training.arguments import ClipArgs, TrainArgs
 
-Pattern = Literal["ring", "tree", "torch"]
+Pattern = Literal["ring", "tree", "auto", "torch"]
 MOST = 4096  # layers, microbatches or chunks, as in the pipeline lesson
 
 
@@ -50,7 +50,8 @@ class HybridArgs(ClipArgs, TrainArgs):
     precision: Precision = "float32"
     """Type of numbers in which the model computes. Parameters and optimizer stay in float32."""
     pattern: Literal[Pattern, None] = None
-    """Algorithm of the collectives: a ring, a tree or PyTorch's own. None: the fastest of the backend."""
+    """Algorithm of the collectives: a ring, a tree, the fastest of ours as measured (auto), or PyTorch's own.
+    None: the backend's default."""
 
 
 def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:

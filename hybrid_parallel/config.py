@@ -6,7 +6,7 @@
     pipeline_parallelism: True      True | False | number of stages
     zero_redundancy: True           True | False | 1 | 2 | 3; True is 1 beside a pipeline, and 2 without one
     sharding_strategy: manual       auto | manual; auto asks the planner for all that is not given as a number
-    communication_pattern: ring     ring | tree | torch
+    communication_pattern: ring     ring | tree | auto | torch
 
 Every option of HybridArgs (arguments.py) is a key too. A mistake is refused in one sentence with the file,
 the line and the key. The functions communicate nothing, so the launcher calls them before any process starts:

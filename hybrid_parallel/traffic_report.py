@@ -79,6 +79,8 @@ def _formula(hybrid: HybridParallel, axis: str) -> str:
 
 def _collectives(hybrid: HybridParallel) -> str:
     """Return what a rank sends in a collective of the run's pattern."""
+    if hybrid.pattern == "auto":
+        return "Each collective takes the pattern that was measured to be the fastest for its size (auto)."
     if hybrid.pattern == "tree":
         return "In a tree a rank sends a tensor to its parent, and the result to each of its children."
     ring = "In a ring of n ranks a rank sends 2 (n-1)/n of what it all-reduces, and (n-1)/n of what it"

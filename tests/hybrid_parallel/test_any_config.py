@@ -43,7 +43,7 @@ VALUES: dict[str, list[Any]] = {
     "pipeline_parallelism": [True, False, 1, 2, 3, 4],
     "zero_redundancy": [True, False, 1, 2, 3],
     "sharding_strategy": ["manual", "auto"],
-    "communication_pattern": ["ring", "tree", "torch"],
+    "communication_pattern": ["ring", "tree", "auto", "torch"],
     "data": [1, 2, 3, 4],
     "tensor": [2, 1, 3, 4],
     "sequence_parallel": [True, False],

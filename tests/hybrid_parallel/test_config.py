@@ -198,7 +198,7 @@ def test_another_number_of_processes_than_num_gpus_is_refused(read):
 RIGHT: dict[str, list[Any]] = {
     "num_gpus": [8, 4, 6, 12], "model": ["tiny", "24heads", "mlp"], "batch_size": [8, 24, 6, 1],
     "pipeline_parallelism": [True, False, 2, 3, 16], "zero_redundancy": [True, False, 1, 2, 3],
-    "sharding_strategy": ["manual", "auto"], "communication_pattern": ["ring", "tree", "torch"],
+    "sharding_strategy": ["manual", "auto"], "communication_pattern": ["ring", "tree", "auto", "torch"],
     "data": [1, 2, 3, "None"], "tensor": [1, 2, 3, 4], "sequence_parallel": [True, False], "chunks": [1, 2],
     "schedule": ["1f1b", "naive", "interleaved", "zb_v"], "microbatches": [1, 2, 3, 8], "layers": [2, 8],
     "lr": [0.1, "1e-3"], "steps": [3],

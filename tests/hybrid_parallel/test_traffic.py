@@ -61,6 +61,8 @@ def test_an_axis_sends_what_the_formulas_say_with_each_pattern_in_16_bits_and_wh
     every = [
         ParallelSizes(data=2, pattern="tree"),
         ParallelSizes(data=2, zero=1, pattern="torch"),
+        ParallelSizes(data=2, zero=2, pattern="auto"),
+        ParallelSizes(tensor=2, pattern="auto"),
         ParallelSizes(data=2, zero=3, recompute=True, pattern="tree"),
         ParallelSizes(tensor=2, precision="bf16"),
         ParallelSizes(tensor=2, precision="bf16", sequence_parallel=True, recompute=True),
