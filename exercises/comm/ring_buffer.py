@@ -11,7 +11,7 @@ You may use:
         Make all earlier stores of this thread visible to other processors before its later loads and
         stores.
     HEAD = 0
-    RING_BYTES = 1 << 18
+    RING_BYTES = 1 << 20
     self._head
     self._ring
     self._tail
