@@ -130,7 +130,7 @@ def test_only_sizes_that_are_needed_are_measured_and_only_patterns_that_may_win(
 
         def timed(op, run, tensors, group, pattern: str) -> float:
             measured.add((tensors[0].nbytes, pattern))
-            return {"tree": 1e-4, "flat": 1.6e-4}[pattern]
+            return {"tree": 1e-4, "flat": 2.1e-4}[pattern]
 
         found = []
         with replaced("comm.choosing._timed", timed):
