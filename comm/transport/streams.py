@@ -32,7 +32,7 @@ from comm.transport.stream_ends import Done, StreamIn, StreamOut
 from comm.transport.wire import Group, Wire, global_ranks, group_of, peer_trouble
 from comm.transport.work_queue import COMMUNICATION_THREAD
 
-_SPIN_SECONDS = 1e-4
+_SPIN_SECONDS = 3e-4
 
 
 class Peer:
