@@ -121,7 +121,7 @@ EXERCISES = (
     ),
     Exercise(
         name="move_all_messages",
-        title="Move all messages",
+        title="A loop that moves all messages",
         notebook="03_cost_of_a_message",
         page=PAGE,
         target="comm.transport.streams.Streams._move",

@@ -1,4 +1,4 @@
-"""Move all messages. Write `Streams._move` of comm/transport/streams.py.
+"""A loop that moves all messages. Write `Streams._move` of comm/transport/streams.py.
 
 Read notebooks/03_cost_of_a_message.ipynb first. Then read comm/transport/README.md: the notebook does not
 tell of this. Do not open comm/transport/streams.py yet: it contains the solution. All that you need is in
@@ -32,4 +32,6 @@ def _move(self) -> bool:
     left, but what it had sent before is still there to be pulled. If anything has moved, set
     `self._deadline` to 0.0: the time until the timeout begins again.
     """
-    raise NotImplementedError("Move all messages is not written yet: `Streams._move` has no body.")
+    raise NotImplementedError(
+        "A loop that moves all messages is not written yet: `Streams._move` has no body."
+    )
