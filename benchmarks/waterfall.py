@@ -88,8 +88,8 @@ def plot(by_rank: list[list[list[Step]]], args: Args) -> None:
             axes.annotate("", to, from_, arrowprops=line)
     labels = {
         "wait": "waits for a chunk",
-        "reduce": "adds it, waits until its own is read",
-        "gather": "has a finished sum, waits until its own is read",
+        "reduce": "adds it, waits until its own has left",
+        "gather": "has a finished sum, waits until its own has left",
     }
     for kind, label in labels.items():
         axes.barh(0, 0, color=COLOURS[kind], label=label)
