@@ -8,6 +8,7 @@ blocking_share   the share of the communication time in which the main thread it
 import statistics
 from collections.abc import Mapping, Sequence
 
+from comm.transport.messages import transports_of_messages
 from comm.transport.streams import transports_of
 from lab.gantt import Event
 from lab.ledger import Entry, Traffic
@@ -33,7 +34,8 @@ def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dic
     by_bytes = sorted(traffic.items(), key=lambda row: -row[1].bytes_sent)
     patterns = [entry.pattern for entry, sent in by_bytes if sent.messages_sent and entry.pattern != "header"]
     patterns = list(dict.fromkeys(patterns))
-    transports = dict.fromkeys(name for one in patterns for name in sorted(transports_of(one)))
+    used = [transports_of_messages() if one == "direct" else transports_of(one) for one in patterns]
+    transports = dict.fromkeys(name for names in used for name in sorted(names))
     return {
         "pattern": ", ".join(patterns) or pattern,
         "transport": ", ".join(transports) or "none (one rank)",

@@ -26,6 +26,11 @@ class Peer:
         """Return the connections that have been made."""
         return [end for end in (self.out, self.incoming) if end is not None]
 
+    @property
+    def carrier(self) -> str:
+        """Return how messages to and from the peer travel; nothing before the first one."""
+        return "gloo" if self.uses_gloo else "shared_memory" if self.ends() else ""
+
     def move(self) -> bool:
         """Move something. Return whether anything has moved."""
         moved = False

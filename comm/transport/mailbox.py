@@ -67,6 +67,10 @@ class Mailbox:
             raise self._cannot_share(self._peers[rank])
         return self._peers[rank].uses_gloo
 
+    def carriers(self) -> set[str]:
+        """Return how its messages travel: by shared_memory, by gloo or both."""
+        return {peer.carrier for peer in self._peers.values() if peer.carrier}
+
     def _cannot_share(self, peer: Peer) -> CommError:
         return CommError(
             f"{self.op} ({self.pattern}): rank {dist.get_rank()} and rank {peer.name} cannot share memory. "
@@ -282,15 +286,15 @@ class Mailbox:
         os.close(self._bell)
 
 
-_mailboxes: "weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox]" = weakref.WeakKeyDictionary()
+MAILBOXES: "weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox]" = weakref.WeakKeyDictionary()
 _mailboxes_lock = threading.Lock()
 
 
 def mailbox_of(group: dist.ProcessGroup) -> Mailbox:
     """Return the mailbox of a group. The first message makes it."""
-    mailbox = _mailboxes.get(group)
+    mailbox = MAILBOXES.get(group)
     if mailbox is None:
         with _mailboxes_lock:
-            mailbox = _mailboxes.get(group) or Mailbox(group)
-            _mailboxes[group] = mailbox
+            mailbox = MAILBOXES.get(group) or Mailbox(group)
+            MAILBOXES[group] = mailbox
     return mailbox

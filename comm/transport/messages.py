@@ -12,7 +12,7 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.transport import segment, slow_link
 from comm.transport.choice import chosen_transport
-from comm.transport.mailbox import Mailbox, mailbox_of
+from comm.transport.mailbox import MAILBOXES, Mailbox, mailbox_of
 from comm.transport.message_ends import Message
 from comm.transport.staging import goes_by_host
 from comm.transport.wire import Group, Transfer, axis_of, check_peer, group_of, peer_wire
@@ -131,6 +131,14 @@ def _start(tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bo
         LEDGER.count(mailbox.op, mailbox.pattern, tensor.nbytes, axis=axis_of(members))
     mailbox.post(peer, transfer.message, is_sent=verb == "send to")
     return transfer
+
+
+def transports_of_messages() -> set[str]:
+    """Return how the messages of this rank have travelled: by shared_memory, gloo or nccl."""
+    carriers: set[str] = set()
+    if chosen_transport(None) in ("auto", "shared_memory"):
+        carriers = carriers.union(*(mailbox.carriers() for mailbox in MAILBOXES.values()))
+    return carriers or {dist.get_backend()}
 
 
 def _mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:

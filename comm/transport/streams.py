@@ -274,9 +274,9 @@ def streams_of(group: Group, transport: str, op: str, pattern: str, sequence: in
 
 
 def transports_of(pattern: str, group: Group = None) -> set[str]:
-    """Return how messages of a pattern leave this rank: by shared_memory, sockets, gloo or nccl."""
+    """Return how a pattern's messages leave this rank: by shared_memory, sockets, gloo or nccl."""
     streams = _streams.get(group_of(group), {}).get(chosen_transport(group))
-    if streams is None or pattern in ("torch", "direct"):
+    if streams is None or pattern == "torch":
         return {dist.get_backend(group)}
     outs = [peer.out for peer in streams.peers() if peer.out is not None]
     return {"shared_memory" if isinstance(out, MemoryOut) else "sockets" for out in outs}

@@ -46,7 +46,7 @@ def test_messages_travel_as_the_transport_says():
             ]
             for transfer in pending:
                 transfer.wait()
-            found.append(group in mailbox._mailboxes)
+            found.append(group in mailbox.MAILBOXES)
         return found
 
     assert run_ranks(kinds, 2) == [[False, False, True, True]] * 2

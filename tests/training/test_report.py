@@ -71,11 +71,13 @@ def test_a_pattern_that_an_operation_does_not_have_leaves_it_the_fastest_one():
 def test_a_pipelines_messages_go_directly_and_its_loss_by_the_pattern():
     def work(cluster: Cluster) -> list[tuple[str, str]]:
         return [
-            names(pipeline_scripts.summary(cluster, name, steps=1, pattern="tree"))
-            for name in ("naive", "gpipe", "1f1b")
+            names(pipeline_scripts.summary(cluster, name, steps=1, pattern="tree", transport=transport))
+            for name, transport in (("naive", "auto"), ("gpipe", "sockets"), ("1f1b", "gloo"))
         ]
 
-    assert run_ranks(work, 2) == [[("direct, tree", f"gloo, {OURS}")] * 3] * 2
+    by_auto = OURS if segment.is_possible() else f"gloo, {OURS}"
+    wanted = [("direct, tree", transports) for transports in (by_auto, "gloo, sockets", "gloo")]
+    assert run_ranks(work, 2) == [wanted] * 2
 
 
 def test_headers_are_no_pattern_and_one_rank_has_no_transport():
