@@ -24,9 +24,9 @@ Ours leaves out looped BFS and DualPipeV, cutting a model by tracing it, stages 
 outputs, and data parallel wrappers inside of stages.
 
 pipeline.py cuts the model, ties weights and saves checkpoints here, and PyTorch runs the stages. All messages
-of its schedules go through one function, and `by_comm` replaces it by comm's. So they are counted, drawn and
-slowed down by --link as ours are. gloo or nccl still do the work. As in ours, m activations and m gradients
-cross each boundary between ranks.
+of its schedules go through one function, and `by_comm` replaces it by comm's. So they travel as ours do, and
+are counted, drawn and slowed down by --link as ours are. benchmarks/pipeline.py lets PyTorch send them
+itself. As in ours, m activations and m gradients cross each boundary between ranks.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """

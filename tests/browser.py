@@ -57,13 +57,14 @@ class Browser:
         self._loaded = False
         self._calls = 0
         self.folder = Path(tempfile.mkdtemp(prefix="chromium-"))
-        self._process = subprocess.Popen(
-            [find_chromium() or NAMES[0], f"--user-data-dir={self.folder}", *FLAGS],
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / SAID).open("wb"),
-            start_new_session=True,  # so that all its processes can be ended at once
-            env=os.environ | {"HOME": str(self.folder), "TMPDIR": str(self.folder)},
-        )
+        with (self.folder / SAID).open("wb") as said:
+            self._process = subprocess.Popen(
+                [find_chromium() or NAMES[0], f"--user-data-dir={self.folder}", *FLAGS],
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,  # so that all its processes can be ended at once
+                env=os.environ | {"HOME": str(self.folder), "TMPDIR": str(self.folder)},
+            )
         try:
             self._socket = websocket.create_connection(
                 self._page_address(), timeout=PATIENCE, suppress_origin=True, http_no_proxy=["127.0.0.1"]

@@ -13,6 +13,7 @@ from comm.collectives import CommError
 from comm.transport.choice import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
+from tests.comm.transports import over
 
 
 def die(*args, **kwargs) -> None:
@@ -51,12 +52,11 @@ def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pat
         assert any("rank 2" in texts[rank] for rank in (0, 1, 3))
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "sockets", "tcp", "gloo"])
 def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(transport: str):
     pattern = "pipelined_ring"
 
     def one_dies(cluster) -> None:
-        use_transport(transport)
         collectives.barrier()
         x = torch.ones(1_000_000)
         if cluster.rank == 2:
@@ -64,7 +64,8 @@ def test_a_rank_that_dies_in_the_middle_of_an_all_reduce_is_named(transport: str
                 collectives.all_reduce(x, pattern=pattern)
         collectives.all_reduce(x, pattern=pattern)
 
-    texts = [sentence(text) for text in outcomes(one_dies, 4)]
+    texts = outcomes(lambda cluster: over(transport, cluster, one_dies), 4)
+    texts = [sentence(text) for text in texts]
     assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
     for rank in (0, 1, 3):
         assert texts[rank].startswith(f"all_reduce ({pattern}): rank {rank} could not ")

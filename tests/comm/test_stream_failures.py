@@ -17,14 +17,14 @@ from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.mismatches import error_text
 from tests.comm.test_streams import ends
+from tests.comm.transports import over
 
 pytestmark = pytest.mark.skipif(not CAN_POLL, reason="the transports poll sockets")
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
+@pytest.mark.parametrize("transport", ["sockets", "tcp", "shared_memory"])
 def test_a_rank_that_dies_while_its_messages_are_on_their_way_is_an_error_and_never_garbage(transport: str):
     def one_dies(cluster) -> str:
-        use_transport(transport)
         x = torch.full((3_000_000,), float(cluster.rank))
         broadcast(x, root=1)
         if cluster.rank == 1:
@@ -35,7 +35,9 @@ def test_a_rank_that_dies_while_its_messages_are_on_their_way_is_an_error_and_ne
         text = error_text(lambda: all_reduce(x, pattern="flat"))
         return text or f"values {sorted(set(x.tolist()))}"
 
-    texts = run_ranks(one_dies, 3, collect_failures=True, group_timeout=20)
+    texts = run_ranks(
+        lambda cluster: over(transport, cluster, one_dies), 3, collect_failures=True, group_timeout=20
+    )
     for rank in (0, 2):
         assert "has died or left" in str(texts[rank]) or texts[rank] == "values [9.0]", texts[rank]
 
@@ -45,10 +47,9 @@ def die(*_) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
+@pytest.mark.parametrize("transport", ["sockets", "tcp", "shared_memory"])
 def test_a_paused_rank_is_waited_for_until_the_timeout_and_named(transport: str):
     def one_is_paused(cluster) -> str:
-        use_transport(transport)
         barrier()
         if cluster.rank == 1:
             cluster.store.set("sleeper", str(os.getpid()))
@@ -62,7 +63,7 @@ def test_a_paused_rank_is_waited_for_until_the_timeout_and_named(transport: str)
             os.kill(sleeper, signal.SIGCONT)
         return text
 
-    texts = run_ranks(one_is_paused, 3, group_timeout=1.5)
+    texts = run_ranks(lambda cluster: over(transport, cluster, one_is_paused), 3, group_timeout=1.5)
     for rank in (0, 2):
         assert "it waited until the timeout" in texts[rank]
 

@@ -26,20 +26,12 @@ from tests.comm.collective_cases import (
 )
 from tests.comm.mismatches import error_text, works
 from tests.comm.segments import short_segments
+from tests.comm.transports import over
 
 pytestmark = pytest.mark.skipif(not CAN_POLL, reason="the transports poll sockets")
 
 OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]
 CALLS = [(op, pattern) for op, pattern in OURS if op != "barrier"]
-
-
-def over(transport: str, cluster, fn, *args):
-    """Run `fn` on this rank with a transport; forget it afterwards."""
-    use_transport(transport)
-    try:
-        return fn(cluster, *args)
-    finally:
-        use_transport(None)
 
 
 def ends(transport: str) -> tuple[set[type], set[type]]:
@@ -48,7 +40,7 @@ def ends(transport: str) -> tuple[set[type], set[type]]:
     return {type(peer.out) for peer in peers}, {type(peer.incoming) for peer in peers}
 
 
-@pytest.mark.parametrize("transport", ["sockets", "gloo"])  # the other tests use "auto": shared memory
+@pytest.mark.parametrize("transport", ["sockets", "tcp", "gloo"])  # the other tests use "auto": shared memory
 @pytest.mark.parametrize("n", WORLD_SIZES[1:])
 def test_every_pattern_equals_the_reference_over_every_transport(transport: str, n: int):
     dtypes, layouts, reductions = map(itertools.cycle, (DTYPES, LAYOUTS, REDUCTIONS))
@@ -77,7 +69,7 @@ def test_messages_travel_as_the_transport_says():
     assert run_ranks(kinds, 3) == [[memory, memory, ({StreamOut}, {StreamIn})]] * 3
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@pytest.mark.parametrize("transport", ["auto", "sockets", "tcp"])
 def test_large_messages_in_both_directions_do_not_wait_for_each_other(transport: str):
     """A rank must move all its messages while it waits for one, as no buffer on the way is that large."""
 
