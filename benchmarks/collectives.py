@@ -46,17 +46,20 @@ class Args:
 
 
 def operations(
-    full: torch.Tensor, shard: torch.Tensor, out: torch.Tensor
+    one: torch.Tensor, full: torch.Tensor, shard: torch.Tensor, out: torch.Tensor, reduction: str = "mean"
 ) -> dict[str, Callable[[str], object]]:
-    """Return a function for each collective, on these tensors; it takes the pattern."""
+    """Return a function for each collective, on these tensors; it takes the pattern.
+
+    `full` and `out` consist of one `shard` for each rank. `one` may have any size.
+    """
     return {
-        "broadcast": lambda pattern: c.broadcast(full, pattern=pattern),
+        "broadcast": lambda pattern: c.broadcast(one, pattern=pattern),
         "scatter": lambda pattern: c.scatter(shard, full, pattern=pattern),
-        "gather": lambda pattern: c.gather(shard, full, pattern=pattern),
-        "reduce": lambda pattern: c.reduce(full, pattern=pattern),
-        "all_gather": lambda pattern: c.all_gather(full, shard, pattern=pattern),
+        "gather": lambda pattern: c.gather(shard, out, pattern=pattern),
+        "reduce": lambda pattern: c.reduce(one, pattern=pattern),
+        "all_gather": lambda pattern: c.all_gather(out, shard, pattern=pattern),
         "reduce_scatter": lambda pattern: c.reduce_scatter(shard, full, pattern=pattern),
-        "all_reduce": lambda pattern: c.all_reduce(full, op="mean", pattern=pattern),
+        "all_reduce": lambda pattern: c.all_reduce(one, op=reduction, pattern=pattern),
         "all_to_all": lambda pattern: c.all_to_all(out, full, pattern=pattern),
     }
 
@@ -67,7 +70,7 @@ def measure(cluster: Cluster, args: Args) -> dict[tuple[str, int], dict[str, lis
     for size in SIZES:
         full, out = torch.ones(size // 4), torch.empty(size // 4)
         shard = torch.empty(size // 4 // cluster.world_size)
-        for op, call in operations(full, shard, out).items():
+        for op, call in operations(full, full, shard, out).items():
             if args.quick and size not in QUICK.get(op, []):
                 continue
             patterns = (*c.PATTERNS[op], "torch")

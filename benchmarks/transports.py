@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from benchmarks.collectives import operations
 from benchmarks.side_by_side import KIB, MIB, leave_gloo_as_it_is, medians, row, show
 from comm import collectives as c
 from comm import shared_tensors
@@ -72,17 +73,8 @@ def calls_of(num_bytes: int) -> dict[str, Calls]:
         "barrier": lambda: dist.barrier(),
         "send_recv": lambda: _there_and_back(dist.send, dist.recv, one),
     }
-    ours: dict[str, Callable[[str], object]] = {
-        "broadcast": lambda pattern: c.broadcast(one, pattern=pattern),
-        "scatter": lambda pattern: c.scatter(shard, out, pattern=pattern),
-        "gather": lambda pattern: c.gather(shard, out, pattern=pattern),
-        "reduce": lambda pattern: c.reduce(one, pattern=pattern),
-        "all_gather": lambda pattern: c.all_gather(out, shard, pattern=pattern),
-        "reduce_scatter": lambda pattern: c.reduce_scatter(shard, full, pattern=pattern),
-        "all_reduce": lambda pattern: c.all_reduce(one, pattern=pattern),
-        "all_to_all": lambda pattern: c.all_to_all(out, full, pattern=pattern),
-        "barrier": lambda pattern: c.barrier(pattern=pattern),
-    }
+    ours = operations(one, full, shard, out, "sum")
+    ours["barrier"] = lambda pattern: c.barrier(pattern=pattern)
 
     def with_pattern(op: str, pattern: str) -> Callable[[], object]:
         return lambda: ours[op](pattern)

@@ -101,11 +101,7 @@ class MemoryOut:
 
     def _write(self, data: memoryview) -> None:
         """Copy bytes to the ring buffer, behind the last ones. They fit."""
-        start = self._head % RING_BYTES
-        first = min(len(data), RING_BYTES - start)
-        self._ring[start : start + first] = data[:first]
-        if first < len(data):
-            self._ring[: len(data) - first] = data[first:]
+        write_to_ring(self._ring, self._head, data)
         self._head += len(data)
 
     def events(self) -> int:
@@ -150,11 +146,7 @@ class MemoryIn:
         if not num_bytes:
             return 0
         fence()  # read the bytes only after the counter
-        start = self._tail % RING_BYTES
-        first = min(num_bytes, RING_BYTES - start)
-        into[:first] = self._ring[start : start + first]
-        if first < num_bytes:
-            into[first:num_bytes] = self._ring[: num_bytes - first]
+        read_from_ring(self._ring, self._tail, into[:num_bytes])
         self._tail += num_bytes
         fence()  # the bytes are read before the sender may write there again
         self._words[TAIL] = self._tail
@@ -192,6 +184,24 @@ class MemoryIn:
         """Close the connection, and free its memory."""
         self.socket.close()
         self._segment.close()
+
+
+def write_to_ring(ring: memoryview, position: int, data: memoryview) -> None:
+    """Copy bytes to a ring buffer in which they fit. `position` counts all the bytes before them."""
+    start = position % RING_BYTES
+    first = min(len(data), RING_BYTES - start)
+    ring[start : start + first] = data[:first]
+    if first < len(data):
+        ring[: len(data) - first] = data[first:]
+
+
+def read_from_ring(ring: memoryview, position: int, into: memoryview) -> None:
+    """Fill `into` with bytes of a ring buffer. `position` counts all the bytes before them."""
+    start = position % RING_BYTES
+    first = min(len(into), RING_BYTES - start)
+    into[:first] = ring[start : start + first]
+    if first < len(into):
+        into[first:] = ring[: len(into) - first]
 
 
 def wake(end: socket.socket) -> None:

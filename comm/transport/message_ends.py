@@ -21,7 +21,7 @@ from collections import deque
 import torch
 
 from comm.transport import cross_memory
-from comm.transport.memory_ends import PIECE_BYTES, drain, wake
+from comm.transport.memory_ends import PIECE_BYTES, drain, read_from_ring, wake, write_to_ring
 from comm.transport.segment import (
     HAS_MORE,
     HEAD,
@@ -127,11 +127,8 @@ class Outbox:
 
     def _write(self, data: memoryview, free: int) -> memoryview:
         """Write as much of the message as there is space for. Return the rest."""
-        num_bytes, start = min(free, len(data)), self._head % RING_BYTES
-        first = min(num_bytes, RING_BYTES - start)
-        self._ring[start : start + first] = data[:first]
-        if first < num_bytes:
-            self._ring[: num_bytes - first] = data[first:num_bytes]
+        num_bytes = min(free, len(data))
+        write_to_ring(self._ring, self._head, data[:num_bytes])
         self._head += num_bytes
         return data[num_bytes:]
 
@@ -197,7 +194,8 @@ class Inbox:
                 return False
             fence()
             if fits:
-                self._take(bytes_of(message.tensor)[self._filled : self._filled + num_bytes])
+                into = bytes_of(message.tensor)[self._filled : self._filled + num_bytes]
+                read_from_ring(self._ring, self._tail, into)
             self._tail, self._filled = self._tail + num_bytes, self._filled + num_bytes
         if self._filled == self._size:
             self._posted.popleft()
@@ -211,13 +209,6 @@ class Inbox:
         if words[SENDER_SLEEPS]:
             wake(self.socket)
         return True
-
-    def _take(self, into: memoryview) -> None:
-        start = self._tail % RING_BYTES
-        first = min(len(into), RING_BYTES - start)
-        into[:first] = self._ring[start : start + first]
-        if first < len(into):
-            into[first:] = self._ring[: len(into) - first]
 
     def _read_memory(self, tensor: torch.Tensor) -> int:
         """Read the next piece out of the sender's memory. Return how many bytes have been read so far."""

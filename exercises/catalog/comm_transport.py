@@ -72,8 +72,8 @@ EXERCISES = (
         title="A ring buffer in shared memory",
         notebook="03_cost_of_a_message",
         page=PAGE,
-        target="comm.transport.memory_ends.MemoryOut._write",
-        also=("comm.transport.memory_ends.MemoryIn._take",),
+        target="comm.transport.memory_ends.write_to_ring",
+        also=("comm.transport.memory_ends.read_from_ring", "comm.transport.memory_ends.MemoryIn._take"),
         tests=(
             MEMORY + "test_a_message_that_goes_over_the_end_of_the_ring_buffer_goes_on_at_its_beginning",
             MEMORY + "test_space_in_the_ring_buffer_is_free_only_after_its_bytes_were_copied",
@@ -86,22 +86,28 @@ EXERCISES = (
         minutes=25,
         needs=("byte_stream",),
         doc="""
-            Copy `data` to the ring buffer, behind what was written last, and count its bytes in `self._head`.
+            Copy `data` to the ring buffer `ring`, of RING_BYTES bytes, behind what was written last.
 
-            `self._ring` is the memory, of RING_BYTES bytes. `self._head` is the number of all bytes that were
-            ever written, so byte k of the stream lies at position k modulo RING_BYTES. The caller has made
-            sure that there is space. It publishes `self._head` afterwards, with the fences that this takes,
-            and only then the receiver looks at the bytes.
+            `position` is the number of all bytes that were ever written before, and byte k of the stream lies
+            at position k modulo RING_BYTES. The caller has made sure that there is space. It counts the bytes
+            and publishes the count afterwards, with the fences that this takes, and only then the receiver
+            looks at them.
         """,
         docs={
+            "read_from_ring": """
+                Fill `into` with the bytes of the ring buffer that were written from `position` on.
+
+                The caller has made sure that they are there.
+            """,
             "_take": """
                 Fill the beginning of `into` with bytes out of the ring buffer. Return how many, 0 for none.
 
-                `self._tail` is the number of all bytes that were ever taken, and `self._words[HEAD]` that of
-                all bytes that were written. Take no more than there are, and no more than fit into `into`.
-                If there are none, return 0 and do nothing else. Publish the new tail in `self._words[TAIL]`:
-                from then on the sender writes into that space. Then call `self._wake_sender()`, which makes
-                the counter visible, and wakes the sender if it sleeps.
+                `read_from_ring` copies them out of `self._ring`, the memory of the ring buffer. `self._tail`
+                is the number of all bytes that were ever taken, and `self._words[HEAD]` that of all bytes
+                that were written. Take no more than there are, and no more than fit into `into`. If there are
+                none, return 0 and do nothing else. Publish the new tail in `self._words[TAIL]`: from then on
+                the sender writes into that space. Then call `self._wake_sender()`, which makes the counter
+                visible, and wakes the sender if it sleeps.
 
                 Call `fence()` after you have read HEAD and before you read the bytes, and again after the
                 copy and before you store TAIL: otherwise a processor may show the sender the new tail while
@@ -112,9 +118,9 @@ EXERCISES = (
             "A copy may go over the end of the buffer. Then it has two parts, one up to the end and one from "
             "position 0. Both ranks must divide it at the same byte.",
             "The copy begins at `start`, the count modulo RING_BYTES. Up to the end fit RING_BYTES - start "
-            "bytes. `self._ring[a:b] = data[c:d]` copies; both sides must have the same length.",
+            "bytes. `ring[a:b] = data[c:d]` copies; both sides must have the same length.",
             "`_take` takes min(HEAD - tail, len(into)) bytes, and returns 0 at once if there are none. The "
-            "order counts: look at HEAD, fence(), copy both parts, fence(), store the tail in "
+            "order counts: look at HEAD, fence(), copy, fence(), store the tail in "
             "self._words[TAIL], wake the sender. A tail that is stored before the copy has ended lets the "
             "sender overwrite what is still being copied.",
         ),

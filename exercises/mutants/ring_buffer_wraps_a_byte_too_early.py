@@ -2,7 +2,7 @@
 
 from comm.transport.segment import RING_BYTES
 
-TARGET = "comm.transport.memory_ends.MemoryOut._write"
+TARGET = "comm.transport.memory_ends.write_to_ring"
 KILLER = (
     "tests.comm.test_memory_ends."
     "test_a_message_that_goes_over_the_end_of_the_ring_buffer_goes_on_at_its_beginning"
@@ -11,10 +11,9 @@ CAUSE = "fit before the end"
 SYMPTOM = "Now and then a message between ranks of one machine is wrong from some byte on."
 
 
-def mutant(self, data: memoryview) -> None:
-    start = self._head % RING_BYTES
+def mutant(ring: memoryview, position: int, data: memoryview) -> None:
+    start = position % RING_BYTES
     first = min(len(data), RING_BYTES - 1 - start)
-    self._ring[start : start + first] = data[:first]
+    ring[start : start + first] = data[:first]
     if first < len(data):
-        self._ring[: len(data) - first] = data[first:]
-    self._head += len(data)
+        ring[: len(data) - first] = data[first:]

@@ -228,9 +228,9 @@ def run_case(case: Case, group: dist.ProcessGroup | None = None, async_op: bool 
         assert laid.is_unchanged(), f"{case}: rank {r} of {n} must not change {laid.before}"
 
 
-def run_cases(cluster, cases: list[Case]) -> int:
+def run_cases(cluster, cases: list[Case], group=None) -> int:
     """Run all valid cases on this rank; return how many there were."""
     chosen = [case for case in cases if has_a_meaning(case)]
     for case in chosen:
-        run_case(case)
+        run_case(case, group)
     return len(chosen)

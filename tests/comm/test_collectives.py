@@ -25,6 +25,9 @@ from tests.comm.collective_cases import (
     run_cases,
 )
 from tests.comm.segments import short_segments
+from tests.comm.transports import over
+
+TRANSPORTS = ("auto", "gloo", "sockets", "tcp", "shared_memory")
 
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
@@ -93,16 +96,19 @@ cases_of_any_kind = st.builds(
 
 
 # Not shrunk: the error names the case.
-@settings(max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     n=st.sampled_from(WORLD_SIZES),
+    transport=st.sampled_from(TRANSPORTS),
     segment_bytes=st.integers(16, 200),
     cases=st.lists(cases_of_any_kind, min_size=10, max_size=30),
 )
-def test_any_sequence_of_collectives_equals_the_reference(n: int, segment_bytes: int, cases: list[Case]):
+def test_any_sequence_of_collectives_equals_the_reference(
+    n: int, transport: str, segment_bytes: int, cases: list[Case]
+):
     cases = [Case(**{**vars(case), "root": case.root % n}) for case in cases]
     with short_segments(segment_bytes):
-        run_ranks(run_cases, n, cases)
+        run_ranks(lambda cluster: over(transport, cluster, run_cases, cases), n)
 
 
 def test_tensors_of_several_real_segments_are_right():

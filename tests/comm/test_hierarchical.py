@@ -19,7 +19,17 @@ from comm.transport.stream_wire import StreamWire
 from comm.transport.wire import Wire, peer_wire
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
-from tests.comm.collective_cases import DTYPES, LAYOUTS, REDUCTIONS, Case, has_a_meaning, run_case
+from tests.comm.collective_cases import (
+    ALL,
+    DTYPES,
+    LAYOUTS,
+    REDUCTIONS,
+    ROOTED,
+    Case,
+    has_a_meaning,
+    run_case,
+    run_cases,
+)
 from tests.comm.segments import short_segments
 
 PLACEMENTS = {  # the host of each rank, by the number of ranks
@@ -233,6 +243,23 @@ def test_a_group_of_some_ranks_knows_the_hosts_of_its_own():
     # rank 0 of the group and rank 1, the leader of b, exchange halves; the other ranks send to rank 1
     expected = [[], [1], [0, 2, 3], [], [1], [1]]
     assert run_ranks(work, 6) == [[ranks] * 3 if ranks else [] for ranks in expected]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_pattern_is_right_in_a_group_of_some_ranks_that_lie_on_two_hosts(transport: str):
+    members = [1, 2, 4, 5]
+    cases = [
+        Case(op, pattern, 14 - 2 * (pattern == "torch"), root=root, seed=root)
+        for op, pattern in ALL
+        for root in ((0, 3) if op in ROOTED else (0,))
+    ]
+
+    def work(cluster) -> int:
+        use_transport(transport)
+        with placed(cluster, "aabbbb", members) as group:
+            return run_cases(cluster, cases, group) if cluster.rank in members else len(cases)
+
+    assert run_ranks(work, 6) == [len(cases)] * 6
 
 
 def test_two_groups_of_the_same_ranks_may_lie_on_different_hosts():
