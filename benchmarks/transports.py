@@ -2,7 +2,7 @@
 
     python benchmarks/transports.py                   on 2 and on 4 ranks; --json for one JSON line
     python benchmarks/transports.py --quick           only some operations, and only some sizes
-    python benchmarks/transports.py --fixed           also each pattern, to see how well auto chooses
+    python benchmarks/transports.py --fixed           also each pattern, and how well auto chooses among them
 
 The rows `<op> auto` use the transport that a program gets, shared memory. `all_reduce_sockets` and
 `all_reduce_shm` name the transport, and `all_reduce_in_place` reduces tensors that the ranks share
@@ -14,6 +14,7 @@ slowest rank. The ratio is that of the medians: below 1 ours is faster.
 """
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -99,8 +100,10 @@ def measure(cluster: Cluster, args: Args) -> Seconds:
         for op, calls in calls_of(size).items():
             if (args.quick and op not in QUICK_OPS) or (op == "barrier" and size != SIZES[0]):
                 continue
-            sides = list(calls) if args.fixed else ["torch", "auto"]
-            seconds[op, size] = alternate({side: calls[side] for side in sides}, size, args)
+            torch_call = {"torch": calls.pop("torch")}
+            seconds[op, size] = alternate(torch_call | {"auto": calls["auto"]}, size, args)
+            if args.fixed and len(calls) > 2:
+                seconds[f"{op} fixed", size] = alternate(calls, size, args)
         all_reduce = calls_of(size)["all_reduce"]
         for name in ("sockets", "shared_memory"):
             if name == "shared_memory" and not is_possible():
@@ -120,12 +123,11 @@ def measure(cluster: Cluster, args: Args) -> Seconds:
 
 
 def alternate(calls: Calls, size: int, args: Args) -> dict[str, list[float]]:
-    """Return the seconds of each side. The sides take turns, and the order of the turns rotates."""
+    """Return the seconds of each side. The sides take turns, in another order each time."""
     names, runs = list(calls), max(5, min(args.runs, 200 * MIB // size))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for run in range(3 + runs):
-        for i in range(len(names)):
-            name = names[(i + run) % len(names)]
+        for name in random.Random(run).sample(names, len(names)):  # the same order on each rank
             dist.barrier() if name == "torch" else c.barrier()
             start = time.perf_counter()
             calls[name]()
@@ -134,16 +136,36 @@ def alternate(calls: Calls, size: int, args: Args) -> dict[str, list[float]]:
 
 
 def rows(world_size: int, by_rank: list[Seconds]) -> list[dict]:
-    """Return a row for each operation, size and pattern of ours, against torch's."""
+    """Return a row for each operation and size, against torch's; with --fixed also of patterns, against auto."""
     table = []
     for what, size in by_rank[0]:
         median = medians([rank[what, size] for rank in by_rank])
-        theirs = median.pop("torch")
+        op, _, is_fixed = what.partition(" ")
+        against = "auto" if is_fixed else "torch"
+        theirs = median.pop(against)
         for pattern, ours in median.items():
-            name = what if what.startswith("all_reduce_") else f"{what} {pattern}"
-            one = row(name, "torch", "loopback", ours, theirs, world_size=world_size, num_bytes=size)
+            name = op if op.startswith("all_reduce_") else f"{op} {pattern}"
+            one = row(name, against, "loopback", ours, theirs, world_size=world_size, num_bytes=size)
             table.append(one)
     return table
+
+
+def against_the_best(table: list[dict]) -> list[float]:
+    """Return the time of auto over that of the best fixed pattern, for each operation and size.
+
+    The best of several noisy medians is on average less than the median of the best pattern.
+    """
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for one in table:
+        if one["against"] == "auto":
+            ratios.setdefault((one["what"].partition(" ")[0], one["bytes"]), []).append(one["ratio"])
+    return [1 / min(of_patterns) for of_patterns in ratios.values()]
+
+
+def summary(ratios: list[float]) -> str:
+    """Return the median of the ratios, and how many of them are over 1.10."""
+    over = sum(ratio > 1.1 for ratio in ratios)
+    return f"median {statistics.median(ratios):.2f}; {over} of {len(ratios)} over 1.10"
 
 
 def main(args: Args) -> None:
@@ -158,6 +180,8 @@ def main(args: Args) -> None:
             ratios = [one["ratio"] for one in table if one["what"].endswith(" auto")]
             over = sum(ratio > 1 for ratio in ratios)
             print(f"median {statistics.median(ratios):.2f}; {over} of {len(ratios)} rows over 1.00\n")
+            if args.fixed:
+                print(f"auto / the best fixed pattern: {summary(against_the_best(table))}\n")
         result += table
     if args.json:
         show("transports", result, True, "")

@@ -34,7 +34,7 @@ from lab import units
 from lab.ledger import LEDGER
 
 SIZES = (64, 64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes of the full tensor
-RUNS = (21, 21, 11, 5, 3)
+RUNS = (21, 21, 11, 7, 5)
 BUDGET_SECONDS = 2.0  # for one size; on a slow link the larger sizes are left out
 HOPELESS = 2.0  # patterns that are predicted to be so many times slower are not measured at a size
 Run = Callable[..., object]  # runs a function of comm.collectives, by its name
