@@ -136,7 +136,7 @@ def alternate(calls: Calls, size: int, args: Args) -> dict[str, list[float]]:
 
 
 def rows(world_size: int, by_rank: list[Seconds]) -> list[dict]:
-    """Return a row for each operation and size, against torch's; with --fixed also of patterns, against auto."""
+    """Return a row for each operation and size against torch, and for each fixed pattern against auto."""
     table = []
     for what, size in by_rank[0]:
         median = medians([rank[what, size] for rank in by_rank])
