@@ -12,7 +12,7 @@ FLOORS = (
     {"lab"},
     {"comm"},
     {"training"},
-    {"data_parallel", "tensor_parallel", "pipeline_parallel"},
+    {"data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"},
     {"hybrid_parallel"},
 )
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}

@@ -24,7 +24,16 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("lab", "comm", "data_parallel", "tensor_parallel", "pipeline_parallel", "hybrid_parallel")
+FOLDERS = (
+    "lab",
+    "comm",
+    "data_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "hybrid_parallel",
+)
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios", "multiprocessing.forkserver")
 FUNCTIONS = {
     select: ("poll", "epoll", "POLLIN", "POLLOUT", "POLLRDHUP"),
