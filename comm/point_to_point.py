@@ -72,18 +72,33 @@ def ring_even_odd(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group =
 
 
 def ring_non_blocking(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
-    """Post the receive, post the send, then wait for both: the second cure. Both directions move at once.
+    """Post the receive, post the send, then wait for both: the second cure. Both directions move at once."""
+    InFlightShift(outgoing, incoming, group).wait()
+
+
+class InFlightShift:
+    """A message to the right neighbour and one from the left one, for all ranks of a group together.
+
+    The constructor starts both. Do not change `outgoing` before `wait`, which returns `incoming`. A tensor
+    without elements is not sent.
 
     On nccl the two are posted as one batch. There a pair of ranks has one first-in-first-out queue: if both
     ranks posted their receives first, neither send would start.
     """
-    left, right = _neighbours(group)
-    if message_device(group).type == "cuda":
-        transfers: Sequence[AnyTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
-    else:
-        transfers = [irecv(incoming, left, group), isend(outgoing, right, group)]
-    for transfer in transfers:
-        transfer.wait()
+
+    def __init__(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None) -> None:
+        left, right = _neighbours(group)
+        self._incoming = incoming
+        if message_device(group).type == "cuda":
+            self._transfers: Sequence[AnyTransfer] = peer_wire(group).batch(outgoing, right, incoming, left)
+        else:
+            self._transfers = [irecv(incoming, left, group), isend(outgoing, right, group)]
+
+    def wait(self) -> torch.Tensor:
+        """Wait until both messages are done, and return what has arrived."""
+        for transfer in self._transfers:
+            transfer.wait()
+        return self._incoming
 
 
 def measure_link(

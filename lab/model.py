@@ -91,12 +91,15 @@ class Attention(nn.Module):
         """Attend with queries, keys and values, all (b, t, heads * e); return (b, t, query heads * e)."""
         # The number of heads comes from the projections' outputs, so a rank may hold only some heads.
         q_bhte, k_bhte, v_bhte = (y.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for y in projected)
+        return self.attend_by_head(q_bhte, k_bhte, v_bhte).transpose(1, 2).flatten(2)
+
+    def attend_by_head(self, q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor) -> Tensor:
+        """Attend in each head alone; return `y_bhte` of the queries' shape."""
         dropout = self.dropout if self.training else 0.0
         grouped = q_bhte.shape[1] != k_bhte.shape[1]
-        y_bhte = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q_bhte, k_bhte, v_bhte, dropout_p=dropout, is_causal=True, enable_gqa=grouped
         )
-        return y_bhte.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -151,16 +154,20 @@ class GPT(nn.Module):
                 elif parameter.dim() == 2:
                     nn.init.normal_(parameter, std=0.02)
 
-    def embed(self, tokens_bt: Tensor) -> Tensor:
-        """Return the blocks' input `x_btd` for tokens. Raise ValueError if t exceeds the block size."""
-        positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+    def embed(self, tokens_bt: Tensor, positions_t: Tensor | None = None) -> Tensor:
+        """Return the blocks' input `x_btd` for tokens, at positions 0, 1, ... or at `positions_t`.
+
+        Raise ValueError if t exceeds the block size.
+        """
+        if positions_t is None:
+            positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
         if len(positions_t) > self.config.block_size:
             raise ValueError(f"{len(positions_t)} tokens in a row exceed block_size {self.config.block_size}")
         return self.dropout(self.token_embedding(tokens_bt) + self.position_embedding(positions_t))
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    def forward(self, tokens_bt: Tensor, positions_t: Tensor | None = None) -> Tensor:
         """Return `logits_btv` for int64 tokens."""
-        x_btd = self.embed(tokens_bt)
+        x_btd = self.embed(tokens_bt, positions_t)
         for block in self.blocks:
             x_btd = block(x_btd)
         return self.head(self.final_norm(x_btd))

@@ -72,7 +72,7 @@ class Run:
         self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
         self._share = (0, 1) if whole_batch else (cluster.rank, cluster.world_size)  # of each batch
         self._stream = self._share[0]  # of random numbers, such as dropout masks
-        self._config = GPTConfig.named(args.size)
+        self._config = self._gpt_config(args)
         self._data = TrainingData(model, args.batch_size, args.seed, self._config.block_size)
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
         check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
@@ -89,6 +89,9 @@ class Run:
         self._meter: Meter | None = None
         self._stop_request: StopRequest | None = None
         self._until_reported = ExitStack()
+
+    def _gpt_config(self, args: TrainArgs) -> GPTConfig:
+        return GPTConfig.named(args.size)
 
     def _validate(self, args: TrainArgs) -> None:
         validate_arguments(args, self._share[1], self._model)

@@ -1,0 +1,116 @@
+"""Cut a sequence among n ranks, and say which part of the attention is between which two ranks.
+
+      contiguous, n = 4      [  0   |  1   |  2   |  3   ]        rank r has piece r of n
+      zigzag, n = 4          [0 |1 |2 |3 |3 |2 |1 |0 ]            rank r has pieces r and 2n-1-r of 2n
+
+Under a causal mask a query attends to the keys before it. So the queries at the end of a sequence have most
+to do: with contiguous pieces the last rank computes 2n-1 times as much as the first one. With the zigzag cut
+each rank has an early and a late piece, and all ranks compute equally much, in each step of the ring:
+
+                     keys                             keys
+                  0  1  2  3                     0  1  2  3  3' 2' 1' 0'
+               0  \\                           0  \\
+      queries  1  #  \\                        1  #  \\               # all of these pairs attend
+               2  #  #  \\                     ...                    \\ those on and below the diagonal
+               3  #  #  #  \\                  0' #  #  #  #  #  #  #  \\
+
+Pieces need not have equal lengths: as in torch.tensor_split the first ones are a token longer. The zigzag cut
+is that of Zhu, "ring-flash-attention", 2024, and of Llama 3 (Grattafiori et al., 2024, arXiv:2407.21783,
+section 3.3.2).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from comm.shards import shard_sizes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold a part of the attention: some of a rank's queries, and keys that it has now.
+
+    `queries` and `keys` count tokens from the beginning of what the ranks have. With `is_causal` query i
+    attends to the keys up to i, and with a `mask` (batch, 1, queries, keys) where it is true; else to all.
+    """
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    mask: Tensor | None = None
+
+    @property
+    def pairs(self) -> float:
+        """Return how many pairs of a query and a key are computed, in one head of one example."""
+        queries, keys = (part.stop - part.start for part in (self.queries, self.keys))
+        return queries * (keys + 1) / 2 if self.is_causal else queries * keys
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """Hold the pieces of a sequence that each rank has, as slices of its positions."""
+
+    pieces: tuple[tuple[slice, ...], ...]
+
+    @classmethod
+    def contiguous(cls, length: int, ranks: int) -> "SequenceCut":
+        """Return the cut in which rank r has the r-th of n pieces."""
+        return cls(tuple((piece,) for piece in _pieces(length, ranks)))
+
+    @classmethod
+    def zigzag(cls, length: int, ranks: int) -> "SequenceCut":
+        """Return the cut in which each rank has an early and a late piece."""
+        pieces = _pieces(length, 2 * ranks)
+        return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks)))
+
+    def length(self, rank: int) -> int:
+        """Return how many tokens a rank has."""
+        return sum(piece.stop - piece.start for piece in self.pieces[rank])
+
+    def positions(self, rank: int) -> Tensor:
+        """Return the positions of a rank's tokens in the sequence."""
+        return torch.cat([torch.arange(piece.start, piece.stop) for piece in self.pieces[rank]])
+
+    def own(self, full: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """Return a rank's tokens of a full tensor."""
+        return torch.cat([full.narrow(dim, p.start, p.stop - p.start) for p in self.pieces[rank]], dim)
+
+    def parts(
+        self, rank: int, source: int, is_causal: bool = True, documents: Tensor | None = None
+    ) -> Iterator[Part]:
+        """Yield the parts of the attention of a rank's queries to the keys of rank `source`.
+
+        `documents` (batch, time) has a number for each token of the full sequences: then a token attends only
+        to tokens of its own document. Parts in which no pair attends are left out.
+        """
+        for own, queries in self._placed(rank):
+            for visiting, keys in self._placed(source):
+                if is_causal and visiting.start > own.start:
+                    continue  # these keys are later than all queries
+                part = Part(queries, keys, is_causal and visiting.start == own.start)
+                yield from [part] if documents is None else _masked(part, documents, own, visiting)
+
+    def _placed(self, rank: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the pieces of a rank that are not empty, and where they lie among its tokens."""
+        ends = list(accumulate(piece.stop - piece.start for piece in self.pieces[rank]))
+        for piece, end in zip(self.pieces[rank], ends, strict=True):
+            if piece.stop > piece.start:
+                yield piece, slice(end - (piece.stop - piece.start), end)
+
+
+def _masked(part: Part, documents: Tensor, own: slice, visiting: slice) -> Iterator[Part]:
+    same = documents[:, own, None] == documents[:, None, visiting]
+    if same.all():
+        yield part
+    elif same.any():
+        if part.is_causal:
+            same = same.tril()
+        yield Part(part.queries, part.keys, mask=same.unsqueeze(1))
+
+
+def _pieces(length: int, number: int) -> list[slice]:
+    ends = list(accumulate(shard_sizes(length, number)))
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,101 @@
+"""All-to-all attention: a sequence is cut among ranks everywhere but in attention, where the heads are cut.
+
+      tokens 0 1, all heads ─┐              ┌─ all tokens, head 0 ─ attention ─┐              ┌─ tokens 0 1
+                             ├─ all-to-all ─┤                                  ├─ all-to-all ─┤
+      tokens 2 3, all heads ─┘              └─ all tokens, head 1 ─ attention ─┘              └─ tokens 2 3
+
+In attention a token needs all tokens before it, but each head works alone. So before attention each rank
+sends every other rank the part of q, k and v that belongs to its heads, and gets all tokens of its own heads.
+Then attention is that of one process, with fewer heads. Afterwards the outputs go back the same way.
+
+      all-to-alls of a layer      2 forward, 2 backward
+      bytes sent by a rank        4 (n-1)/n times q, k, v and y of its tokens, divided by 2
+
+More ranks make each message smaller: unlike the ring, a rank sends about 1/n of what it would send to one
+other rank. But no attention is computed while the tensors travel, and there can be no more ranks than heads
+of keys and values. All ranks compute equally much, whatever the mask.
+
+After Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models", 2023, https://arxiv.org/abs/2309.14509.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.functions import exchange_shards
+from comm.script import start
+from context_parallel.arguments import validate_heads
+from context_parallel.expected_traffic import all_to_all_traffic
+from context_parallel.parallel_model import ContextParallel, Sequence
+from context_parallel.run import Args, Run
+from context_parallel.sequence_cut import SequenceCut
+from lab.cluster import Cluster
+from lab.timeline import span
+
+
+def all_to_all_attention(
+    q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, sequence: Sequence, dropout: float = 0.0
+) -> Tensor:
+    """Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
+
+    `sequence` says which tokens each rank has: contiguous pieces, in the order of the ranks. Each rank draws
+    the dropout masks of its heads. Raise WorkbookError unless the ranks can have equally many heads.
+    """
+    ranks = sequence.size
+    validate_heads(k_bhte.shape[1], ranks)
+    # The heads of q, k and v that belong to one rank lie and travel together.
+    to_ranks_bnhte = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q_bhte, k_bhte, v_bhte)], 2)
+    own_heads = all_tokens_of_own_heads(to_ranks_bnhte, sequence)
+    q, k, v = own_heads.split([x.shape[1] // ranks for x in (q_bhte, k_bhte, v_bhte)], 1)
+    with span("attention", "forward"):
+        mask = sequence.mask()
+        is_causal, grouped = sequence.is_causal and mask is None, q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=grouped)
+    return all_heads_of_own_tokens(y, sequence)
+
+
+def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: Sequence) -> Tensor:
+    """Send each of n ranks its heads of this rank's tokens; return (b, h, all tokens, e)."""
+    lengths = sequence.lengths
+    own = lengths[sequence.rank]
+    rows_tbhe = x_bnhte.permute(1, 3, 0, 2, 4).flatten(
+        0, 1
+    )  # the tokens for rank 0, the tokens for rank 1, ...
+    arrived = exchange_shards(rows_tbhe, 0, sequence.group, [own] * sequence.size, lengths)
+    return arrived.permute(1, 2, 0, 3)
+
+
+def all_heads_of_own_tokens(y_bhte: Tensor, sequence: Sequence) -> Tensor:
+    """Send each rank its tokens of this rank's heads; return (b, all heads, own tokens, e)."""
+    lengths = sequence.lengths
+    own = lengths[sequence.rank]
+    arrived = exchange_shards(y_bhte, 2, sequence.group, lengths, [own] * sequence.size)
+    return arrived.unflatten(2, (sequence.size, own)).transpose(1, 2).flatten(1, 2)
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "context_all_to_all", needs_heads=True)
+    model = ContextParallel(run.model(), all_to_all_attention, SequenceCut.contiguous)
+    optimizer = run.optimizer(model)
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)  # full sequences: each rank takes its tokens of them
+            with run.step() as record:
+                optimizer.zero_grad()
+                with span("forward", "forward"), run.observed(model):
+                    loss = model.loss(model(x, run.documents(x)), y)
+                with span("backward", "backward"):
+                    loss.backward()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(loss)
+            run.expect_traffic(all_to_all_traffic(model, x.shape) + model.gradient_traffic())
+            run.evaluate(step, model)
+            run.stop_if_asked(step)
+    run.finish(model)
+
+
+if __name__ == "__main__":
+    start(main, Args)

@@ -1,0 +1,144 @@
+"""Ring attention: a sequence is cut among ranks, and keys and values travel round a ring of ranks.
+
+      step 0             step 1             step 2                 q stays, k and v travel
+
+      rank 0  q0 k0 v0   rank 0  q0 k2 v2   rank 0  q0 k1 v1       ┌─► rank 0 ─► rank 1 ─► rank 2 ─┐
+      rank 1  q1 k1 v1   rank 1  q1 k0 v0   rank 1  q1 k2 v2       └───────────────────────────────┘
+      rank 2  q2 k2 v2   rank 2  q2 k1 v1   rank 2  q2 k0 v0
+
+A long sequence does not fit on one rank: the activations of all layers grow with its length. Here each rank
+has an n-th of the tokens, and only attention needs the others. Queries stay where they are. While a rank
+attends to the keys that it has, it sends them on and receives the next ones, and after n steps its queries
+have met all keys. What they found among each rank's keys is joined by the log-sum-exp (block_attention.py).
+
+The backward sends keys and values round again. The gradient of a rank's keys is a sum over all queries: it
+travels behind the keys, each rank adds its term, and the last one sends it home.
+
+      messages of a rank in a layer       n-1 forward, 2 (n-1) backward
+      their bytes                         3 (n-1) times those of k and v of an n-th of the tokens
+      time of a step of the ring          max(attention to one block, message of one block)
+
+A step waits for the rank that computes longest. Under a causal mask that depends on who has which tokens:
+see sequence_cut.py, and compare --cut contiguous with zigzag. Parameters are the same on all ranks, which
+see different tokens, so their gradients are added up after the backward (parallel_model.py).
+
+After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
+https://arxiv.org/abs/2310.01889.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from comm.point_to_point import InFlightShift
+from comm.script import start
+from context_parallel.arguments import refuse_dropout
+from context_parallel.block_attention import KERNELS, NO_KEY, join
+from context_parallel.expected_traffic import ring_traffic
+from context_parallel.parallel_model import ContextParallel, Sequence
+from context_parallel.run import RingArgs, Run
+from lab.cluster import Cluster
+from lab.timeline import span
+
+
+def ring_attention(
+    q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, sequence: Sequence, dropout: float = 0.0
+) -> Tensor:
+    """Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
+
+    `sequence` says which tokens each rank has. Keys and values may have fewer heads than queries. Raise
+    WorkbookError if there is dropout: the backward would need the masks of all blocks again.
+    """
+    refuse_dropout(dropout)
+    return RingAttention.apply(q_bhte, k_bhte, v_bhte, sequence)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attend to the keys of all ranks in turn, forward and backward. `sequence` is not differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Tensor:
+        y, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NO_KEY)
+        for source, kv in visits(torch.stack([k, v]), sequence):
+            for part in sequence.parts(source):
+                with span("attention", "forward", pairs=part.pairs):
+                    rows, keys = part.queries, part.keys
+                    found = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
+                    y[:, :, rows], lse[:, :, rows] = join(y[:, :, rows], lse[:, :, rows], *found)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.sequence = sequence
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, y, lse = ctx.saved_tensors
+        sequence: Sequence = ctx.sequence
+        dq, dkv_behind = torch.zeros_like(q), None
+        for source, kv in visits(torch.stack([k, v]), sequence):
+            dkv = torch.zeros_like(kv)
+            for part in sequence.parts(source):
+                with span("attention", "backward", pairs=part.pairs):
+                    rows, keys = part.queries, part.keys
+                    of_queries = (each[:, :, rows] for each in (y, lse))
+                    dq_term, *dkv_terms = sequence.kernel.backward(
+                        dy[:, :, rows], q[:, :, rows], *kv[:, :, :, keys], *of_queries, part
+                    )
+                    dq[:, :, rows] += dq_term
+                    dkv[:, :, :, keys] += torch.stack(dkv_terms)
+            if source == sequence.rank:
+                own_dkv = dkv  # it waits here for the terms of the other ranks
+                continue
+            if dkv_behind is not None:
+                dkv += dkv_behind.wait()  # the terms of the ranks where these keys have been before
+            # To the rank that has these keys next, and at the end to the one from which they came.
+            dkv_behind = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
+        if dkv_behind is not None:
+            own_dkv += dkv_behind.wait()
+        return dq, *own_dkv, None
+
+
+def visits(kv: Tensor, sequence: Sequence) -> Iterator[tuple[int, Tensor]]:
+    """Yield the keys and values of each rank, own first, while the next ones are on their way.
+
+    `kv` (2, b, h, t, e) has those of this rank. Each item is the rank that they come from, and the tensor.
+    """
+    for step in range(sequence.size):
+        source = (sequence.rank - step) % sequence.size
+        if step == sequence.size - 1:
+            yield source, kv
+            return
+        shift = InFlightShift(kv, sequence.block_like(kv, source - 1), sequence.group)
+        yield source, kv
+        with span("keys and values", "wait"):
+            kv = shift.wait()
+
+
+def main(cluster: Cluster, args: RingArgs) -> None:
+    run = Run(cluster, args, "context_ring")
+    model = ContextParallel(run.model(), ring_attention, run.cut, KERNELS[args.kernel])
+    optimizer = run.optimizer(model)
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)  # full sequences: each rank takes its tokens of them
+            with run.step() as record:
+                optimizer.zero_grad()
+                with span("forward", "forward"), run.observed(model):
+                    loss = model.loss(model(x, run.documents(x)), y)
+                with span("backward", "backward"):
+                    loss.backward()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(loss)
+            run.expect_traffic(ring_traffic(model, x.shape) + model.gradient_traffic())
+            run.evaluate(step, model)
+            run.stop_if_asked(step)
+    run.finish(model)
+
+
+if __name__ == "__main__":
+    start(main, RingArgs)
