@@ -56,7 +56,7 @@ class Sequence:
         return [self.cut.length(rank) for rank in range(self.size)]
 
     def mask(self) -> Tensor | None:
-        """Return which pairs of all tokens attend, (batch, 1, time, time); None means all, or the causal ones."""
+        """Return which pairs of tokens attend, (batch, 1, time, time); None means all, or the causal ones."""
         if self.documents is None:
             return None
         same = self.documents[:, None, :, None] == self.documents[:, None, None, :]

@@ -61,13 +61,15 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Tensor:
-        y, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], NO_KEY)
+        precise = torch.promote_types(q.dtype, torch.float32)  # also under autocast
+        y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
         for source, kv in visits(torch.stack([k, v]), sequence):
             for part in sequence.parts(source):
                 with span("attention", "forward", pairs=part.pairs):
                     rows, keys = part.queries, part.keys
                     found = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
                     y[:, :, rows], lse[:, :, rows] = join(y[:, :, rows], lse[:, :, rows], *found)
+        y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.sequence = sequence
         return y

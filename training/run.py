@@ -179,9 +179,8 @@ class Run:
     def _begin(self) -> Meter:
         args, tokens = self._args, self._data.tokens_per_step
         timeline.start_recording(self._cluster.device)
-        return Meter(
-            self._cluster, self._run_mode, args.steps, tokens, args.json, WARMUP_STEPS, self._first_step
-        )
+        place = self._cluster, self._run_mode, args.steps
+        return Meter(*place, tokens, args.json, WARMUP_STEPS, self._first_step)
 
     @property
     def _steps_done(self) -> int:
