@@ -177,10 +177,9 @@ class Run:
         timeline.settle()
 
     def _begin(self) -> Meter:
-        args, tokens = self._args, self._data.tokens_per_step
         timeline.start_recording(self._cluster.device)
-        place = self._cluster, self._run_mode, args.steps
-        return Meter(*place, tokens, args.json, WARMUP_STEPS, self._first_step)
+        run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
+        return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step)
 
     @property
     def _steps_done(self) -> int:
