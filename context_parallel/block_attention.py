@@ -36,7 +36,7 @@ def join(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Te
 
 
 class Kernel(Protocol):
-    """What computes the attention to the keys of one part: Textbook, Fused, or a clock (clock.py)."""
+    """Describe what computes the attention to the keys of one part: Textbook, Fused, or a clock (clock.py)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]: ...
 
