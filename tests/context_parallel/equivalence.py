@@ -35,6 +35,10 @@ class Variant:
     def __str__(self) -> str:
         return f"{self.attention.__name__}, {self.cut.__name__}, {self.kernel.__name__}"
 
+    @property
+    def divides_heads(self) -> bool:
+        return self.attention.__name__ == "all_to_all_attention"
+
     def wrap(self, model: GPT, group: Group = None) -> ContextParallel:
         return ContextParallel(model, self.attention, self.cut, self.kernel, group)
 
