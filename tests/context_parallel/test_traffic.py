@@ -3,11 +3,13 @@
 import pytest
 
 from context_parallel.expected_traffic import all_to_all_traffic, ring_traffic
+from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Traffic
 from lab.ranks import run_ranks
-from tests.context_parallel.equivalence import VARIANTS, Variant, gpt, text
+from tests.context_parallel.equivalence import ALL_TO_ALL, RING, Variant, gpt, text
 
+VARIANTS = (RING, Variant(RING.attention, SequenceCut.contiguous), ALL_TO_ALL)
 B, D, ITEM = 2, 24, 8  # batch, width, bytes of a number
 LENGTHS = (1, 3, 12, 17, 24)  # 2n divides 24 for 1 to 4 ranks, and no n above 1 divides 17
 
