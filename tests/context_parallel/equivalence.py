@@ -113,12 +113,13 @@ def compare_attention(
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     y = variant.attention(q, k, v, sequence, 0.0)
     y.backward(dy)
+    documented = "no documents" if documents is None else "with documents"
     expected = reference_attention(*full, attending_pairs(length, is_causal, documents))
     assert_same(
         {"y": y.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad},
         {name: cut.own(tensor, sequence.rank, 2) for name, tensor in expected.items()},
         RTOL,
-        f"result of {variant}, {length} tokens, is_causal {is_causal}, {sequence.size} ranks,",
+        f"result of {variant}, {length} tokens, is_causal {is_causal}, {documented}, {sequence.size} ranks,",
     )
 
 
