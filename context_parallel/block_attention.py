@@ -52,13 +52,14 @@ class Textbook:
         """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
         scores = self._scores(q, shared(k, q), part)
         lse = scores.logsumexp(-1).clamp(min=NO_KEY)
-        return torch.exp(scores - lse.unsqueeze(-1)) @ shared(v, q), lse
+        p = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
+        return p @ shared(v, q), lse
 
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
-        p = torch.exp(self._scores(q, shared(k, q), part) - lse.unsqueeze(-1))
+        p = torch.exp(self._scores(q, shared(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
         of_scores = p * (dy @ shared(v, q).transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
         of_scores = of_scores * q.shape[-1] ** -0.5
         dk, dv = of_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
@@ -67,6 +68,8 @@ class Textbook:
     @staticmethod
     def _scores(q: Tensor, k: Tensor, part: Part) -> Tensor:
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        # A log-sum-exp in bfloat16 would be off by some percent, and with it all probabilities.
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         mask = part.mask
         if part.is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()

@@ -59,9 +59,7 @@ def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: Sequence) -> Tensor:
     """Send each of n ranks its heads of this rank's tokens; return (b, h, all tokens, e)."""
     lengths = sequence.lengths
     own = lengths[sequence.rank]
-    rows_tbhe = x_bnhte.permute(1, 3, 0, 2, 4).flatten(
-        0, 1
-    )  # the tokens for rank 0, the tokens for rank 1, ...
+    rows_tbhe = x_bnhte.permute(1, 3, 0, 2, 4).flatten(0, 1)  # what is for rank 0, for rank 1, ...
     arrived = exchange_shards(rows_tbhe, 0, sequence.group, [own] * sequence.size, lengths)
     return arrived.permute(1, 2, 0, 3)
 

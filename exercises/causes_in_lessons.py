@@ -76,6 +76,53 @@ def forward_of_tensor_parallel(e: Evidence) -> str | None:
     )
 
 
+def attention_of_a_cut_sequence(e: Evidence) -> str | None:
+    """Find out, from what is wrong under which mask, which step of context parallel attention is to blame."""
+    if e.lesson != "context_parallel" or not e.first or not {"y", "dq", "dk", "dv"} <= e.first.pairs.keys():
+        return None
+    if "y" not in e.wrong and "dq" not in e.wrong:
+        return (
+            "The gradients of queries are right, and those of keys or values are not. These are sums over "
+            "the queries of all ranks: does each rank add its term to the gradient of the keys that it has "
+            "at the time, and does the last rank send the sum to the rank from which the keys came?"
+        )
+    if "y" not in e.wrong:
+        return (
+            "The attention is right and its gradients are wrong. The backward needs the probabilities of the "
+            "forward again: their sum is 1 over the keys of all ranks, not over those of one block."
+        )
+    if "with documents" in e.first.what:
+        return (
+            "A query attends to keys of other documents, or not to all of its own: does the mask compare the "
+            "documents of the queries with those of the keys that arrive, too?"
+        )
+    if "is_causal True" in e.first.what:
+        return (
+            "Each query should attend to the keys up to its own position: does the mask compare positions in "
+            "the full sequence, and not places within the blocks? Earlier blocks are seen whole, and later "
+            "ones not at all."
+        )
+    return (
+        "All pairs attend here, and the result is wrong: does each query meet the keys of each rank once, "
+        "and are two results joined in the proportion of their sums of exponentials?"
+    )
+
+
+def tokens_of_a_cut_sequence(e: Evidence) -> str | None:
+    """Find out whether a rank's tokens or their targets are taken for others."""
+    if e.lesson != "context_parallel" or "loss" not in e.wrong:
+        return None
+    if "logits" in e.wrong:
+        return (
+            "The logits are wrong already: a rank's tokens come from several places. Does each token get its "
+            "own position in the full sequence?"
+        )
+    return (
+        "The loss is wrong, where the logits may be right: a token's target is the one that follows in the "
+        "full sequence, also at the end of a piece. Are the targets cut as the tokens are?"
+    )
+
+
 def conjugate(e: Evidence) -> str | None:
     """Find out whether only the backward of a function of comm is wrong."""
     if e.lesson != "comm" or not e.first or "gradient" not in e.first.what:
@@ -150,6 +197,8 @@ IN_LESSONS: tuple[Callable[[Evidence], str | None], ...] = (
     wrong_activations,
     sent_back,
     forward_of_tensor_parallel,
+    attention_of_a_cut_sequence,
+    tokens_of_a_cut_sequence,
     conjugate,
     shard,
 )

@@ -94,7 +94,10 @@ class Bug(Exercise):
 def bugs() -> tuple[Bug, ...]:
     """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
     found = [mutant for path in sorted(MUTANTS.glob("[!_]*.py")) if (mutant := _Mutant.read(path))]
-    order = ("comm", "data_parallel", "tensor_parallel", "pipeline_parallel", "hybrid_parallel", "training")
+    order = (
+        *("comm", "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel"),
+        *("expert_parallel", "hybrid_parallel", "training"),
+    )
     made = [_bug(mutant, found) for mutant in found]
     return tuple(
         sorted(made, key=lambda bug: (order.index(bug.target.partition(".")[0]), bug.difficulty, bug.name))

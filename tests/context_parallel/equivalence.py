@@ -1,0 +1,186 @@
+"""Compare context parallel attention, and models that use it, with one process."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.collectives import Group, all_reduce
+from context_parallel.block_attention import Fused, Textbook
+from context_parallel.parallel_model import AttentionFunction, ContextParallel, Cut, Kernel
+from context_parallel.parallel_model import Sequence as CutSequence
+from context_parallel.sequence_cut import SequenceCut
+from context_parallel.train_all_to_all_attention import all_to_all_attention
+from context_parallel.train_ring_attention import ring_attention
+from lab.check import assert_same, gradients, parameters
+from lab.cluster import Cluster
+from lab.model import GPT, GPTConfig, loss_of
+
+RTOL = 1e-9
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Hold one way to compute attention of a sequence that is cut among ranks."""
+
+    attention: AttentionFunction
+    cut: Cut
+    kernel: Kernel = Fused
+
+    def __str__(self) -> str:
+        return f"{self.attention.__name__}, {self.cut.__name__}, {self.kernel.__name__}"
+
+    @property
+    def divides_heads(self) -> bool:
+        return self.attention.__name__ == "all_to_all_attention"
+
+    def wrap(self, model: GPT, group: Group = None) -> ContextParallel:
+        return ContextParallel(model, self.attention, self.cut, self.kernel, group)
+
+
+RING = Variant(ring_attention, SequenceCut.zigzag)
+TEXTBOOK_RING = Variant(ring_attention, SequenceCut.zigzag, Textbook)
+ALL_TO_ALL = Variant(all_to_all_attention, SequenceCut.contiguous)
+VARIANTS = (
+    RING,
+    TEXTBOOK_RING,
+    Variant(ring_attention, SequenceCut.contiguous),
+    Variant(ring_attention, SequenceCut.contiguous, Textbook),
+    ALL_TO_ALL,
+)
+
+
+def gpt(seed: int = 0, **changes: Any) -> GPT:
+    """Make a GPT whose 12 heads 1 to 4 ranks divide."""
+    sizes = {"vocab_size": 61, "block_size": 24, "num_layers": 2, "num_heads": 12, "width": 24}
+    return GPT(GPTConfig(**{**sizes, **changes}), seed=seed).double()
+
+
+def text(length: int, batch: int = 2, seed: int = 2) -> tuple[Tensor, Tensor]:
+    """Return tokens, and as their targets the tokens that follow."""
+    tokens = torch.randint(61, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def documents_with_borders(length: int, *borders: Sequence[int]) -> Tensor:
+    """Return the number of each token's document, where row i has a new document at each of `borders[i]`."""
+    positions = torch.arange(length)
+    return torch.stack([torch.bucketize(positions, torch.tensor(row).long(), right=True) for row in borders])
+
+
+def attending_pairs(length: int, is_causal: bool = True, documents: Tensor | None = None) -> Tensor:
+    """Return which pairs of a query and a key attend, (batch or 1, time, time), by their positions alone."""
+    position = torch.arange(length)
+    later = position[None, None, :] > position[None, :, None]
+    pairs = ~later if is_causal else torch.ones_like(later)
+    return pairs if documents is None else pairs & (documents[:, :, None] == documents[:, None, :])
+
+
+def qkv(length: int, heads: int = 4, kv_heads: int | None = None, width: int = 3) -> list[Tensor]:
+    """Return full q, k and v, and a gradient of the result, for two sequences."""
+    random = torch.Generator().manual_seed(length)
+    shapes = [(2, h, length, width) for h in (heads, kv_heads or heads, kv_heads or heads, heads)]
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, pairs: Tensor) -> Tensors:
+    """Return the result of one process, and all gradients, from PyTorch's attention under a mask."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, pairs.unsqueeze(1), enable_gqa=q.shape[1] != k.shape[1])
+    y.backward(dy)
+    return {"y": y.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def compare_attention(
+    variant: Variant,
+    length: int,
+    is_causal: bool = True,
+    documents: Tensor | None = None,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    group: Group = None,
+) -> None:
+    """Compare the attention of this rank's tokens, and its gradients, with one process."""
+    full = qkv(length, heads, kv_heads)
+    cut = variant.cut(length, dist.get_world_size(group))
+    sequence = CutSequence(group, cut, variant.kernel, is_causal, documents)
+    q, k, v, dy = (cut.own(x, sequence.rank, 2) for x in full)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    y = variant.attention(q, k, v, sequence, 0.0)
+    y.backward(dy)
+    documented = "no documents" if documents is None else "with documents"
+    expected = reference_attention(*full, attending_pairs(length, is_causal, documents))
+    assert_same(
+        {"y": y.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad},
+        {name: cut.own(tensor, sequence.rank, 2) for name, tensor in expected.items()},
+        RTOL,
+        f"result of {variant}, {length} tokens, is_causal {is_causal}, {documented}, {sequence.size} ranks,",
+    )
+
+
+def attend_within(model: GPT, documents: Tensor) -> None:
+    """Let a plain GPT attend within documents."""
+    mask = attending_pairs(documents.shape[1], documents=documents).unsqueeze(1)
+    for block in model.blocks:
+        block.attention.attend_by_head = lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def mean_over_tokens(loss: Tensor, group: Group = None) -> Tensor:
+    """Return the loss of all tokens from this rank's term of it."""
+    total = loss.detach().clone()
+    all_reduce(total, group=group)
+    return total
+
+
+def compare_with_one_process(
+    cluster: Cluster,
+    variant: Variant,
+    length: int = 17,
+    steps: int = 3,
+    frozen: Sequence[str] = (),
+    documents: Tensor | None = None,
+    backwards: int = 1,
+    change: Callable[[GPT], None] | None = None,
+    group: Group = None,
+    **changes: Any,
+) -> None:
+    """Compare the loss and every gradient in each step of SGD, and every parameter after the steps.
+
+    `frozen` lists prefixes of the names of frozen parameters, and `backwards` is the number of batches in a
+    step. `change` changes the model that is cut, before it is used.
+    """
+    what = f"{variant}, {changes}, {length} tokens, {dist.get_world_size(group)} ranks"
+    reference, plain = (gpt(seed, **changes) for seed in (0, dist.get_rank(group)))
+    for model in (reference, plain):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(frozen)))
+    ours = variant.wrap(plain, group)
+    assert_same(parameters(ours.module), parameters(reference), 0, f"initial parameter, {what},")
+    if documents is not None:
+        attend_within(reference, documents)
+    if change is not None:
+        change(ours.module)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (reference, ours)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number in range(backwards):
+            x, y = text(length, seed=2 + number)
+            expected_loss = loss_of(reference(x), y)
+            expected_loss.backward()
+            loss = ours.loss(ours(x, documents), y)
+            loss.backward()
+            found = {"loss": mean_over_tokens(loss, group)}
+            assert_same(found, {"loss": expected_loss.detach()}, RTOL, f"loss, {what}, step {step},")
+        ours.finish_gradient_sync()
+        assert_same(gradients(ours.module), gradients(reference), RTOL, f"gradient, {what}, step {step},")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(parameters(ours.module), parameters(reference), RTOL, f"parameter, {what},")

@@ -1,0 +1,139 @@
+"""Attention to some keys gives results that can be joined, in plain tensor operations and in one call."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from context_parallel.block_attention import (
+    KERNELS,
+    NO_KEY,
+    Fused,
+    Textbook,
+    join,
+    shared,
+    summed_over_shared,
+)
+from context_parallel.sequence_cut import Part
+from lab.check import assert_same
+from tests.context_parallel.equivalence import RTOL, qkv
+
+QUERIES, KEYS = 5, 7
+
+
+def blocks(kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, more keys than queries with their values, and a gradient of the result."""
+    q, _, _, dy = qkv(QUERIES)
+    _, k, v, _ = qkv(KEYS, kv_heads=kv_heads)
+    return q, k, v, dy
+
+
+def random_mask() -> Tensor:
+    """Return a mask under which query 2 of the first sequence has no key."""
+    mask = torch.rand(2, 1, QUERIES, KEYS, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask[:, :, :, 0] = True
+    mask[0, :, 2] = False
+    return mask
+
+
+EVERYTHING = Part(slice(0, QUERIES), slice(0, KEYS))
+MASKED = Part(slice(0, QUERIES), slice(0, KEYS), mask=random_mask())
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return attention as it is defined, and the log of the sum of exponentials of the scores."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (torch.cat([x[:, [h // groups]] for h in range(q.shape[1])], 1) for x in (k, v))
+    scores = torch.einsum("bhqe,bhke->bhqk", q, k) / q.shape[-1] ** 0.5
+    exps = scores.exp() if mask is None else scores.exp() * mask
+    total = exps.sum(-1)
+    return exps @ v / total.clamp(min=1e-300).unsqueeze(-1), total.log()
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel):
+    q, k, v, _ = blocks()
+    for border in (1, 3, 6):
+        parts = [(k[:, :, own], v[:, :, own]) for own in (slice(0, border), slice(border, KEYS))]
+        ends = (Part(slice(0, QUERIES), slice(0, part[0].shape[2])) for part in parts)
+        results = [kernel.attend(q, *part, end) for part, end in zip(parts, ends, strict=True)]
+        joined = dict(zip(("y", "lse"), join(*results[0], *results[1]), strict=True))
+        expected = dict(zip(("y", "lse"), softmax_attention(q, k, v), strict=True))
+        assert_same(joined, expected, RTOL, f"joined results of {border} keys and of the others,")
+
+
+def test_joining_with_the_result_of_no_key_changes_nothing():
+    q, k, v, _ = blocks()
+    found = Textbook.attend(q, k, v, EVERYTHING)
+    nothing = torch.zeros_like(found[0]), torch.full_like(found[1], NO_KEY)
+    for y, lse in (join(*found, *nothing), join(*nothing, *found)):
+        assert torch.equal(y, found[0]) and torch.equal(lse, found[1])
+    y, lse = join(*nothing, *nothing)
+    assert not y.any() and torch.isfinite(lse).all()
+
+
+def test_scores_that_exp_cannot_hold_are_joined():
+    far = torch.tensor([[[1000.0]]], dtype=torch.float64)
+    ones = torch.ones(1, 1, 1, 2, dtype=torch.float64)
+    y, lse = join(ones, far, 3 * ones, far)
+    assert_same({"y": y, "lse": lse}, {"y": 2 * ones, "lse": far + torch.tensor(2.0).double().log()}, RTOL)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: int):
+    for part in (EVERYTHING, MASKED, Part(slice(0, QUERIES), slice(0, QUERIES), is_causal=True)):
+        q, k, v, dy = blocks(kv_heads)
+        k, v = k[:, :, part.keys], v[:, :, part.keys]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        mask = torch.ones(QUERIES, QUERIES).tril() if part.is_causal else part.mask
+        y, lse = softmax_attention(*leaves, mask)
+        y.backward(dy)
+        own_y, own_lse = kernel.attend(q, k, v, part)
+        expected = {"y": y.detach(), "lse": lse.detach().clamp(min=NO_KEY)}
+        has_key = lse.isfinite()
+        assert part is MASKED or has_key.all()
+        assert torch.equal(own_lse[~has_key], torch.full_like(own_lse[~has_key], NO_KEY))
+        assert not own_y[~has_key].any()
+        for each in (expected, found := {"y": own_y, "lse": own_lse}):
+            each["lse"] = each["lse"].where(has_key, 0)
+        # A query without a key in this part has keys in another one: its log-sum-exp over all keys is finite.
+        of_all = own_lse.where(has_key, 0)
+        gradients = kernel.backward(dy, q, k, v, own_y, of_all, part)
+        for name, leaf, gradient in zip(("dq", "dk", "dv"), leaves, gradients, strict=True):
+            expected[name], found[name] = leaf.grad, gradient
+        assert_same(found, expected, RTOL, f"result of {kernel.__name__} under {part},")
+
+
+def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
+    q, k, v, dy = blocks()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    y, lse = softmax_attention(*leaves)
+    y.backward(dy)
+    for kernel in (Textbook, Fused):
+        terms = []
+        for own in (slice(0, 3), slice(3, KEYS)):
+            part = Part(slice(0, QUERIES), slice(0, own.stop - own.start))
+            terms.append(kernel.backward(dy, q, k[:, :, own], v[:, :, own], y.detach(), lse.detach(), part))
+        (dq, dk, dv), (other_dq, other_dk, other_dv) = terms
+        found = {"dq": dq + other_dq, "dk": torch.cat([dk, other_dk], 2), "dv": torch.cat([dv, other_dv], 2)}
+        expected = dict(zip(found, [leaf.grad for leaf in leaves], strict=True))
+        assert_same(found, expected, RTOL, f"gradient of {kernel.__name__},")
+
+
+def test_query_heads_that_share_a_key_head_are_neighbours_and_their_gradients_add_up():
+    k, q = torch.arange(2.0).view(1, 2, 1, 1), torch.zeros(1, 6, 1, 1)
+    assert shared(k, q).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert shared(k, k) is k
+    grad = torch.tensor([1.0, 2, 3, 10, 20, 30]).view(1, 6, 1, 1)
+    assert summed_over_shared(grad, k).flatten().tolist() == [6, 60]
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_in_bfloat16_the_log_sum_exp_has_the_digits_of_float32(kernel):
+    q, k, v, dy = (x.bfloat16() for x in blocks())
+    y, lse = kernel.attend(q, k, v, EVERYTHING)
+    expected, expected_lse = softmax_attention(q.double(), k.double(), v.double())
+    assert (y.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert (lse - expected_lse).abs().max() < 0.02
+    assert (y - expected).abs().max() < 0.02
+    assert [x.dtype for x in kernel.backward(dy, q, k, v, y, lse, EVERYTHING)] == [torch.bfloat16] * 3
