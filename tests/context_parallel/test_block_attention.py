@@ -10,8 +10,8 @@ from context_parallel.block_attention import (
     Fused,
     Textbook,
     join,
-    shared,
-    summed_over_shared,
+    repeat_heads,
+    sum_repeated,
 )
 from context_parallel.sequence_cut import Part
 from lab.check import assert_same
@@ -122,10 +122,10 @@ def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
 
 def test_query_heads_that_share_a_key_head_are_neighbours_and_their_gradients_add_up():
     k, q = torch.arange(2.0).view(1, 2, 1, 1), torch.zeros(1, 6, 1, 1)
-    assert shared(k, q).flatten().tolist() == [0, 0, 0, 1, 1, 1]
-    assert shared(k, k) is k
+    assert repeat_heads(k, q).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert repeat_heads(k, k) is k
     grad = torch.tensor([1.0, 2, 3, 10, 20, 30]).view(1, 6, 1, 1)
-    assert summed_over_shared(grad, k).flatten().tolist() == [6, 60]
+    assert sum_repeated(grad, k).flatten().tolist() == [6, 60]
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
