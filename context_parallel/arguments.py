@@ -6,7 +6,7 @@ MAX_LENGTH = 1 << 20
 
 
 def validate_length(length: int) -> None:
-    """Refuse a sequence of no token, or of so many that nobody would wait for it."""
+    """Raise WorkbookError unless a sequence can have so many tokens."""
     if not 1 <= length <= MAX_LENGTH:
         raise WorkbookError(f"--length {length}: a sequence has 1 to {MAX_LENGTH} tokens.")
 

@@ -18,6 +18,8 @@ After Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135, and 
 "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -33,23 +35,31 @@ def join(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Te
     return weights[0] * y + weights[1] * other_y, joined
 
 
+class Kernel(Protocol):
+    """Describe what computes attention to the keys of one part: Textbook, Fused, or a clock (clock.py)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class Textbook:
     """Attention to the keys of one part, in plain tensor operations."""
 
-    @classmethod
-    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
-        scores = cls._scores(q, shared(k, q), part)
+        scores = self._scores(q, shared(k, q), part)
         lse = scores.logsumexp(-1).clamp(min=NO_KEY)
         p = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
         return p @ shared(v, q), lse
 
-    @classmethod
     def backward(
-        cls, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
-        p = torch.exp(cls._scores(q, shared(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
+        p = torch.exp(self._scores(q, shared(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
         of_scores = p * (dy @ shared(v, q).transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
         of_scores = of_scores * q.shape[-1] ** -0.5
         dk, dv = of_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
@@ -69,23 +79,21 @@ class Textbook:
 class Fused:
     """Attention to the keys of one part, in one call of PyTorch: blocks of scores stay in the cache."""
 
-    @classmethod
-    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, shared(k, q), shared(v, q), is_causal=part.is_causal, attn_mask=cls._added(part, q)
+            q, shared(k, q), shared(v, q), is_causal=part.is_causal, attn_mask=self._added(part, q)
         )
         if part.mask is not None:  # PyTorch returns 0 for a query without keys
             lse = lse.masked_fill(~part.mask.any(-1), NO_KEY)
         return y, lse
 
-    @classmethod
     def backward(
-        cls, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, shared(k, q), shared(v, q), y, lse, 0.0, part.is_causal, attn_mask=cls._added(part, q)
+            dy, q, shared(k, q), shared(v, q), y, lse, 0.0, part.is_causal, attn_mask=self._added(part, q)
         )
         return dq, summed_over_shared(dk, k), summed_over_shared(dv, v)
 
@@ -97,7 +105,7 @@ class Fused:
         return torch.zeros(part.mask.shape, dtype=q.dtype).masked_fill(~part.mask, -torch.inf)
 
 
-KERNELS = {"textbook": Textbook, "fused": Fused}
+KERNELS: dict[str, Kernel] = {"textbook": Textbook(), "fused": Fused()}
 
 
 def shared(k: Tensor, q: Tensor) -> Tensor:

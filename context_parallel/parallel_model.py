@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import Group, all_reduce, broadcast
 from comm.expected import expected
-from context_parallel.block_attention import Fused, Textbook
+from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.sequence_cut import Part, SequenceCut
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, Attention
 
-Kernel = type[Textbook] | type[Fused]
 Cut = Callable[[int, int], SequenceCut]  # from a sequence's length and the number of ranks
 
 
@@ -36,7 +35,7 @@ class Sequence:
 
     group: Group
     cut: SequenceCut
-    kernel: Kernel = Fused
+    kernel: Kernel = KERNELS["fused"]
     is_causal: bool = True
     documents: Tensor | None = None  # (batch, time): attention stays within equal numbers
     _parts: dict[int, list[Part]] = field(default_factory=dict)
@@ -89,7 +88,7 @@ class ContextParallel(nn.Module):
         module: GPT,
         attention: AttentionFunction,
         cut: Cut = SequenceCut.zigzag,
-        kernel: Kernel = Fused,
+        kernel: Kernel = KERNELS["fused"],
         group: Group = None,
     ) -> None:
         super().__init__()

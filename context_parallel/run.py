@@ -12,6 +12,8 @@ import training.arguments
 import training.run
 from comm.chosen_pattern import use_pattern
 from context_parallel.arguments import validate_heads, validate_length
+from context_parallel.block_attention import KERNELS, Kernel
+from context_parallel.clock import Clock, ClockedGPT
 from context_parallel.parallel_model import ContextParallel, Cut
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
@@ -51,6 +53,9 @@ class RingArgs(Args):
     kernel: Literal["fused", "textbook"] = "fused"
     """Who computes attention to a block of keys. fused: PyTorch's kernel for CPUs. textbook: plain tensor
     operations, which store the scores of all pairs."""
+    metronome: str | None = None
+    """Replace computing by a clock: causal attention of a full sequence in one layer takes this time, such as
+    40ms, and its backward twice that. A rank takes its part of it. Nothing is trained; messages stay real."""
 
 
 def documents_of(tokens_bt: Tensor) -> Tensor:
@@ -86,6 +91,18 @@ class Run(training.run.Run):
         """Let any number of ranks go on, with either attention."""
         same = {"run_mode": "context_parallel", "length": self._length, "documents": self._documents}
         return super()._made_with() | same
+
+    def model(self) -> nn.Module:
+        if self._tick is None:
+            return super().model()
+        return ClockedGPT(self._config, seed=self._args.seed + self._cluster.rank).to(self._cluster.device)
+
+    @property
+    def kernel(self) -> Kernel:
+        """Return who computes attention to a block of keys."""
+        if self._tick is not None:
+            return Clock(self._tick, self._length)
+        return KERNELS[getattr(self._args, "kernel", "fused")]
 
     def documents(self, tokens_bt: Tensor) -> Tensor | None:
         """Return the documents of the sequences, or None without --documents."""

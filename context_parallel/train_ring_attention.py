@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from comm.point_to_point import InFlightShift
 from comm.script import start
 from context_parallel.arguments import refuse_dropout
-from context_parallel.block_attention import KERNELS, NO_KEY, join
+from context_parallel.block_attention import NO_KEY, join
 from context_parallel.expected_traffic import ring_traffic
 from context_parallel.parallel_model import ContextParallel, Sequence
 from context_parallel.run import RingArgs, Run
@@ -95,11 +95,11 @@ class RingAttention(torch.autograd.Function):
                 own_dkv = dkv  # it waits here for the terms of the other ranks
                 continue
             if dkv_behind is not None:
-                dkv += dkv_behind.wait()  # the terms of the ranks where these keys have been before
+                dkv += arrived(dkv_behind)  # the terms of the ranks where these keys have been before
             # To the rank that has these keys next, and at the end to the one from which they came.
             dkv_behind = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
         if dkv_behind is not None:
-            own_dkv += dkv_behind.wait()
+            own_dkv += arrived(dkv_behind)
         return dq, *own_dkv, None
 
 
@@ -115,13 +115,18 @@ def visits(kv: Tensor, sequence: Sequence) -> Iterator[tuple[int, Tensor]]:
             return
         shift = InFlightShift(kv, sequence.block_like(kv, source - 1), sequence.group)
         yield source, kv
-        with span("keys and values", "wait"):
-            kv = shift.wait()
+        kv = arrived(shift)
+
+
+def arrived(shift: InFlightShift) -> Tensor:
+    """Return what comes from the left neighbour, once it is there. The wait shows in the timeline."""
+    with span("message", "wait"):
+        return shift.wait()
 
 
 def main(cluster: Cluster, args: RingArgs) -> None:
     run = Run(cluster, args, "context_ring")
-    model = ContextParallel(run.model(), ring_attention, run.cut, KERNELS[args.kernel])
+    model = ContextParallel(run.model(), ring_attention, run.cut, run.kernel)
     optimizer = run.optimizer(model)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):

@@ -1,0 +1,44 @@
+"""Predict the time of ring attention from the speed of a rank and of a link.
+
+      forward      step s takes max(c_s, m), and the last step c_s
+      backward     step s takes max(2 c_s, m or 2 m), and at the end m for the last gradients
+
+c_s is the time of the attention that the busiest rank computes in step s of the ring, m that of a message of
+keys and values. In the backward the gradients travel behind them, so two messages share the link.
+"""
+
+from collections.abc import Sequence
+
+from comm.cost import Link
+from context_parallel.sequence_cut import SequenceCut
+
+
+def step_pairs(cut: SequenceCut) -> list[float]:
+    """Return, for each step of the ring, the pairs of query and key that the busiest rank computes."""
+    n = len(cut.pieces)
+    return [
+        max(sum(part.pairs for part in cut.parts(rank, (rank - step) % n)) for rank in range(n))
+        for step in range(n)
+    ]
+
+
+def balanced_pairs(cut: SequenceCut) -> float:
+    """Return the pairs of each rank if all computed equally many."""
+    n = len(cut.pieces)
+    pairs = (part.pairs for rank in range(n) for source in range(n) for part in cut.parts(rank, source))
+    return sum(pairs) / n
+
+
+def ring_seconds(pairs: Sequence[float], seconds_per_pair: float, block_bytes: int, link: Link) -> float:
+    """Return the seconds of forward and backward of one layer's attention; `pairs` are of each step.
+
+    `block_bytes` are those of the keys and values of one rank.
+    """
+    n, forward, backward = len(pairs), 0.0, 0.0
+    message = link.alpha + link.beta * block_bytes if n > 1 else 0.0
+    for step, compute in enumerate(one * seconds_per_pair for one in pairs):
+        # Keys leave at the beginning of each step but the last, gradients at the end of each but the first.
+        keys, gradients = step < n - 1, step > 1
+        forward += max(compute, keys * message)
+        backward += max(2 * compute, (keys + gradients) * message)
+    return forward + backward + message  # the last gradients travel home
