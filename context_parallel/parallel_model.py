@@ -81,7 +81,8 @@ class ContextParallel(nn.Module):
 
     `attention` is ring_attention or all_to_all_attention. Calls take the full tokens, (batch, time), and
     return the logits of this rank's tokens. Compute the loss with `loss`, and call `finish_gradient_sync()`
-    after the last backward.
+    after the last backward. With torch.utils.checkpoint, call the backward before the next forward: a block
+    that is computed again uses the sequences of the last forward.
     """
 
     def __init__(
@@ -122,7 +123,10 @@ class ContextParallel(nn.Module):
         return F.cross_entropy(logits_btv.flatten(0, 1), own.flatten(), reduction="sum") / targets_bt.numel()
 
     def finish_gradient_sync(self) -> None:
-        """Add up the terms of the gradients, all in one all-reduce. Parameters without gradient have none."""
+        """Add up the terms of the gradients, all in one all-reduce. Parameters without gradient have none.
+
+        Call this once between two calls of zero_grad(): a second call would add up sums, not terms.
+        """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         if gradients:
             total = torch.cat([gradient.flatten() for gradient in gradients])

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.collectives import Group, all_reduce
-from context_parallel.block_attention import Fused, Textbook
-from context_parallel.parallel_model import AttentionFunction, ContextParallel, Cut, Kernel
+from context_parallel.block_attention import KERNELS, Kernel
+from context_parallel.parallel_model import AttentionFunction, ContextParallel, Cut
 from context_parallel.parallel_model import Sequence as CutSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
@@ -30,10 +30,10 @@ class Variant:
 
     attention: AttentionFunction
     cut: Cut
-    kernel: Kernel = Fused
+    kernel: Kernel = KERNELS["fused"]
 
     def __str__(self) -> str:
-        return f"{self.attention.__name__}, {self.cut.__name__}, {self.kernel.__name__}"
+        return f"{self.attention.__name__}, {self.cut.__name__}, {type(self.kernel).__name__}"
 
     @property
     def divides_heads(self) -> bool:
@@ -44,13 +44,13 @@ class Variant:
 
 
 RING = Variant(ring_attention, SequenceCut.zigzag)
-TEXTBOOK_RING = Variant(ring_attention, SequenceCut.zigzag, Textbook)
+TEXTBOOK_RING = Variant(ring_attention, SequenceCut.zigzag, KERNELS["textbook"])
 ALL_TO_ALL = Variant(all_to_all_attention, SequenceCut.contiguous)
 VARIANTS = (
     RING,
     TEXTBOOK_RING,
     Variant(ring_attention, SequenceCut.contiguous),
-    Variant(ring_attention, SequenceCut.contiguous, Textbook),
+    Variant(ring_attention, SequenceCut.contiguous, KERNELS["textbook"]),
     ALL_TO_ALL,
 )
 
@@ -143,7 +143,7 @@ def compare_with_one_process(
     cluster: Cluster,
     variant: Variant,
     length: int = 17,
-    steps: int = 3,
+    steps: int = 2,
     frozen: Sequence[str] = (),
     documents: Tensor | None = None,
     backwards: int = 1,

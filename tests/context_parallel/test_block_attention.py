@@ -7,8 +7,6 @@ from torch import Tensor
 from context_parallel.block_attention import (
     KERNELS,
     NO_KEY,
-    Fused,
-    Textbook,
     join,
     repeat_heads,
     sum_repeated,
@@ -63,7 +61,7 @@ def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel):
 
 def test_joining_with_the_result_of_no_key_changes_nothing():
     q, k, v, _ = blocks()
-    found = Textbook.attend(q, k, v, EVERYTHING)
+    found = KERNELS["textbook"].attend(q, k, v, EVERYTHING)
     nothing = torch.zeros_like(found[0]), torch.full_like(found[1], NO_KEY)
     for y, lse in (join(*found, *nothing), join(*nothing, *found)):
         assert torch.equal(y, found[0]) and torch.equal(lse, found[1])
@@ -101,7 +99,7 @@ def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: i
         gradients = kernel.backward(dy, q, k, v, own_y, of_all, part)
         for name, leaf, gradient in zip(("dq", "dk", "dv"), leaves, gradients, strict=True):
             expected[name], found[name] = leaf.grad, gradient
-        assert_same(found, expected, RTOL, f"result of {kernel.__name__} under {part},")
+        assert_same(found, expected, RTOL, f"result of {type(kernel).__name__} under {part},")
 
 
 def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
@@ -109,7 +107,7 @@ def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     y, lse = softmax_attention(*leaves)
     y.backward(dy)
-    for kernel in (Textbook, Fused):
+    for name, kernel in KERNELS.items():
         terms = []
         for own in (slice(0, 3), slice(3, KEYS)):
             part = Part(slice(0, QUERIES), slice(0, own.stop - own.start))
@@ -117,7 +115,7 @@ def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
         (dq, dk, dv), (other_dq, other_dk, other_dv) = terms
         found = {"dq": dq + other_dq, "dk": torch.cat([dk, other_dk], 2), "dv": torch.cat([dv, other_dv], 2)}
         expected = dict(zip(found, [leaf.grad for leaf in leaves], strict=True))
-        assert_same(found, expected, RTOL, f"gradient of {kernel.__name__},")
+        assert_same(found, expected, RTOL, f"gradient of {name},")
 
 
 def test_query_heads_that_share_a_key_head_are_neighbours_and_their_gradients_add_up():

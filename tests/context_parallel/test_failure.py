@@ -17,33 +17,30 @@ from tests.context_parallel.equivalence import qkv
 
 
 class Fatal(Fused):
-    """Kill the rank while it attends to the second block of keys, or in the backward to them."""
+    """Kill the rank at its second call, in the forward or in the backward."""
 
-    dies_in = "forward"
-    calls = 0
+    def __init__(self, dies_in: str) -> None:
+        self.dies_in, self.calls = dies_in, 0
 
-    @classmethod
-    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        cls._live_or_die("forward")
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        self._live_or_die("forward")
         return super().attend(q, k, v, part)
 
-    @classmethod
-    def backward(cls, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        cls._live_or_die("backward")
+    def backward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self._live_or_die("backward")
         return super().backward(*arguments)
 
-    @classmethod
-    def _live_or_die(cls, where: str) -> None:
-        cls.calls += cls.dies_in == where
-        if cls.calls == 2:
+    def _live_or_die(self, where: str) -> None:
+        self.calls += self.dies_in == where
+        if self.calls == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("dies_in", ["forward", "backward"])
 def test_a_rank_that_dies_in_the_middle_of_the_ring_is_named_by_the_others(dies_in: str):
     def work(cluster: Cluster) -> None:
-        Fatal.dies_in = dies_in
-        sequence = Sequence(None, SequenceCut.zigzag(12, 3), Fatal if cluster.rank == 1 else Fused, False)
+        kernel = Fatal(dies_in) if cluster.rank == 1 else Fused()
+        sequence = Sequence(None, SequenceCut.zigzag(12, 3), kernel, False)
         q, k, v, dy = (sequence.cut.own(x, cluster.rank, 2).requires_grad_() for x in qkv(12))
         for _ in range(3):  # a rank whose neighbours are alive may end the step in which another one dies
             ring_attention(q, k, v, sequence).backward(dy)
