@@ -146,7 +146,7 @@ print(f"largest difference of the join below 1e-12: {bool((joined - right).abs()
 
 # %% [markdown]
 # The join is not an approximation. It is the same sum in another order. So a softmax does not need all scores at once. It
-# needs one number more for each query and head.
+# needs one more number for each query and head.
 #
 # ## The ring
 #
@@ -220,9 +220,9 @@ f"{own_length} tokens, a block has {block_bytes / 1e6:.3f} MB, sent {sent_forwar
 forward_blocks.compare(pull("sent_forward / block_bytes")[0])
 
 # %% [markdown]
-# n - 1 blocks: the last keys that arrive are used and not sent on. A message takes a time that is proportional to the tokens
-# of a block. Attention to a block takes a time that is proportional to the *square* of them. So the longer the sequence is,
-# the more easily the messages hide behind computing. A step of the ring takes as long as the slower one of the two.
+# n - 1 blocks: the last keys that arrive are used and not sent on. A step of the ring takes as long as the slower one of two
+# things: a message, or attention to a block. The time of a message is proportional to the tokens of a block. The time of
+# attention is proportional to the *square* of them. So in long sequences the messages hide behind computing.
 #
 # ## The backward: gradients travel, too
 #
@@ -245,8 +245,9 @@ f"sent {sent_backward / 1e6:.3f} MB"
 backward_blocks.compare(pull("sent_backward / block_bytes")[0])
 
 # %% [markdown]
-# Three blocks of keys and values, and three blocks of gradients. Here is the way of the gradients alone. Each rank adds its
-# term, which is shown as its own number, and sends the sum behind the keys. A rank's own term waits at home.
+# Three blocks of keys and values, and three blocks of gradients. The next cell sends only the gradients. Each rank adds its
+# term to what arrives, and sends the sum on, behind the keys. The term of the rank to which the keys belong stays there. To
+# show who has added a term, a gradient is here a list of four numbers: rank r adds 1 to number r.
 
 # %%
 # %%ranks
@@ -254,15 +255,15 @@ terms_by_step, behind = [], None
 for step in range(world_size):
     source = (rank - step) % world_size  # whose keys are here now
     terms = torch.zeros(world_size)
-    terms[rank] = 1  # this rank's term of the gradient of these keys
+    terms[rank] = 1  # this rank adds its term
     if step == 0:
-        own_gradient = terms  # it waits here for the terms of the other ranks
+        own_gradient = terms  # it stays here
         continue
     if behind is not None:
         terms += behind.wait()  # the terms of the ranks where these keys have been before
     terms_by_step.append((source, terms.nonzero().flatten().tolist()))
     behind = InFlightShift(terms, torch.empty_like(terms))
-own_gradient += behind.wait()  # home
+own_gradient += behind.wait()  # the terms of the other ranks
 own_gradient
 
 # %%
@@ -271,9 +272,9 @@ for rank, steps in pull("terms_by_step").items():
     print(f"rank {rank}   " + "   ".join(shown))
 
 # %% [markdown]
-# The columns are steps 1, 2 and 3. Follow the keys of rank 0: on rank 1 their gradient has one term, on rank 2 two, on rank
-# 3 three. The last message brings it home to rank 0, where the fourth term is added. In total a rank sends 3 (n - 1) blocks
-# in a layer: n - 1 forward and 2 (n - 1) backward.
+# The columns are steps 1, 2 and 3. Follow the keys of rank 0: on rank 1 their gradient has one term, on rank 2 two terms, on
+# rank 3 three terms. The last message goes to rank 0, which adds the fourth term. In total a rank sends 3 (n - 1) blocks in
+# a layer: n - 1 forward and 2 (n - 1) backward.
 #
 # ## Who waits
 #
@@ -312,8 +313,9 @@ more.compare(sum(contiguous[3]) / sum(contiguous[0]))
 
 # %% [markdown]
 # The number 1 in the table is the attention of a rank's queries to one block of keys, without a mask. Rank 0 computes 0.5 of
-# that: its own keys up to each query. All other keys are later than its queries. Rank 3 computes 0.5 and three full blocks,
-# 7 times as much. (The exact number is 6.994, because the diagonal belongs to the half.)
+# that: its own block, under the mask. All other keys are later than its queries. Rank 3 computes 0.5 and three full blocks,
+# 7 times as much. (The exact number is 6.994: a token attends to itself, too, so a block under the mask is a little more
+# than 0.5.)
 #
 # The sum over all ranks is 8. If it were divided equally, each rank would compute 2 blocks. **Predict**: how many times as
 # long as that does the ring take with contiguous pieces?
@@ -354,8 +356,8 @@ for rank, steps in enumerate(work(SequenceCut.zigzag(LENGTH, RANKS))):
     print(f"  rank {rank}   " + "".join(f"{blocks:6.2f}  " for blocks in steps) + f"{sum(steps):.2f}")
 
 # %% [markdown]
-# Half a block, on each rank, in each step. It must be in *each step*: with equal sums alone, the ranks could still wait for
-# each other.
+# Half a block, on each rank, in each step. Equal sums would not be enough: the ranks could still wait for each other within
+# a step.
 #
 # Now the clock. To see the time we need one device for each rank, and your computer may have only a few cores. So computing
 # is replaced by a sleep: attention to a part sleeps for a time that is proportional to its pairs, and its backward twice as
@@ -409,7 +411,7 @@ for name, measured in pull("times")[0].items():
 # the attention, and each step of the zigzag cut has two or three parts, because each rank has two pieces.)
 #
 # The zigzag cut is made for the causal mask. If several documents are packed into one sequence, and attention stays within
-# each, the ranks compute differently much again. Then one can cut each document among the ranks, or use the second
+# each, some ranks compute more than others again. Then one can cut each document among the ranks, or use the second
 # technique, below.
 #
 # ## It equals one process
@@ -529,8 +531,8 @@ ratio.compare(pull("ring_MB / all_to_all_MB")[0])
 # | all-to-all | 4 (n-1)/n² T (w + w_kv) | no | as many ranks as heads of keys and values |
 #
 # Why does anyone use the ring, then? Look at w_kv. In many models several query heads share one head of keys and values
-# (*grouped-query attention*). The ring sends only keys and values, so it sends less. Here is ring / all-to-all for 32 query
-# heads:
+# (*grouped-query attention*). Then all that the ring sends becomes smaller. All-to-all still sends all heads of the queries
+# and of the results. Here is ring / all-to-all for 32 query heads:
 
 # %%
 print(f"{'heads of keys and values':<25}" + "".join(f"{n:>6} ranks" for n in (2, 4, 8, 16)))
@@ -559,9 +561,9 @@ compared(all_to_all_attention, SequenceCut.contiguous)
 # %% [markdown]
 # ## Memory
 #
-# Now what it was for. A GPT with 2 layers of width 128 and one sequence of 2048 tokens. On one process, its weights,
-# gradients and Adam's state take 11.1 MB (16 bytes for each parameter), and the activations 38.0 MB: together 49.1 MB.
-# **Predict**: how many MB does each of four ranks hold?
+# Memory was the reason to cut the sequence. Take a GPT with 2 layers of width 128 and one sequence of 2048 tokens. On one
+# process, its weights, gradients and Adam's state take 11.1 MB (16 bytes for each parameter), and the activations 38.0 MB:
+# together 49.1 MB. **Predict**: how many MB does each of four ranks hold?
 
 # %%
 held = predict("How many MB does each of four ranks hold?", example=12.3, unit="MB")
@@ -617,8 +619,8 @@ show(
 
 # %% [markdown]
 # The activations are divided by n, also those of attention. Weights, gradients and optimizer state are not divided: every
-# rank has all of them. For this the ranks are replicas, so ZeRO can divide them among the same ranks ([notebook
-# 06](06_zero_and_fsdp.ipynb)).
+# rank has all of them, as in data parallelism. So ZeRO ([notebook 06](06_zero_and_fsdp.ipynb)) can divide them among the
+# same ranks.
 #
 # Compare this with the sequence parallelism of [notebook 07](07_tensor_and_sequence_parallel.ipynb), which divides tokens,
 # too. There the ranks also divide the weights, and they send activations in every layer, 8 (n-1)/n T w numbers. Here the
@@ -647,8 +649,8 @@ def join(y, lse, other_y, other_lse):
 # check(join, "join_attention");
 
 # %% [markdown]
-# Then `zigzag_cut` and `all_to_all_heads`: `make exercises ARGS='hint zigzag_cut'` in a terminal shows a hint, and `make
-# exercises ARGS='watch all_to_all_heads'` grades the file whenever you save it.
+# Then `zigzag_cut` and `all_to_all_heads`. In a terminal, `make exercises ARGS='hint zigzag_cut'` shows a hint, and
+# `make exercises ARGS='watch all_to_all_heads'` grades the file whenever you save it.
 #
 # ## Further reading
 #
