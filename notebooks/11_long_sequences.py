@@ -361,15 +361,15 @@ for rank, steps in enumerate(work(SequenceCut.zigzag(LENGTH, RANKS))):
 #
 # Now the clock. To see the time we need one device for each rank, and your computer may have only a few cores. So computing
 # is replaced by a sleep: attention to a part sleeps for a time that is proportional to its pairs, and its backward twice as
-# long ([clock.py](../context_parallel/clock.py)). The messages are real. Attention of one process would take 0.4 s forward
-# and 0.8 s backward.
+# long ([clock.py](../context_parallel/clock.py)). The messages are real. Attention of one process would take 0.8 s forward
+# and 1.6 s backward.
 
 # %%
 # %%ranks
 from context_parallel.clock import Clock
 from lab import timeline
 
-LENGTH, SECONDS = 4096, 0.4
+LENGTH, SECONDS = 4096, 0.8
 
 
 def makespan(events):
@@ -407,8 +407,9 @@ for name, measured in pull("times")[0].items():
 
 # %% [markdown]
 # Grey is waiting. With contiguous pieces rank 0 has little to compute. Its left neighbour is rank 3, which sends the next
-# keys only when it begins its next step, so rank 0 waits. With the zigzag cut there is almost no grey. (A bar is one part of
-# the attention, and each step of the zigzag cut has two or three parts, because each rank has two pieces.)
+# keys only when it begins its next step, so rank 0 waits. With the zigzag cut there is almost no grey. The measured times
+# are a few percent above the formula, because messages take some time, too. (A bar is one part of the attention, and each
+# step of the zigzag cut has two or three parts, because each rank has two pieces.)
 #
 # The zigzag cut is made for the causal mask. If several documents are packed into one sequence, and attention stays within
 # each, some ranks compute more than others again. Then one can cut each document among the ranks, or use the second
