@@ -35,5 +35,6 @@ def arguments_of(function, identity: str) -> dict[str, object]:
     if not identity:
         return {}
     (mark,) = function.pytestmark
-    values = {str(value): value for value in mark.args[1]}
-    return {mark.args[0]: values[identity]}
+    values = list(mark.args[1])
+    names = map(str, mark.kwargs.get("ids", values))
+    return {mark.args[0]: dict(zip(names, values, strict=True))[identity]}
