@@ -34,7 +34,7 @@ def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
         )
     if moe.capacity is not None and not 0 < moe.capacity < math.inf:
         raise WorkbookError(
-            f"--capacity {moe.capacity:g}: it is a number above 0, such as 1.25; without it nothing is dropped."
+            f"--capacity {moe.capacity:g}: it is a number above 0, such as 1.25; leave it out to drop none."
         )
     if expert_ranks < 1 or ranks % expert_ranks:
         raise WorkbookError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from comm.functions import InFlightAllGather
 from expert_parallel.groups import ExpertGroups
 
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
 
 
 def full_state(own: dict[str, Tensor], groups: ExpertGroups) -> dict[str, Tensor]:
@@ -45,7 +45,10 @@ def own_state(full: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tens
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: ExpertGroups
 ) -> dict[str, Any]:
-    """Return the optimizer's state by the names of parameters; all ranks of an expert group must call it."""
+    """Return the optimizer's state by the names of parameters; all ranks of an expert group must call it.
+
+    The experts of a layer must be trained on all ranks or on none.
+    """
     names = [name for name, _ in model.named_parameters()]
     saved = optimizer.state_dict()
     keys = sorted({key for one in saved["state"].values() for key in one})

@@ -37,11 +37,11 @@ class Args(training.arguments.Args):
     """Number of ranks among which the experts are divided. With fewer than all, each expert has replicas.
     None: all ranks."""
     capacity: float | None = None
-    """Let a rank send an expert at most this number times the mean, its tokens * top_k / experts, and drop the
-    others. None: no token is dropped."""
+    """Let a rank send an expert at most this number times the mean, its tokens * top_k / experts, and drop
+    the others. None: no token is dropped."""
     balance: Literal["aux", "bias", "none"] = "aux"
-    """How all experts are kept busy (balancing.py). aux: by a term of the loss. bias: by a bias of the router's
-    choice."""
+    """How all experts are kept busy (balancing.py). aux: by a term of the loss. bias: by a bias of the
+    router's choice."""
     aux_weight: float = 0.01
     """Factor of the term of the loss that --balance aux adds, summed over blocks."""
     bias_rate: float = 0.001
@@ -111,5 +111,5 @@ class Run(training.run.Run):
         return FullState(get, put)
 
     def _made_with(self) -> dict[str, Any]:
-        """Let any number of ranks go on. With a capacity they drop other tokens, as each has its own limit."""
+        """Let any number of ranks go on. With a capacity they drop other tokens: each has its own limit."""
         return super()._made_with() | dataclasses.asdict(self.moe)

@@ -19,9 +19,8 @@ expert gets is not known in advance, and the slowest rank sets the time of all. 
 (balancing.py), and `--capacity` drops tokens that are too many for one expert: then a block changes them in
 attention only.
 
-The gradient of an expert arrives as the *sum* over the k ranks that share the experts, of losses that are
-each the mean over one rank's tokens, so it is divided by k; the mean over replicas of the expert completes
-the mean over all ranks that other gradients get, and both are those of one process with the global batch.
+All gradients are means over ranks, but an expert's arrives as a *sum* over the n ranks that send it tokens:
+divided by n, and averaged over the replicas of the expert, it is exactly that of one process.
 
 After Shazeer et al., "Outrageously Large Neural Networks", 2017, https://arxiv.org/abs/1701.06538 (experts
 and router); Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668 (dispatch and capacity); Fedus,
