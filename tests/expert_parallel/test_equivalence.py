@@ -40,7 +40,7 @@ def test_replicas_of_all_experts_are_plain_data_parallelism():
     run_ranks(work, 2)
 
 
-def test_a_dropped_token_leaves_the_block_with_its_residual():
+def test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual():
     def work(cluster: Cluster) -> None:
         for k, capacity in ((1, 0.5), (2, 1.0)):
             compare_with_one_process(cluster, MoEConfig(4, k, capacity))
