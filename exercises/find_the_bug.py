@@ -94,7 +94,8 @@ class Bug(Exercise):
 def bugs() -> tuple[Bug, ...]:
     """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
     found = [mutant for path in sorted(MUTANTS.glob("[!_]*.py")) if (mutant := _Mutant.read(path))]
-    order = ("comm", "data_parallel", "tensor_parallel", "pipeline_parallel", "hybrid_parallel", "training")
+    lessons = ("data", "tensor", "pipeline", "hybrid", "context", "expert")
+    order = ("comm", *(f"{lesson}_parallel" for lesson in lessons), "training")
     made = [_bug(mutant, found) for mutant in found]
     return tuple(
         sorted(made, key=lambda bug: (order.index(bug.target.partition(".")[0]), bug.difficulty, bug.name))

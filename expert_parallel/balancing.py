@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 
-def auxiliary_loss(probabilities_te: Tensor, chosen_re: Tensor) -> Tensor:
-    """Return this rank's term; `chosen_re` counts for each rank how many of its tokens chose each expert."""
-    f_e = chosen_re.sum(0).to(probabilities_te.dtype) / chosen_re.sum()
-    return len(f_e) * (f_e * probabilities_te.mean(0)).sum()
+def auxiliary_loss(probabilities_tE: Tensor, chosen_rE: Tensor) -> Tensor:
+    """Return this rank's term; `chosen_rE` counts for each rank how many of its tokens chose each expert."""
+    f_E = chosen_rE.sum(0).to(probabilities_tE.dtype) / chosen_rE.sum()
+    return len(f_E) * (f_E * probabilities_tE.mean(0)).sum()
 
 
 @torch.no_grad()
-def move_bias(bias_e: Tensor, chosen_re: Tensor, rate: float) -> None:
+def move_bias(bias_E: Tensor, chosen_rE: Tensor, rate: float) -> None:
     """Raise the bias of experts that got fewer tokens than the mean, and lower that of the others."""
-    chosen_e = chosen_re.sum(0).to(bias_e.dtype)
-    bias_e += rate * (chosen_e.mean() - chosen_e).sign()
+    chosen_E = chosen_rE.sum(0).to(bias_E.dtype)
+    bias_E += rate * (chosen_E.mean() - chosen_E).sign()

@@ -102,12 +102,10 @@ class MixtureOfExperts(nn.Module):
 
         place = self.groups.place
         assignments = self.in_order_of_expert(experts_tk, chosen_rE[place], sent_rE[place])
-        # The rows of this expert group tell how many tokens come from each rank for each of our experts, and
-        # how many of ours go to each rank.
-        sent_rE = sent_rE[self.groups.members]
-        arriving_rL = sent_rE[:, self.own.start : self.own.stop].tolist()
-        received = [sum(row) for row in arriving_rL]
-        sent = sent_rE[self.groups.rank].view(len(sent_rE), -1).sum(1).tolist()
+        in_group_rE = sent_rE[self.groups.members]
+        arriving_rL = in_group_rE[:, self.own.start : self.own.stop].tolist()
+        received = [sum(row) for row in arriving_rL]  # tokens from each rank of the expert group
+        sent = sent_rE[place].view(len(in_group_rE), -1).sum(1).tolist()  # tokens to each
 
         x_ad = x_td[assignments // self.moe.top_k]
         dispatched = InFlightExchange(x_ad, sent, received, self.groups.experts)

@@ -9,7 +9,7 @@ CAUSE = "are the counts those of all ranks"
 SYMPTOM = "With a balancing loss, training depends on the number of ranks."
 
 
-def mutant(probabilities_te: Tensor, chosen_re: Tensor) -> Tensor:
-    chosen_e = chosen_re[dist.get_rank()]
-    f_e = chosen_e.to(probabilities_te.dtype) / chosen_e.sum()
-    return len(f_e) * (f_e * probabilities_te.mean(0)).sum()
+def mutant(probabilities_tE: Tensor, chosen_rE: Tensor) -> Tensor:
+    chosen_E = chosen_rE[dist.get_rank()]
+    f_E = chosen_E.to(probabilities_tE.dtype) / chosen_E.sum()
+    return len(f_E) * (f_E * probabilities_tE.mean(0)).sum()
