@@ -16,7 +16,31 @@ DROPPED = (
     "added, or still on their way?",
 )
 
+OF_EXPERTS = (
+    (
+        ("auxiliary loss",),
+        "The balancing loss multiplies a rank's own probabilities by the share of tokens that chose an "
+        "expert in the whole batch: are the counts those of all ranks?",
+    ),
+    (
+        ("with its residual",),
+        "A token that no expert takes leaves a block as attention has left it: does its residual reach the "
+        "output?",
+    ),
+    (
+        ("come home",),
+        "What experts return must be added to the token that it was made of: which row is that, for each of "
+        "the experts that a token has chosen?",
+    ),
+    (
+        ("replicas only",),
+        "Gradients of an expert are averaged over its copies, and those of other experts must not mix with "
+        "them: which ranks hold the same one?",
+    ),
+)
+
 TOPICS = (
+    *OF_EXPERTS,
     (
         ("two deaths",),
         "After a death fewer ranks share the batch: does every number follow that depends on how many they "

@@ -1,0 +1,95 @@
+"""Let an all-to-all travel while the rank computes something else, in the forward and in the backward.
+
+      forward    start ──► compute what does not need it ──► wait ──► use what has arrived
+      backward   wait  ◄── the backward of that          ◄── start ◄── its gradient
+
+The all-to-all is cut into two autograd nodes, and each does in the backward what the other does in the
+forward. Autograd runs the node that was made last first, so the backward of what was computed between the
+two nodes runs between them again.
+"""
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from comm import collectives
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, Work
+from comm.errors import CommError
+
+
+class InFlightExchange:
+    """An all-to-all along the first dim. The constructor starts it, `wait` returns what has arrived.
+
+    `sent[p]` rows go to rank p, `received[p]` rows come from it, and they arrive in rank order. Every rank
+    must call both, must call the backward, and must have an input that requires a gradient.
+    """
+
+    def __init__(self, x: Tensor, sent: list[int], received: list[int], group: Group = None) -> None:
+        if len(sent) != dist.get_world_size(group) or sum(sent) != len(x):
+            raise CommError(f"exchange: {sent} do not divide {len(x)} rows among the ranks.")
+        self._group, self._sent, self._received = group, sent, received
+        self._work: Work | None = None
+        self._leaving: Tensor | None = None
+        self._arriving: Tensor | None = None
+        self._started: Tensor | None = _Start.apply(x, self)
+
+    def wait(self) -> Tensor:
+        """Wait until the all-to-all has ended, and return the rows that this rank has received."""
+        started, self._started = self._started, None  # autograd's node keeps this object: no cycle
+        return _Wait.apply(started, self)
+
+    def launch(self, x: Tensor, backward: bool = False) -> Tensor:
+        """Start the all-to-all, and return the tensor in which rows are about to arrive."""
+        sent, received = (self._received, self._sent) if backward else (self._sent, self._received)
+        # The tensor that leaves is kept, because the all-to-all reads it until the end.
+        self._leaving = x.contiguous()
+        self._arriving = x.new_empty(sum(received), *x.shape[1:])
+        width = math.prod(x.shape[1:])
+        sizes = [size * width for size in received], [size * width for size in sent]
+        pattern = chosen_pattern("all_to_all", self._group)
+        self._work = collectives.all_to_all(
+            self._arriving, self._leaving, *sizes, group=self._group, async_op=True, pattern=pattern
+        )
+        return self._arriving
+
+    def land(self) -> Tensor:
+        """Wait for what `launch` has started, and return what has arrived."""
+        assert self._work is not None and self._arriving is not None
+        self._work.wait()
+        arrived = self._arriving
+        self._work = self._leaving = self._arriving = None
+        return arrived
+
+
+class _Start(Function):
+    """Start forward, wait backward. The output stands for the input on its way; only `_Wait` may use it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: InFlightExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.launch(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.land(), None
+
+
+class _Wait(Function):
+    """Wait forward, start backward: the gradient that is returned is still arriving."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: InFlightExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.land()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.launch(grad, backward=True), None

@@ -1,0 +1,66 @@
+"""Hold the sizes of a mixture of experts, and refuse those that make no sense."""
+
+import math
+import random
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from lab.errors import WorkbookError
+from lab.model import FeedForward, GPTConfig, seeded
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Hold the sizes of a mixture of experts."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    """How many experts a token passes."""
+    capacity: float | None = None
+    """A rank sends an expert at most this number times the mean, tokens * top_k / num_experts, rounded up."""
+    shared: bool = False
+    """Whether all tokens pass one more expert, which every rank holds."""
+
+
+def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
+    """Refuse experts that cannot be divided as asked, and tokens that cannot be dispatched as asked."""
+    if moe.num_experts < 1:
+        raise WorkbookError(f"--experts {moe.num_experts}: there must be at least one.")
+    if not 1 <= moe.top_k <= moe.num_experts:
+        raise WorkbookError(
+            f"--top-k {moe.top_k}: a token passes at least 1 and at most all {moe.num_experts} experts."
+        )
+    if moe.capacity is not None and not 0 < moe.capacity < math.inf:
+        raise WorkbookError(
+            f"--capacity {moe.capacity:g}: it is a number above 0, such as 1.25; leave it out to drop none."
+        )
+    if expert_ranks < 1 or ranks % expert_ranks:
+        raise WorkbookError(
+            f"--expert-ranks {expert_ranks} must divide the {ranks} ranks; without it all share the experts."
+        )
+    if moe.num_experts % expert_ranks:
+        more = (moe.num_experts // expert_ranks + 1) * expert_ranks
+        raise WorkbookError(
+            f"--experts {moe.num_experts}: {expert_ranks} ranks cannot share them equally; choose a multiple "
+            f"of {expert_ranks}, such as --experts {more}."
+        )
+
+
+def random_numbers_of(seed: int, layer: int, part: int | str) -> AbstractContextManager[None]:
+    """Draw random numbers that depend on the arguments alone, so every rank can make the same weights."""
+    return seeded(random.Random(f"{seed} {layer} {part}").getrandbits(63))
+
+
+def make_expert(config: GPTConfig, seed: int, layer: int, expert: int | str) -> FeedForward:
+    """Return an expert with the initialisation of lab.model.GPT."""
+    with random_numbers_of(seed, layer, expert):
+        made = FeedForward(config)
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                is_last = name.startswith("down_proj")
+                nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5 if is_last else 0.02)
+    return made

@@ -1,0 +1,70 @@
+"""Compute by formula what a rank sends in a step of a GPT with experts.
+
+In a layer this rank sends s tokens to *other* ranks, and u tokens come from them. A token has d numbers of b
+bytes, and there are E experts.
+
+      counts         an all-gather of E numbers of 8 bytes
+      forward        dispatch s d b, combine u d b
+      backward       combine s d b, dispatch u d b
+      gradients      an all-reduce of everything but the experts, and among replicas one of the experts
+
+The router decides what s and u are, so the formula takes them from the counts.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group
+from comm.cost import header_traffic, pairwise_traffic
+from comm.expected import expected
+from expert_parallel.groups import ExpertGroups
+from lab.ledger import Traffic
+
+
+def exchange_traffic(sent_rr: Tensor, width: int, itemsize: int, group: Group) -> Traffic:
+    """Return what this rank sends if rank p sends `sent_rr[p, q]` tokens to rank q in an all-to-all."""
+    rank = dist.get_rank(group)
+    payload = pairwise_traffic((sent_rr[rank] * width).tolist(), itemsize, rank)
+    if chosen_pattern("all_to_all", group) == "torch":
+        return payload
+    is_uneven = len(sent_rr.unique()) > 1
+    return payload + header_traffic(len(sent_rr), is_uneven)
+
+
+def tokens_between(sent_rE: Tensor, groups: ExpertGroups) -> Tensor:
+    """Return how many tokens each rank of this expert group sends to each, from the counts of all ranks."""
+    return sent_rE[groups.members].view(groups.num_expert_ranks, groups.num_expert_ranks, -1).sum(2)
+
+
+def layer_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
+    """Return what this rank sends for a layer, forward and backward; `sent_rE` counts each rank's tokens."""
+    counts = expected(
+        "all_gather",
+        chosen_pattern("all_gather", groups.everyone),
+        sent_rE.numel(),
+        sent_rE.element_size(),
+        groups.everyone,
+    )
+    there = tokens_between(sent_rE, groups)
+    both = (exchange_traffic(sent_rr, width, itemsize, groups.experts) for sent_rr in (there, there.T))
+    once = sum(both, Traffic())
+    return counts + once + once
+
+
+def gradient_traffic(parameters: list[nn.Parameter], group: Group) -> Traffic:
+    """Return what this rank sends to average the gradients of these parameters."""
+    numel = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    if not numel:
+        return Traffic()
+    return expected(
+        "all_reduce", chosen_pattern("all_reduce", group), numel, parameters[0].element_size(), group
+    )
+
+
+def traffic_per_step(model: nn.Module) -> Traffic:
+    """Return this rank's expected traffic for the last step of an ExpertParallel model."""
+    width, itemsize = model.module.config.width, model.dense[0].element_size()
+    layers = (layer_traffic(layer.sent_rE, width, itemsize, model.groups) for layer in model.layers)
+    dense = gradient_traffic(model.dense, model.groups.everyone)
+    return sum(layers, dense + gradient_traffic(model.experts, model.groups.replicas))

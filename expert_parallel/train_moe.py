@@ -1,0 +1,244 @@
+"""Expert parallelism: a token passes only a few of many experts, and the experts lie on different ranks.
+
+      rank 0   tokens ─► router ─► in order of expert ─┐          ┌─► experts 0 1 ─┐         ┌─► weighted sum
+                                                       ├ dispatch ┤                ├ combine ┤
+      rank 1   tokens ─► router ─► in order of expert ─┘          └─► experts 2 3 ─┘         └─► weighted sum
+
+The MLP of a block becomes E experts, which are MLPs of the same size, and a router that sends each token to k
+of them. So the MLPs have E times the parameters, and a token costs k times the multiplications. Every rank
+has its slice of the batch and a copy of everything but the experts, as in data parallelism. Dispatch is an
+all-to-all in which a rank sends every other rank the tokens for its experts, and combine is the same in
+reverse. In the backward the gradients go the same ways back. For n ranks that hold E experts, and a rank with
+t tokens of d numbers:
+
+      sent by a rank for a layer    4 (n-1)/n t k d numbers, if all experts are chosen equally
+      data parallel would send      2 (n-1)/n E 8 d^2 numbers: the gradients of all experts (comm/cost.py)
+
+So expert parallelism sends less if t k < 4 E d, and a rank keeps an n-th of the experts. How many tokens an
+expert gets is not known in advance, and the slowest rank sets the time of all. So experts are balanced
+(balancing.py), and `--capacity` drops tokens that are too many for one expert: then a block changes them in
+attention only.
+
+All gradients are means over ranks, but an expert's arrives as a *sum* over the n ranks that send it tokens:
+divided by n, and averaged over the replicas of the expert, it is exactly that of one process.
+
+After Shazeer et al., "Outrageously Large Neural Networks", 2017, https://arxiv.org/abs/1701.06538 (experts
+and router); Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668 (dispatch and capacity); Fedus,
+Zoph and Shazeer, "Switch Transformers", 2021, https://arxiv.org/abs/2101.03961 (weights and auxiliary loss);
+DeepSeek-AI, "DeepSeek-V3", 2024, https://arxiv.org/abs/2412.19437 (bias and shared expert).
+
+Shapes by suffix: t this rank's tokens, d width, k chosen experts of a token, E experts, L experts of a rank,
+a assignments of a token to an expert (t * k of them), r ranks.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, all_gather, all_reduce, broadcast
+from comm.functions import exchange_shards
+from comm.in_flight import InFlightExchange
+from comm.script import start
+from expert_parallel.balancing import auxiliary_loss, move_bias
+from expert_parallel.config import MoEConfig, make_expert, random_numbers_of
+from expert_parallel.expected_traffic import traffic_per_step
+from expert_parallel.groups import ExpertGroups
+from expert_parallel.run import Args, Run
+from lab.cluster import Cluster
+from lab.model import GPT, GPTConfig, loss_of
+from lab.timeline import span
+
+
+class Router(nn.Module):
+    """Choose top_k experts for each token. The weight of a chosen expert is its probability.
+
+    The weights of a token do not add up to 1: with k = 1 its weight would be 1, and the router would get no
+    gradient. The bias decides who is chosen (balancing.py), and does not change the weight.
+    """
+
+    def __init__(self, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.randn(num_experts, width) * 0.02)
+        self.register_buffer("bias_E", torch.zeros(num_experts))
+
+    def forward(self, x_td: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities of all experts, the weights of the chosen ones, and their numbers."""
+        probabilities_tE = (x_td @ self.weight.T).softmax(-1)
+        experts_tk = (probabilities_tE.detach() + self.bias_E).topk(self.top_k).indices
+        return probabilities_tE, probabilities_tE.gather(1, experts_tk), experts_tk
+
+
+class MixtureOfExperts(nn.Module):
+    """Send each token to its experts, and return the weighted sum of what these make of it.
+
+    `chosen_rE` counts for each rank how many of its tokens have chosen each expert, in the last forward of a
+    training, and `sent_rE` how many it has sent there. The difference is dropped.
+    """
+
+    def __init__(
+        self, config: GPTConfig, moe: MoEConfig, groups: ExpertGroups, seed: int, layer: int
+    ) -> None:
+        super().__init__()
+        self.moe, self.groups = moe, groups
+        self.own = groups.own_experts(moe.num_experts)
+        with random_numbers_of(seed, layer, "router"):
+            self.router = Router(config.width, moe.num_experts, moe.top_k)
+        self.experts = nn.ModuleDict({str(e): make_expert(config, seed, layer, e) for e in self.own})
+        self.shared = make_expert(config, seed, layer, "shared") if moe.shared else None
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        x_td = x_btd.flatten(0, -2)
+        if torch.is_grad_enabled() and not x_td.requires_grad:
+            x_td = x_td.detach().requires_grad_()  # every rank must take part in the backward's all-to-alls
+        probabilities_tE, weights_tk, experts_tk = self.router(x_td)
+        chosen_rE, sent_rE = self.count(experts_tk)
+        if self.training:
+            self.chosen_rE, self.sent_rE = chosen_rE, sent_rE
+            self.auxiliary_loss = auxiliary_loss(probabilities_tE, chosen_rE)
+
+        place = self.groups.place
+        assignments = self.in_order_of_expert(experts_tk, chosen_rE[place], sent_rE[place])
+        in_group_rE = sent_rE[self.groups.members]
+        arriving_rL = in_group_rE[:, self.own.start : self.own.stop].tolist()
+        received = [sum(row) for row in arriving_rL]  # tokens from each rank of the expert group
+        sent = sent_rE[place].view(len(in_group_rE), -1).sum(1).tolist()  # tokens to each
+
+        x_ad = x_td[assignments // self.moe.top_k]
+        dispatched = InFlightExchange(x_ad, sent, received, self.groups.experts)
+        y_td = torch.zeros_like(x_td) if self.shared is None else self.shared(x_td)
+        outputs = self.compute(dispatched.wait(), arriving_rL)
+        y_ad = exchange_shards(outputs, 0, self.groups.experts, received, sent)
+        return self.combine(y_td, y_ad, weights_tk, assignments).view_as(x_btd)
+
+    def count(self, experts_tk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many tokens of each rank have chosen each expert, and how many of them are sent to it.
+
+        An all-gather of E numbers tells a rank which tokens it will receive, and all ranks the global counts.
+        """
+        chosen_E = experts_tk.flatten().bincount(minlength=self.moe.num_experts)
+        everyone = self.groups.everyone
+        chosen = chosen_E.new_empty(dist.get_world_size(everyone) * len(chosen_E))
+        all_gather(chosen, chosen_E, everyone, pattern=chosen_pattern("all_gather", everyone))
+        chosen_rE = chosen.view(-1, len(chosen_E))
+        if self.moe.capacity is None:
+            return chosen_rE, chosen_rE
+        # A rank has k times as many assignments as tokens.
+        capacity_r = (self.moe.capacity * chosen_rE.sum(1).double() / len(chosen_E)).ceil().long()
+        return chosen_rE, chosen_rE.minimum(capacity_r.unsqueeze(1))
+
+    def in_order_of_expert(self, experts_tk: Tensor, chosen_E: Tensor, sent_E: Tensor) -> Tensor:
+        """Return the numbers t * k + j of what is sent: token t goes to the j-th expert that it has chosen.
+
+        They are in the order of experts, and for each expert in that of tokens. The capacity drops the last.
+        """
+        by_expert = experts_tk.flatten().argsort(stable=True).split(chosen_E.tolist())
+        return torch.cat([mine[:n] for mine, n in zip(by_expert, sent_E.tolist(), strict=True)])
+
+    def compute(self, arrived: Tensor, arriving_rL: list[list[int]]) -> Tensor:
+        """Return what this rank's experts make of the tokens, in the order in which these have arrived.
+
+        They come from one rank after the other, and from each in the order of experts. An expert computes in
+        any case: without tokens its gradient is zero.
+        """
+        num_own = len(self.experts)
+        parts = list(arrived.split([n for row in arriving_rL for n in row]))
+        for number, expert in enumerate(self.experts.values()):
+            own = parts[number::num_own]
+            parts[number::num_own] = expert(torch.cat(own)).split([len(part) for part in own])
+        return torch.cat(parts)
+
+    def combine(self, y_td: Tensor, y_ad: Tensor, weights_tk: Tensor, assignments: Tensor) -> Tensor:
+        """Add to each token of `y_td` what its experts have made of it, times their weights.
+
+        A dropped token gets nothing, so the block's residual goes on unchanged.
+        """
+        weights_a = weights_tk.flatten()[assignments]
+        return y_td.index_add(0, assignments // self.moe.top_k, y_ad * weights_a.unsqueeze(1))
+
+
+class ExpertParallel(nn.Module):
+    """A GPT with experts in place of its MLPs. Each rank of `groups.everyone` has its slice of the batch.
+
+    Call `finish_gradient_sync()` after the backward: then every `param.grad` is that of one process with the
+    global batch. Every parameter gets a gradient, which is zero for an expert without tokens.
+    """
+
+    def __init__(self, module: GPT, moe: MoEConfig, groups: ExpertGroups, seed: int = 0) -> None:
+        super().__init__()
+        self.module, self.groups = module, groups
+        for number, block in enumerate(module.blocks):
+            layer = MixtureOfExperts(module.config, moe, groups, seed, number)
+            block.mlp = layer.to(module.token_embedding.weight)
+        self.layers = [block.mlp for block in module.blocks]
+        self.experts = [p for layer in self.layers for p in layer.experts.parameters()]
+        own = set(self.experts)
+        self.dense = [parameter for parameter in module.parameters() if parameter not in own]
+        for tensor in [*self.dense, *module.buffers()]:
+            broadcast(tensor.data, root=0, group=groups.everyone)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        """Return the logits of this rank's slice of the batch."""
+        return self.module(tokens_bt)
+
+    def auxiliary_loss(self) -> Tensor:
+        """Return the sum over layers of the balancing loss of the last forward."""
+        return torch.stack([layer.auxiliary_loss for layer in self.layers]).sum()
+
+    def move_biases(self, rate: float) -> None:
+        """Move each router's bias by the counts of the last forward, which are the same on all ranks."""
+        for layer in self.layers:
+            move_bias(layer.router.bias_E, layer.chosen_rE, rate)
+
+    def finish_gradient_sync(self) -> None:
+        """Average gradients over all ranks, and those of an expert over its replicas."""
+        average_gradients(self.dense, self.groups.everyone)
+        for parameter in average_gradients(self.experts, self.groups.replicas):
+            parameter.grad /= self.groups.num_expert_ranks  # a sum over tokens of as many ranks
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> list[nn.Parameter]:
+    """Average the gradients over the group, in one message. Return the parameters that have one."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if trained:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        all_reduce(flat, "mean", group, pattern=chosen_pattern("all_reduce", group))
+        for parameter, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+            parameter.grad = mean.view_as(parameter)
+    return trained
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "expert_parallel")
+    model = ExpertParallel(run.model(), run.moe, run.groups, args.seed)
+    optimizer = run.optimizer(model)
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                optimizer.zero_grad()
+                with span("forward", "forward"):
+                    loss = loss_of(model(x), y)
+                    balanced = (
+                        loss + args.aux_weight * model.auxiliary_loss() if args.balance == "aux" else loss
+                    )
+                with span("backward", "backward"):
+                    balanced.backward()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                if args.balance == "bias":
+                    model.move_biases(args.bias_rate)
+                record.loss = run.mean_loss(loss)
+            run.expect_traffic(traffic_per_step(model))
+            run.evaluate(step, model)
+            run.stop_if_asked(step)
+    run.finish(model)
+
+
+if __name__ == "__main__":
+    start(main, Args)

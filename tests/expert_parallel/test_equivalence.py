@@ -1,0 +1,99 @@
+"""Test that experts on several ranks have the gradients of one process that computes token by token."""
+
+import pytest
+
+from expert_parallel.config import MoEConfig
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from tests.expert_parallel.equivalence import compare_with_one_process
+
+
+def test_two_ranks_have_the_gradients_of_one_process():
+    def work(cluster: Cluster) -> None:
+        for k in (1, 2):
+            compare_with_one_process(cluster, MoEConfig(4, k))
+
+    run_ranks(work, 2)
+
+
+def test_the_rank_of_an_expert_changes_neither_its_weights_nor_its_gradients():
+    def work(cluster: Cluster) -> list[str]:
+        return [
+            compare_with_one_process(cluster, MoEConfig(12, 1)),
+            compare_with_one_process(cluster, MoEConfig(12, 2, capacity=1.0, shared=True), balance="aux"),
+        ]
+
+    assert len({tuple(digests) for n in (1, 2, 3, 4) for digests in run_ranks(work, n)}) == 1
+
+
+def test_an_expert_is_averaged_over_its_replicas_only():
+    def work(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, MoEConfig(4, 2), expert_ranks=2)
+
+    run_ranks(work, 4)
+
+
+def test_replicas_of_all_experts_are_plain_data_parallelism():
+    def work(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, MoEConfig(4, 2), expert_ranks=1, balance="aux")
+
+    run_ranks(work, 2)
+
+
+def test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual():
+    def work(cluster: Cluster) -> None:
+        for k, capacity in ((1, 0.5), (2, 1.0)):
+            compare_with_one_process(cluster, MoEConfig(4, k, capacity))
+
+    run_ranks(work, 2)
+
+
+def test_the_auxiliary_loss_counts_the_tokens_of_all_ranks():
+    def work(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, MoEConfig(4, 1), balance="aux")
+
+    run_ranks(work, 2)
+
+
+def test_the_bias_moves_by_the_counts_of_all_ranks():
+    def work(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, MoEConfig(4, 2), balance="bias", steps=4)
+
+    run_ranks(work, 2)
+
+
+def test_tokens_choose_no_expert_of_a_rank():
+    def work(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, MoEConfig(8, 2), without_tokens=(1,))
+        compare_with_one_process(cluster, MoEConfig(8, 2), without_tokens=(4, 5))  # all experts of rank 2
+        compare_with_one_process(cluster, MoEConfig(8, 2), expert_ranks=2, without_tokens=(4, 5, 6, 7))
+
+    run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_all_options_together(n: int):
+    def work(cluster: Cluster) -> None:
+        moe = MoEConfig(8, 2, 1.0, shared=True)
+        compare_with_one_process(cluster, moe, n // 2 or 1, balance="bias", tied=False)
+        compare_with_one_process(cluster, moe, n // 2 or 1, balance="aux", frozen=("router", "shared"))
+
+    run_ranks(work, n)
+
+
+def test_frozen_parameters_stay_and_no_rank_waits_for_them():
+    def work(cluster: Cluster) -> None:
+        for frozen in (
+            ("experts.1.",),  # on one rank only
+            ("experts.", "router"),
+            (
+                "embedding",
+                "norm",
+                "attention",
+                "router",
+                "experts.0.",
+            ),  # the first layer's input is a constant
+        ):
+            compare_with_one_process(cluster, MoEConfig(2, 2), frozen=frozen, tied=False)
+
+    run_ranks(work, 2, timeout=30)

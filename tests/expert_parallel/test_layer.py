@@ -1,0 +1,115 @@
+"""Test one layer with tokens whose experts are given: whichever ranks they lie on, one process agrees."""
+
+import torch
+from torch import Tensor
+
+from comm.collectives import all_reduce
+from expert_parallel.config import MoEConfig
+from expert_parallel.full_state import full_state
+from expert_parallel.groups import form_groups
+from expert_parallel.train_moe import MixtureOfExperts
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.model import GPTConfig
+from lab.ranks import run_ranks
+from tests.expert_parallel.equivalence import gradients_or_zeros
+from tests.expert_parallel.reference import NaiveMixture
+
+CONFIG = GPTConfig(num_layers=1, width=8)
+RTOL = 1e-9
+
+
+def tokens_for(choices_tk: Tensor, num_experts: int) -> Tensor:
+    """Return tokens that choose these experts of a router whose weight is the identity."""
+    x_td = 0.1 * torch.randn(len(choices_tk), CONFIG.width, generator=torch.Generator().manual_seed(1))
+    for j, experts_t in enumerate(choices_tk.T):
+        x_td[torch.arange(len(x_td)), experts_t] += 3 - j
+    assert (choices_tk < num_experts).all()
+    return x_td.double()
+
+
+def compare_layer(cluster: Cluster, choices: list[list[int]], num_experts: int = 4, **changes) -> None:
+    """Compare outputs and all gradients, where token t chooses the experts `choices[t]`."""
+    n, choices_tk = cluster.world_size, torch.tensor(choices)
+    moe = MoEConfig(num_experts, choices_tk.shape[1], **changes)
+    groups = form_groups(n)
+    ours = MixtureOfExperts(CONFIG, moe, groups, seed=0, layer=0).double()
+    naive = NaiveMixture(CONFIG, moe, n).double()
+    with torch.no_grad():
+        ours.router.weight.copy_(torch.eye(num_experts, CONFIG.width))
+    naive.load_state_dict(full_state(ours.state_dict(), groups))
+
+    x_td = tokens_for(choices_tk, num_experts)
+    mine = slice(cluster.rank * len(x_td) // n, (cluster.rank + 1) * len(x_td) // n)
+    x, own_x = x_td.clone().requires_grad_(), x_td[mine].clone().requires_grad_()
+    expected_y, y = naive(x.unsqueeze(0)).squeeze(0), ours(own_x)
+    assert ours.chosen_rE.sum(0).tolist() == choices_tk.flatten().bincount(minlength=num_experts).tolist()
+    (expected_y.square().sum()).backward()
+    (y.square().sum()).backward()
+    for name, parameter in ours.named_parameters():
+        if not name.startswith("experts."):
+            all_reduce(parameter.grad)
+
+    what = f"{choices}, {changes}"
+    assert_same({"y": y.detach()}, {"y": expected_y[mine].detach()}, RTOL, f"output, {what},")
+    assert_same({"x": own_x.grad}, {"x": x.grad[mine]}, RTOL, f"gradient, {what},")
+    actual = full_state(gradients_or_zeros(ours), groups)
+    assert_same(actual, gradients_or_zeros(naive), RTOL, f"gradient, {what},")
+
+
+def test_tokens_reach_their_experts_and_come_home_in_order():
+    def work(cluster: Cluster) -> None:
+        for choices in (
+            [[0, 3], [3, 0], [1, 2], [2, 1], [0, 1], [3, 2], [2, 0], [1, 3]],
+            [[2, 0], [2, 3], [2, 1], [2, 0], [2, 3], [2, 1], [2, 0], [2, 3]],
+        ):
+            compare_layer(cluster, choices)
+
+    run_ranks(work, 2)
+
+
+def test_a_rank_sends_nothing_to_others():
+    def work(cluster: Cluster) -> None:
+        compare_layer(cluster, [[0, 1], [1, 0], [0, 1], [1, 0], [2, 3], [3, 2], [2, 3], [3, 2]])  # nor gets
+        compare_layer(cluster, [[0, 1], [1, 0], [0, 1], [1, 0], [2, 1], [0, 3], [1, 3], [3, 0]])
+        compare_layer(cluster, [[0], [1], [1], [0], [0], [1], [0], [1]])  # rank 1 gets nothing at all
+        compare_layer(cluster, [[2], [3], [3], [2], [0], [1], [0], [1]])  # all tokens change places
+
+    run_ranks(work, 2)
+
+
+def test_all_tokens_choose_one_expert():
+    def work(cluster: Cluster) -> None:
+        compare_layer(cluster, [[3]] * 8)
+        compare_layer(cluster, [[3]] * 8, capacity=1.0)
+        compare_layer(cluster, [[3, 1]] * 8, capacity=0.01, shared=True)
+
+    run_ranks(work, 4)
+
+
+def test_the_first_tokens_are_kept_where_the_capacity_ends():
+    def work(cluster: Cluster) -> None:
+        layer = MixtureOfExperts(CONFIG, MoEConfig(4, 1, 1.0), form_groups(2), seed=0, layer=0).double()
+        with torch.no_grad():
+            layer.router.weight.copy_(torch.eye(4, CONFIG.width))
+        y = layer(tokens_for(torch.tensor([[2], [2], [0], [2], [2], [0], [0], [2]]), 4))
+        # A rank has 8 tokens for 4 experts, so an expert takes 2 of them.
+        kept = [True, True, True, False, False, True, False, False]
+        assert (y != 0).any(1).tolist() == kept
+        assert layer.sent_rE.tolist() == [[2, 0, 2, 0]] * 2
+
+    run_ranks(work, 2)
+
+
+def test_an_evaluation_changes_no_count_of_the_training():
+    def work(cluster: Cluster) -> None:
+        layer = MixtureOfExperts(CONFIG, MoEConfig(4, 1), form_groups(2), seed=0, layer=0).double()
+        x_td = tokens_for(torch.tensor([[0], [1], [2], [3]]), 4)
+        layer(x_td)
+        before = layer.chosen_rE
+        layer.eval()
+        with torch.no_grad():
+            y = layer(x_td[: 1 + cluster.rank])  # of different sizes
+        assert y.shape == (1 + cluster.rank, CONFIG.width) and layer.chosen_rE is before
+
+    run_ranks(work, 2)
