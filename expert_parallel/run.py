@@ -1,6 +1,7 @@
 """Run the scripts of this folder: arguments, checkpoints that hold all experts, and the report."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,7 @@ class Args(training.arguments.Args):
     """Number of experts that each token passes."""
     expert_ranks: int | None = None
     """Number of ranks among which the experts are divided. With fewer than all, each expert has replicas.
-    None: all ranks."""
+    None: as many as divide both the ranks and the experts."""
     capacity: float | None = None
     """Let a rank send an expert at most this number times the mean, its tokens * top_k / experts, and drop
     the others. None: no token is dropped."""
@@ -56,7 +57,9 @@ class Run(training.run.Run):
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         self.moe = MoEConfig(args.experts, args.top_k, args.capacity, args.shared)
-        self._expert_ranks = cluster.world_size if args.expert_ranks is None else args.expert_ranks
+        self._expert_ranks = args.expert_ranks
+        if self._expert_ranks is None:
+            self._expert_ranks = math.gcd(cluster.world_size, args.experts) or 1
         super().__init__(cluster, args, run_mode)
         self.groups = form_groups(self._expert_ranks)
         for group in (self.groups.everyone, self.groups.experts, self.groups.replicas):
