@@ -1,5 +1,6 @@
 """Validate what context parallel scripts and functions are given."""
 
+from context_parallel.sequence_cut import SequenceCut
 from lab.errors import WorkbookError
 
 MAX_LENGTH = 1 << 20
@@ -26,4 +27,13 @@ def refuse_dropout(dropout: float) -> None:
         raise WorkbookError(
             f"Ring attention drops no attention probabilities, and the model asks for {dropout:g}: "
             "take all-to-all attention, or set `dropout` of the model's attention to 0."
+        )
+
+
+def validate_contiguous(cut: SequenceCut) -> None:
+    """Raise WorkbookError unless the ranks' tokens, one rank's behind the other's, are the sequence."""
+    if any(len(pieces) > 1 for pieces in cut.pieces):
+        raise WorkbookError(
+            "All-to-all attention needs the tokens in the order of the ranks: cut the sequence with "
+            "SequenceCut.contiguous. No other cut would balance it better."
         )

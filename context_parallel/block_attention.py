@@ -6,13 +6,19 @@ each normalised by its own L. Knowing both L, the results can be joined, exactly
 
       L = log(exp L_A + exp L_B)          y = exp(L_A - L) y_A  +  exp(L_B - L) y_B
 
-The backward needs no joining. With the L of all keys the probabilities of a block are p_j = exp(s_j - L), and
-each gradient is a sum over the keys (D below is the same for all of them):
+The backward needs no joining. With the L of all keys the probabilities of a block are p_j = exp(s_j - L). For
+one query q, whose scores are s_j = q . k_j / sqrt(e) with heads of width e:
 
-      dv_j = p_j dy      ds_j = p_j (dy . v_j - D)      D = dy . y      dq = sum_j ds_j k_j      dk_j = ds_j q
+      dv_j = p_j dy        ds_j = p_j (dy . v_j - D) / sqrt(e)        D = dy . y, over all keys
+      dk_j = ds_j q        dq = sum_j ds_j k_j
+
+So dq is a sum over the keys, and each block adds its terms. dk_j and dv_j are sums over the queries.
 
 `Textbook` writes this out. `Fused` calls PyTorch's attention for CPUs, which never stores the scores of all
-pairs. Both take `q_bhte`, and keys and values that may have fewer heads: then several query heads share one.
+pairs; on other devices it does what `Textbook` does. Both take `q_bhte`, and keys and values that may have
+fewer heads: then several query heads share one.
+
+Shapes by suffix: b batch, h heads, t tokens, e width of a head.
 
 After Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135, and Milakov and Gimelshein,
 "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
@@ -36,7 +42,7 @@ def join(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Te
 
 
 class Kernel(Protocol):
-    """Describe what computes attention to the keys of one part: Textbook, Fused, or a clock (clock.py)."""
+    """Describe what computes the attention to the keys of a part: Textbook, Fused, or a clock (clock.py)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]: ...
 
@@ -48,22 +54,24 @@ class Kernel(Protocol):
 class Textbook:
     """Attention to the keys of one part, in plain tensor operations."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
-        scores = self._scores(q, shared(k, q), part)
+        scores = cls._scores(q, repeat_heads(k, q), part)
         lse = scores.logsumexp(-1).clamp(min=NO_KEY)
         p = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
-        return p @ shared(v, q), lse
+        return p @ repeat_heads(v, q), lse
 
+    @classmethod
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+        cls, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
-        p = torch.exp(self._scores(q, shared(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
-        of_scores = p * (dy @ shared(v, q).transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
-        of_scores = of_scores * q.shape[-1] ** -0.5
-        dk, dv = of_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
-        return of_scores @ shared(k, q), summed_over_shared(dk, k), summed_over_shared(dv, v)
+        p = torch.exp(cls._scores(q, repeat_heads(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
+        ds = p * (dy @ repeat_heads(v, q).transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
+        ds = ds * q.shape[-1] ** -0.5
+        dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
+        return ds @ repeat_heads(k, q), sum_repeated(dk, k), sum_repeated(dv, v)
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, part: Part) -> Tensor:
@@ -79,40 +87,54 @@ class Textbook:
 class Fused:
     """Attention to the keys of one part, in one call of PyTorch: blocks of scores stay in the cache."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
+        if q.device.type != "cpu":
+            return Textbook.attend(q, k, v, part)
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, shared(k, q), shared(v, q), is_causal=part.is_causal, attn_mask=self._added(part, q)
+            q, repeat_heads(k, q), repeat_heads(v, q), is_causal=part.is_causal, attn_mask=cls._mask(part, q)
         )
         if part.mask is not None:  # PyTorch returns 0 for a query without keys
             lse = lse.masked_fill(~part.mask.any(-1), NO_KEY)
         return y, lse
 
+    @classmethod
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+        cls, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
+        if q.device.type != "cpu":
+            return Textbook.backward(dy, q, k, v, y, lse, part)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, shared(k, q), shared(v, q), y, lse, 0.0, part.is_causal, attn_mask=self._added(part, q)
+            dy,
+            q,
+            repeat_heads(k, q),
+            repeat_heads(v, q),
+            y,
+            lse,
+            0.0,
+            part.is_causal,
+            attn_mask=cls._mask(part, q),
         )
-        return dq, summed_over_shared(dk, k), summed_over_shared(dv, v)
+        return dq, sum_repeated(dk, k), sum_repeated(dv, v)
 
     @staticmethod
-    def _added(part: Part, q: Tensor) -> Tensor | None:
+    def _mask(part: Part, q: Tensor) -> Tensor | None:
         """Return the mask as numbers to be added to the scores."""
         if part.mask is None:
             return None
         return torch.zeros(part.mask.shape, dtype=q.dtype).masked_fill(~part.mask, -torch.inf)
 
 
-KERNELS: dict[str, Kernel] = {"textbook": Textbook(), "fused": Fused()}
+KERNELS: dict[str, Kernel] = {"textbook": Textbook, "fused": Fused}
 
 
-def shared(k: Tensor, q: Tensor) -> Tensor:
+def repeat_heads(k: Tensor, q: Tensor) -> Tensor:
     """Return keys or values repeated, so that each query head has its own (grouped-query attention)."""
     return k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
-def summed_over_shared(grad: Tensor, k: Tensor) -> Tensor:
-    """Return the gradient of `k` from that of `shared(k, q)`."""
+def sum_repeated(grad: Tensor, k: Tensor) -> Tensor:
+    """Return the gradient of `k` from that of `repeat_heads(k, q)`."""
     return grad if grad.shape[1] == k.shape[1] else grad.unflatten(1, (k.shape[1], -1)).sum(2)

@@ -1,8 +1,8 @@
 """Replace the computing of attention by a clock, so that ranks which share cores show the true waiting times.
 
 Attention sleeps for a time that is proportional to the pairs of a query and a key that it would compute; the
-backward sleeps twice as long. Everything else takes next to no time. Messages are real, and so is the
-all-reduce of the gradients, which are zeros.
+backward sleeps twice as long. Everything else takes next to no time. Messages and the all-reduce of
+the gradients are real, but carry zeros.
 """
 
 import time

@@ -1,18 +1,18 @@
 """Compute by formula what a rank sends in a step of context parallelism, in the attention of all layers.
 
-      ring          forward    k and v of n-1 ranks: all but the one that comes next
+      ring          forward    k and v of n-1 ranks: all but the right neighbour's
                     backward   the same again, and the gradients of n-1 ranks' k and v
-      all-to-all    forward    q, k, v of own tokens for the others' heads, y of their tokens for own heads
+      all-to-all    forward    q, k, v of own tokens for the other ranks' heads, and y of their tokens
                     backward   the same again
 
-With T tokens, width w of the queries and w_kv of keys and values, n ranks with equally many tokens, a layer
-sends per rank, forward and backward together:
+With T tokens in a step, width w of the queries and w_kv of keys and values, n ranks with equally many tokens,
+a rank sends in a layer, forward and backward together:
 
       ring          6 (n-1)/n T w_kv numbers
       all-to-all    4 (n-1)/n^2 T (w + w_kv) numbers
       sequence parallelism (lesson 3)    8 (n-1)/n T w numbers
 
-The formulas below hold for any lengths.
+The functions below hold for any lengths, without autocast. All-to-alls also send headers (comm/cost.py).
 """
 
 from collections.abc import Sequence as List

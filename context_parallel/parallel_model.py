@@ -39,6 +39,7 @@ class Sequence:
     is_causal: bool = True
     documents: Tensor | None = None  # (batch, time): attention stays within equal numbers
     _parts: dict[int, list[Part]] = field(default_factory=dict)
+    _mask: Tensor | None = None  # of all layers
 
     @property
     def rank(self) -> int:
@@ -56,10 +57,10 @@ class Sequence:
 
     def mask(self) -> Tensor | None:
         """Return which pairs of tokens attend, (batch, 1, time, time); None means all, or the causal ones."""
-        if self.documents is None:
-            return None
-        same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
-        return same.tril() if self.is_causal else same
+        if self._mask is None and self.documents is not None:
+            same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
+            self._mask = same.tril() if self.is_causal else same
+        return self._mask
 
     def parts(self, source: int) -> list[Part]:
         """Return the parts of the attention of this rank's queries to the keys of rank `source`."""
@@ -117,7 +118,7 @@ class ContextParallel(nn.Module):
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-        """Return this rank's term of the cross entropy in nats. Their sum is the mean over all tokens."""
+        """Return this rank's term of the cross entropy in nats: over all ranks they add up to the mean."""
         own = self.own(targets_bt)
         return F.cross_entropy(logits_btv.flatten(0, 1), own.flatten(), reduction="sum") / targets_bt.numel()
 
@@ -136,7 +137,7 @@ class ContextParallel(nn.Module):
     def gradient_traffic(self) -> Traffic:
         """Return what this rank sends in `finish_gradient_sync`, by formula."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        numel, itemsize = sum(p.numel() for p in trained), trained[0].itemsize
+        numel, itemsize = sum(p.numel() for p in trained), next(self.module.parameters()).itemsize
         return expected("all_reduce", self._pattern, numel, itemsize, self.group)
 
 

@@ -1,10 +1,12 @@
 """Predict the time of ring attention from the speed of a rank and of a link.
 
-      forward      step s takes max(c_s, m), and the last step c_s
-      backward     step s takes max(2 c_s, m or 2 m), and at the end m for the last gradients
+      forward      step s takes max(c_s, m), the last step c_s
+      backward     step s takes max(2 c_s, m * messages under way), and at the end m for the last gradients
 
 c_s is the time of the attention that the busiest rank computes in step s of the ring, m that of a message of
-keys and values. In the backward the gradients travel behind them, so two messages share the link.
+keys and values. In the backward keys are under way in each step but the last, and gradients from step 2 on.
+The backward of attention is taken to compute twice as long as its forward. The sum of maxima is exact if the
+same rank is busiest in each step, as under a causal mask.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ def ring_seconds(pairs: Sequence[float], seconds_per_pair: float, block_bytes: i
     n, forward, backward = len(pairs), 0.0, 0.0
     message = link.alpha + link.beta * block_bytes if n > 1 else 0.0
     for step, compute in enumerate(one * seconds_per_pair for one in pairs):
-        # Keys leave at the beginning of each step but the last, gradients at the end of each but the first.
+        # Gradients leave at the end of each step but the first, so they are under way in the next one.
         keys, gradients = step < n - 1, step > 1
         forward += max(compute, keys * message)
         backward += max(2 * compute, (keys + gradients) * message)

@@ -4,19 +4,20 @@
       zigzag, n = 4          [0 |1 |2 |3 |3 |2 |1 |0 ]            rank r has pieces r and 2n-1-r of 2n
 
 Under a causal mask a query attends to the keys before it. So the queries at the end of a sequence have most
-to do: with contiguous pieces the last rank computes 2n-1 times as much as the first one. With the zigzag cut
-each rank has an early and a late piece, and all ranks compute equally much, in each step of the ring:
+to do: with long contiguous pieces the last of n ranks computes 2n-1 times as much as the first one. With the
+zigzag cut each rank has an early and a late piece, and all ranks compute equally much in each step of the
+ring. Here are the parts for two ranks. In a part with 1 all pairs attend, in one with 1/2 those on and below
+the diagonal.
 
-                     keys                             keys
-                  0  1  2  3                     0  1  2  3  3' 2' 1' 0'
-               0  \\                           0  \\
-      queries  1  #  \\                        1  #  \\               # all of these pairs attend
-               2  #  #  \\                     ...                    \\ those on and below the diagonal
-               3  #  #  #  \\                  0' #  #  #  #  #  #  #  \\
+      keys of rank         0    1                keys of rank         0    1    1    0
+      queries of rank 0   1/2            1/2     queries of rank 0   1/2                    1/2
+      queries of rank 1    1   1/2       3/2     queries of rank 1    1   1/2               3/2
+                                                 queries of rank 1    1    1   1/2          5/2
+                                                 queries of rank 0    1    1    1   1/2     7/2
 
-Pieces need not have equal lengths: as in torch.tensor_split the first ones are a token longer. The zigzag cut
-is that of Zhu, "ring-flash-attention", 2024, and of Llama 3 (Grattafiori et al., 2024, arXiv:2407.21783,
-section 3.3.2).
+At the left rank 1 has three times the work of rank 0. At the right both have 4 units. Pieces need not have
+equal lengths: as in torch.tensor_split the first ones are a token longer. The zigzag cut is that of Zhu,
+"ring-flash-attention", 2024, and of Llama 3 (Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2).
 """
 
 from collections.abc import Iterator
@@ -33,8 +34,9 @@ from comm.shards import shard_sizes
 class Part:
     """Hold a part of the attention: some of a rank's queries, and keys that it has now.
 
-    `queries` and `keys` count tokens from the beginning of what the ranks have. With `is_causal` query i
-    attends to the keys up to i, and with a `mask` (batch, 1, queries, keys) where it is true; else to all.
+    `queries` are some of this rank's tokens, `keys` some of the other rank's, both counted from 0. With
+    `is_causal` query i attends to the keys up to i, and with a `mask` (batch, 1, queries, keys) where it is
+    true; else to all.
     """
 
     queries: slice

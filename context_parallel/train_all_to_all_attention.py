@@ -9,14 +9,16 @@ sends every other rank the part of q, k and v that belongs to its heads, and get
 Then attention is that of one process, with fewer heads. Afterwards the outputs go back the same way.
 
       all-to-alls of a layer      2 forward, 2 backward
-      bytes sent by a rank        4 (n-1)/n times q, k, v and y of its tokens, divided by 2
+      bytes sent by a rank        2 (n-1)/n times those of q, k, v and y of its tokens
 
-More ranks make each message smaller: unlike the ring, a rank sends about 1/n of what it would send to one
-other rank. But no attention is computed while the tensors travel, and there can be no more ranks than heads
-of keys and values. All ranks compute equally much, whatever the mask.
+With more ranks a rank has fewer tokens, and sends less: about 2/n times q, k, v and y of all tokens. In the
+ring that number hardly depends on n. But no attention is computed while the tensors travel, and there can be
+no more ranks than heads of keys and values. All ranks compute equally much, whatever the mask.
 
 After Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, https://arxiv.org/abs/2309.14509.
+
+Shapes by suffix: b batch, n ranks, h heads, t tokens, e width of a head.
 """
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from comm.functions import exchange_shards
 from comm.script import start
-from context_parallel.arguments import validate_heads
+from context_parallel.arguments import validate_contiguous, validate_heads
 from context_parallel.expected_traffic import all_to_all_traffic
 from context_parallel.parallel_model import ContextParallel, Sequence
 from context_parallel.run import Args, Run
@@ -44,6 +46,7 @@ def all_to_all_attention(
     """
     ranks = sequence.size
     validate_heads(k_bhte.shape[1], ranks)
+    validate_contiguous(sequence.cut)
     # The heads of q, k and v that belong to one rank lie and travel together.
     to_ranks_bnhte = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q_bhte, k_bhte, v_bhte)], 2)
     own_heads = all_tokens_of_own_heads(to_ranks_bnhte, sequence)

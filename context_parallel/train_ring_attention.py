@@ -9,21 +9,31 @@
 A long sequence does not fit on one rank: the activations of all layers grow with its length. Here each rank
 has an n-th of the tokens, and only attention needs the others. Queries stay where they are. While a rank
 attends to the keys that it has, it sends them on and receives the next ones, and after n steps its queries
-have met all keys. What they found among each rank's keys is joined by the log-sum-exp (block_attention.py).
+have met all keys. The partial results are joined with the help of their log-sum-exp (block_attention.py).
 
-The backward sends keys and values round again. The gradient of a rank's keys is a sum over all queries: it
-travels behind the keys, each rank adds its term, and the last one sends it home.
+The backward sends keys and values round again. The gradient of a rank's keys has a term from each rank's
+queries. A rank keeps its own term. The other ones are added up on the way behind the keys, and after n-1
+messages they arrive where the keys belong:
 
-      messages of a rank in a layer       n-1 forward, 2 (n-1) backward
-      their bytes                         3 (n-1) times those of k and v of an n-th of the tokens
-      time of a step of the ring          max(attention to one block, message of one block)
+      step 0          send k and v    compute own terms
+      step 1          send k and v    compute terms                                      send them
+      step 2 ...      send k and v    compute terms, wait for the left neighbour's, add  send the sum
+      step n-1                        compute terms, wait for the left neighbour's, add  send the sum
+      at the end                      wait for the left neighbour's, add own terms
 
-A step waits for the rank that computes longest. Under a causal mask that depends on who has which tokens:
-see sequence_cut.py, and compare --cut contiguous with zigzag. Parameters are the same on all ranks, which
-see different tokens, so their gradients are added up after the backward (parallel_model.py).
+      messages of a rank in a layer         n-1 forward, 2 (n-1) backward
+      their bytes                           3 (n-1) times those of k and v of an n-th of the tokens
+      time of a step of the forward         max(attention to one block, message of one block)
+
+A rank waits for its left neighbour, which waits for its own, so the rank that computes longest delays all.
+Under a causal mask that depends on who has which tokens: see sequence_cut.py, and compare --cut contiguous
+with zigzag. All ranks have equal parameters but different tokens, so gradients are added up after the
+backward (parallel_model.py).
 
 After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
 https://arxiv.org/abs/2310.01889.
+
+Shapes by suffix: b batch, h heads, t tokens, e width of a head.
 """
 
 from collections.abc import Iterator
@@ -61,7 +71,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Tensor:
-        precise = torch.promote_types(q.dtype, torch.float32)  # also under autocast
+        q, precise = q.contiguous(), at_least_float32(q)
         y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
         for source, kv in visits(torch.stack([k, v]), sequence):
             for part in sequence.parts(source):
@@ -79,28 +89,33 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, y, lse = ctx.saved_tensors
         sequence: Sequence = ctx.sequence
-        dq, dkv_behind = torch.zeros_like(q), None
+        dq, in_flight = torch.zeros_like(q, dtype=at_least_float32(q)), None
         for source, kv in visits(torch.stack([k, v]), sequence):
             dkv = torch.zeros_like(kv)
             for part in sequence.parts(source):
                 with span("attention", "backward", pairs=part.pairs):
                     rows, keys = part.queries, part.keys
-                    of_queries = (each[:, :, rows] for each in (y, lse))
+                    dy_own, q_own, y_own, lse_own = (each[:, :, rows] for each in (dy, q, y, lse))
                     dq_term, *dkv_terms = sequence.kernel.backward(
-                        dy[:, :, rows], q[:, :, rows], *kv[:, :, :, keys], *of_queries, part
+                        dy_own, q_own, *kv[:, :, :, keys], y_own, lse_own, part
                     )
                     dq[:, :, rows] += dq_term
                     dkv[:, :, :, keys] += torch.stack(dkv_terms)
             if source == sequence.rank:
                 own_dkv = dkv  # it waits here for the terms of the other ranks
                 continue
-            if dkv_behind is not None:
-                dkv += arrived(dkv_behind)  # the terms of the ranks where these keys have been before
-            # To the rank that has these keys next, and at the end to the one from which they came.
-            dkv_behind = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
-        if dkv_behind is not None:
-            own_dkv += arrived(dkv_behind)
-        return dq, *own_dkv, None
+            if in_flight is not None:
+                dkv += arrived(in_flight)  # the terms of the ranks where these keys have been before
+            # The right neighbour has these keys next, or in the last step they are its own.
+            in_flight = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
+        if in_flight is not None:
+            own_dkv += arrived(in_flight)
+        return dq.to(q.dtype), *own_dkv, None
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    """Return the dtype in which results of several blocks are added up."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def visits(kv: Tensor, sequence: Sequence) -> Iterator[tuple[int, Tensor]]:

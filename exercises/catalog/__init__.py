@@ -5,6 +5,7 @@ from exercises.catalog import (
     comm_around,
     comm_patterns,
     comm_transport,
+    context_parallel,
     data_parallel,
     hybrid_parallel,
     pipeline_parallel,
@@ -25,6 +26,7 @@ LESSONS = (
     pipeline_parallel,
     pipeline_steps,
     hybrid_parallel,
+    context_parallel,
 )
 # Exercises of a notebook keep the order of LESSONS. So `sampler` comes before `rendezvous`, which is harder.
 EXERCISES: tuple[Exercise, ...] = tuple(

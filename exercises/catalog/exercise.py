@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LESSON_PACKAGES = {
-    *("lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel", "hybrid_parallel")
+    *("lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel"),
+    *("context_parallel", "expert_parallel", "hybrid_parallel"),
 }
 
 

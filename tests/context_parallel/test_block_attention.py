@@ -8,8 +8,8 @@ from context_parallel.block_attention import (
     KERNELS,
     NO_KEY,
     join,
-    shared,
-    summed_over_shared,
+    repeat_heads,
+    sum_repeated,
 )
 from context_parallel.sequence_cut import Part
 from lab.check import assert_same
@@ -99,7 +99,7 @@ def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: i
         gradients = kernel.backward(dy, q, k, v, own_y, of_all, part)
         for name, leaf, gradient in zip(("dq", "dk", "dv"), leaves, gradients, strict=True):
             expected[name], found[name] = leaf.grad, gradient
-        assert_same(found, expected, RTOL, f"result of {type(kernel).__name__} under {part},")
+        assert_same(found, expected, RTOL, f"result of {kernel.__name__} under {part},")
 
 
 def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
@@ -120,10 +120,10 @@ def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
 
 def test_query_heads_that_share_a_key_head_are_neighbours_and_their_gradients_add_up():
     k, q = torch.arange(2.0).view(1, 2, 1, 1), torch.zeros(1, 6, 1, 1)
-    assert shared(k, q).flatten().tolist() == [0, 0, 0, 1, 1, 1]
-    assert shared(k, k) is k
+    assert repeat_heads(k, q).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert repeat_heads(k, k) is k
     grad = torch.tensor([1.0, 2, 3, 10, 20, 30]).view(1, 6, 1, 1)
-    assert summed_over_shared(grad, k).flatten().tolist() == [6, 60]
+    assert sum_repeated(grad, k).flatten().tolist() == [6, 60]
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

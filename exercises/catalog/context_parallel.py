@@ -1,0 +1,213 @@
+"""Exercises of lesson 6: a long sequence is cut among ranks."""
+
+from exercises.catalog.exercise import Exercise
+
+BLOCKS = "tests/context_parallel/test_block_attention.py::"
+CUTS = "tests/context_parallel/test_sequence_cut.py::"
+EQUAL = "tests/context_parallel/test_equivalence.py::"
+NARRATED = "tests/context_parallel/test_narrated.py::"
+NOTEBOOK = "11_long_sequences"
+
+EXERCISES = (
+    Exercise(
+        name="join_attention",
+        title="Attention in parts",
+        notebook=NOTEBOOK,
+        target="context_parallel.block_attention.join",
+        tests=(
+            BLOCKS + "test_results_over_two_sets_of_keys_are_joined_to_that_over_both[fused]",
+            BLOCKS + "test_joining_with_the_result_of_no_key_changes_nothing",
+            BLOCKS + "test_scores_that_exp_cannot_hold_are_joined",
+            NARRATED + "test_ring_attention_equals_one_process",
+        ),
+        difficulty=2,
+        minutes=20,
+        doc="""
+            Return the attention over the keys of both results, and its log-sum-exp (b, h, t).
+
+            `y` (b, h, t, e) is what queries have found among some keys, normalised over these keys alone,
+            and `lse` (b, h, t) is the logarithm of the sum of the exponentials of their scores. `other_y`
+            and `other_lse` are the same for other keys. Scores may be so large that exp of them is
+            infinite.
+        """,
+        hints=(
+            "Each result is a sum of exp(score) v, divided by the sum of exp(score) over its own keys. The "
+            "joined result has to be divided by the sum over all keys. By which factor does each change?",
+            "The sum over the keys of a result is exp(lse), so the sum over all keys is exp(lse) + "
+            "exp(other_lse). Its logarithm is the new log-sum-exp: torch.logaddexp computes it without "
+            "computing an exponential that is too large.",
+            "With L for the new log-sum-exp, the factors are exp(lse - L) and exp(other_lse - L). They have "
+            "no dim for e: unsqueeze(-1).",
+        ),
+    ),
+    Exercise(
+        name="zigzag_cut",
+        title="A cut that balances a causal mask",
+        notebook=NOTEBOOK,
+        target="context_parallel.sequence_cut.SequenceCut.zigzag",
+        also=("context_parallel.sequence_cut.SequenceCut.parts",),
+        tests=(
+            CUTS + "test_a_rank_has_its_piece_from_the_front_and_its_piece_from_the_back",
+            CUTS + "test_with_the_zigzag_cut_all_ranks_compute_equally_many_pairs_in_each_step[4]",
+            CUTS + "test_documents_leave_out_the_keys_of_other_documents",
+            CUTS + "test_each_pair_that_may_attend_is_in_one_part_of_one_rank",
+        ),
+        difficulty=3,
+        minutes=30,
+        needs=("join_attention",),
+        doc="""
+            Return the cut of a sequence in which each rank has an early and a late piece.
+
+            `_pieces(length, number)` returns the slices of `number` pieces of almost equal lengths, in
+            order. `cls` takes one tuple of slices for each rank: first its early piece, then its late one.
+            All ranks shall have equally much to compute under a causal mask.
+        """,
+        docs={
+            "parts": """
+                Yield the parts of the attention of a rank's queries to the keys of rank `source`.
+
+                `self._placed(rank)` yields the pieces of a rank: a slice of the sequence's positions, and a
+                slice that says where the piece lies among the rank's own tokens. A Part takes the second
+                kind, and pieces are compared by the first. Leave out parts whose keys are all later than
+                their queries. If `documents` is given, `_masked(part, documents, own, visiting)` yields the
+                part with its mask, or nothing; `own` and `visiting` are the positions.
+            """,
+        },
+        hints=(
+            "A query attends to all tokens before it. So the work of a piece grows with its position: the "
+            "first piece has least, the last piece most. Which two of 2n pieces have together as much as "
+            "any other two?",
+            "Rank r has piece r and piece 2n-1-r. In `parts`, two different pieces lie completely before or "
+            "after each other, so their part is computed in full or not at all. Which one is partly masked?",
+            "For each own piece and each visiting piece: skip if is_causal and visiting.start > own.start. "
+            "The part is causal if is_causal and the starts are equal. Then yield the part, or what _masked "
+            "yields.",
+        ),
+    ),
+    Exercise(
+        name="ring_attention_forward",
+        title="The ring of keys and values",
+        notebook=NOTEBOOK,
+        target="context_parallel.train_ring_attention.RingAttention.forward",
+        also=("context_parallel.train_ring_attention.visits",),
+        tests=(
+            NARRATED + "test_ring_attention_equals_one_process",
+            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[1]",
+            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[3]",
+            EQUAL + "test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token[2]",
+        ),
+        difficulty=4,
+        minutes=45,
+        needs=("join_attention", "zigzag_cut"),
+        doc="""
+            Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
+
+            `q` is (b, h, t, e); `k` and `v` may have fewer heads. `visits` yields the keys and values of
+            each rank in turn. For each of them `sequence.parts(source)` lists parts, each with slices
+            `queries` and `keys` of the tokens, and `sequence.kernel.attend(q, k, v, part)`, called with
+            these tokens only, returns what the queries find there and its log-sum-exp. Join it to what they
+            have found before: begin with zeros and a log-sum-exp of NO_KEY, both at least float32. Save q,
+            k, v, the result in q's dtype and its log-sum-exp with ctx.save_for_backward, and the sequence
+            as ctx.sequence.
+        """,
+        docs={
+            "visits": """
+                Yield the keys and values of each rank, own first, while the next ones are on their way.
+
+                `kv` (2, b, h, t, e) has those of this rank. Each item is the rank that they come from, and
+                the tensor. `InFlightShift(outgoing, incoming, sequence.group)` starts a message to the
+                right neighbour and one from the left; `sequence.block_like(kv, source)` makes an empty
+                tensor for what rank `source`, modulo the number of ranks, has. `arrived` waits, and returns
+                it. After the last rank nothing is sent.
+            """,
+        },
+        objects={"sequence": "context_parallel.parallel_model.Sequence"},
+        hints=(
+            "Rank r has its own keys first, then those of its left neighbour r-1, and so on: in step s "
+            "those of rank (r - s) modulo n. What it has goes to the right in each step but the last.",
+            "Start the messages before you yield, and wait for them after it: then they travel while the "
+            "caller computes. What arrives has the length of rank source - 1.",
+            "In forward: for source, kv in visits(torch.stack([k, v]), sequence), for each part: attend "
+            "with q[:, :, part.queries] and the two tensors of kv[:, :, :, part.keys], and assign join(...) "
+            "to these rows of y and lse.",
+        ),
+    ),
+    Exercise(
+        name="ring_attention_backward",
+        title="Gradients that follow their keys",
+        notebook=NOTEBOOK,
+        target="context_parallel.train_ring_attention.RingAttention.backward",
+        tests=(
+            NARRATED + "test_ring_attention_equals_one_process",
+            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[1]",
+            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[2]",
+            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[4]",
+            EQUAL + "test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token[3]",
+        ),
+        difficulty=5,
+        minutes=60,
+        needs=("ring_attention_forward",),
+        doc="""
+            Return the gradients of q, k and v, and None for the sequence.
+
+            `visits` brings the keys and values of each rank once more. For each part
+            `sequence.kernel.backward(dy, q, k, v, y, lse, part)`, called with the part's tokens only,
+            returns its terms of the gradients of q, k and v; `y` and `lse` are those over all keys, as
+            saved. The gradient of q stays here. That of a rank's keys and values is a sum over the queries
+            of all ranks: it travels behind them with `InFlightShift` and `arrived`, as they do in `visits`,
+            and the last rank that has these keys sends it to the rank that they belong to.
+        """,
+        objects={"sequence": "context_parallel.parallel_model.Sequence"},
+        hints=(
+            "Follow the keys of one rank. They visit the ranks to its right, one after the other. Each of "
+            "them has a term of their gradient. Which neighbour of the last one is their home?",
+            "In step s a rank computes the terms for keys that its left neighbour had in step s - 1. So it "
+            "waits for the sum of that rank, adds its own terms, and sends the sum to the right: to the "
+            "rank that has these keys next, or, after the last step, to their home. The terms for its own "
+            "keys, in step 0, need not travel: they wait for what comes home.",
+            "After each step but the first: if something is under way, dkv += arrived(it); then start "
+            "InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group). After the loop, if "
+            "something is under way, add it to the terms of step 0. With one rank nothing is.",
+        ),
+    ),
+    Exercise(
+        name="all_to_all_heads",
+        title="Tokens for heads",
+        notebook=NOTEBOOK,
+        target="context_parallel.train_all_to_all_attention.all_tokens_of_own_heads",
+        also=("context_parallel.train_all_to_all_attention.all_heads_of_own_tokens",),
+        tests=(
+            NARRATED + "test_all_to_all_attention_equals_one_process",
+            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[2]",
+            EQUAL + "test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token[4]",
+        ),
+        difficulty=3,
+        minutes=35,
+        doc="""
+            Send each of n ranks its heads of this rank's tokens; return (b, h, all tokens, e) of own heads.
+
+            `x_bnhte` is (batch, ranks, heads of a rank, own tokens, e). `exchange_shards(x, dim, group,
+            sent, received)` is a differentiable all-to-all along `dim`: it sends the first sent[0] entries
+            to rank 0, and so on, and returns what arrives, in the order of the ranks. `sequence.lengths`
+            has the number of tokens of each rank, and the ranks' tokens are in the order of the sequence.
+        """,
+        docs={
+            "all_heads_of_own_tokens": """
+                Send each rank its tokens of this rank's heads; return (b, all heads, own tokens, e).
+
+                `y_bhte` has all tokens of this rank's heads.
+            """,
+        },
+        objects={"sequence": "context_parallel.parallel_model.Sequence"},
+        hints=(
+            "An all-to-all cuts a tensor along one dim, and joins what arrives along the same dim. What "
+            "must lie along that dim, so that a piece of it goes to one rank as a whole?",
+            "First: bring ranks and tokens to the front, and flatten the two into one dim of n * own "
+            "entries, of which each rank gets `own`. From rank r come lengths[r] entries, and together they "
+            "are the tokens of the sequence in order.",
+            "Second: cut y along its tokens, lengths[p] of them to rank p. From each rank arrive `own` "
+            "tokens of its heads, one rank's behind the other's along the dim of tokens: unflatten that dim "
+            "to (n, own), and move n in front of the heads.",
+        ),
+    ),
+)
