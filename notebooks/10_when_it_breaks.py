@@ -646,6 +646,7 @@ def shift(wire, outgoing, incoming):
 #   [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4: 419 unexpected interruptions in 54 days, and
 #   their causes
 # - [comm/README.md](../comm/README.md): what the workbook's own communication does when a rank fails
+# - Next: [11 Long sequences](11_long_sequences.ipynb)
 
 # %%
 # %ranks stop
