@@ -33,7 +33,7 @@ class Variant:
     kernel: Kernel = KERNELS["fused"]
 
     def __str__(self) -> str:
-        return f"{self.attention.__name__}, {self.cut.__name__}, {type(self.kernel).__name__}"
+        return f"{self.attention.__name__}, {self.cut.__name__}, {self.kernel.__name__}"
 
     @property
     def divides_heads(self) -> bool:

@@ -99,7 +99,7 @@ def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: i
         gradients = kernel.backward(dy, q, k, v, own_y, of_all, part)
         for name, leaf, gradient in zip(("dq", "dk", "dv"), leaves, gradients, strict=True):
             expected[name], found[name] = leaf.grad, gradient
-        assert_same(found, expected, RTOL, f"result of {type(kernel).__name__} under {part},")
+        assert_same(found, expected, RTOL, f"result of {kernel.__name__} under {part},")
 
 
 def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():

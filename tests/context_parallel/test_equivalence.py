@@ -18,6 +18,7 @@ from tests.context_parallel.equivalence import (
     RING,
     TEXTBOOK_RING,
     VARIANTS,
+    Variant,
     compare_attention,
     compare_with_one_process,
     documents_with_borders,
@@ -200,6 +201,7 @@ def test_a_model_is_refused_that_cannot_be_cut():
         sentences = []
         for variant, model in (
             (ALL_TO_ALL, gpt(num_kv_heads=3)),
+            (Variant(ALL_TO_ALL.attention, RING.cut), gpt()),
             (RING, RING.wrap(gpt()).module),
             (RING, torch.nn.Linear(2, 2)),
         ):
@@ -210,10 +212,13 @@ def test_a_model_is_refused_that_cannot_be_cut():
             RING.wrap(gpt())(text(25)[0])
         return sentences
 
-    heads, twice, other = run_ranks(work, 2)[0]
+    heads, order, twice, other = run_ranks(work, 2)[0]
     assert heads == (
         "All-to-all attention divides heads, and 3 heads of keys and values cannot be divided among 2 ranks "
         "equally: choose a number of ranks that divides 3, or ring attention."
+    )
+    assert order.startswith(
+        "All-to-all attention needs the tokens in the order of the ranks: cut the sequence"
     )
     assert twice == "The model is context parallel already: wrap a plain one."
     assert other == "ContextParallel takes a GPT, not a Linear."
