@@ -23,6 +23,7 @@ equal lengths: as in torch.tensor_split the first ones are a token longer. The z
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -58,12 +59,12 @@ class SequenceCut:
     pieces: tuple[tuple[slice, ...], ...]
 
     @classmethod
-    def contiguous(cls, length: int, ranks: int) -> "SequenceCut":
+    def contiguous(cls, length: int, ranks: int) -> Self:
         """Return the cut in which rank r has the r-th of n pieces."""
         return cls(tuple((piece,) for piece in _pieces(length, ranks)))
 
     @classmethod
-    def zigzag(cls, length: int, ranks: int) -> "SequenceCut":
+    def zigzag(cls, length: int, ranks: int) -> Self:
         """Return the cut in which each rank has an early and a late piece."""
         pieces = _pieces(length, 2 * ranks)
         return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks)))

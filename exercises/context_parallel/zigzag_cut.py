@@ -17,13 +17,14 @@ Check it with `python -m exercises check zigzag_cut`.
 """
 
 from collections.abc import Iterator
+from typing import Self
 
 from torch import Tensor
 
 from context_parallel.sequence_cut import Part, _masked, _pieces
 
 
-def zigzag(cls, length: int, ranks: int) -> "SequenceCut":
+def zigzag(cls, length: int, ranks: int) -> Self:
     """Return the cut of a sequence in which each rank has an early and a late piece.
 
     `_pieces(length, number)` returns the slices of `number` pieces of almost equal lengths, in
