@@ -92,6 +92,7 @@ class Fused:
         """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
         if q.device.type != "cpu":
             return Textbook.attend(q, k, v, part)
+        q, k, v = cls._rows(q, k, v)
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, repeat_heads(k, q), repeat_heads(v, q), is_causal=part.is_causal, attn_mask=cls._mask(part, q)
         )
@@ -106,6 +107,7 @@ class Fused:
         """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
         if q.device.type != "cpu":
             return Textbook.backward(dy, q, k, v, y, lse, part)
+        dy, q, y, k, v = cls._rows(dy, q, y, k, v)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy,
             q,
@@ -118,6 +120,11 @@ class Fused:
             attn_mask=cls._mask(part, q),
         )
         return dq, sum_repeated(dk, k), sum_repeated(dv, v)
+
+    @staticmethod
+    def _rows(*tensors: Tensor) -> list[Tensor]:
+        """Return the tensors with the numbers of a head side by side; the kernel reads them without a check."""
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
     @staticmethod
     def _mask(part: Part, q: Tensor) -> Tensor | None:

@@ -71,7 +71,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence) -> Tensor:
-        q, precise = q.contiguous(), at_least_float32(q)
+        precise = at_least_float32(q)
         y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
         for source, kv in visits(torch.stack([k, v]), sequence):
             for part in sequence.parts(source):

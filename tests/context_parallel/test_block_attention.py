@@ -7,6 +7,8 @@ from torch import Tensor
 from context_parallel.block_attention import (
     KERNELS,
     NO_KEY,
+    Fused,
+    Textbook,
     join,
     repeat_heads,
     sum_repeated,
@@ -135,3 +137,25 @@ def test_in_bfloat16_the_log_sum_exp_has_the_digits_of_float32(kernel):
     assert (lse - expected_lse).abs().max() < 0.02
     assert (y - expected).abs().max() < 0.02
     assert [x.dtype for x in kernel.backward(dy, q, k, v, y, lse, EVERYTHING)] == [torch.bfloat16] * 3
+
+
+def test_the_fused_kernel_takes_tensors_with_any_strides():
+    q, k, v, dy = blocks()
+    turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v, dy)]
+    expected = Textbook.attend(q, k, v, EVERYTHING)
+    found = Fused.attend(*turned[:3], EVERYTHING)
+    names = ("y", "lse")
+    assert_same(dict(zip(names, found, strict=True)), dict(zip(names, expected, strict=True)), RTOL, "result")
+    gradients = [
+        kernel.backward(one_dy, *of_three, *expected, EVERYTHING)
+        for kernel, *of_three, one_dy in ((Textbook, q, k, v, dy), (Fused, *turned))
+    ]
+    names = ("dq", "dk", "dv")
+    right, also = (dict(zip(names, found, strict=True)) for found in gradients)
+    assert_same(also, right, RTOL, "gradient")
+    one = torch.ones((), dtype=q.dtype).expand(q.shape)  # what the backward of sum() gives
+    right, also = (
+        dict(zip(names, kernel.backward(one, q, k, v, *expected, EVERYTHING), strict=True))
+        for kernel in (Textbook, Fused)
+    )
+    assert_same(also, right, RTOL, "gradient of a sum")
