@@ -30,7 +30,7 @@ Cut = Callable[[int, int], SequenceCut]  # from a sequence's length and the numb
 
 
 @dataclass
-class Sequence:
+class SharedSequence:
     """Hold what attention needs to know of the sequences that the ranks have cut among them."""
 
     group: Group
@@ -73,7 +73,7 @@ class Sequence:
         return kv.new_empty(*kv.shape[:3], self.cut.length(source % self.size), kv.shape[4])
 
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, Sequence, float], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, SharedSequence, float], Tensor]
 
 
 class ContextParallel(nn.Module):
@@ -97,7 +97,7 @@ class ContextParallel(nn.Module):
         _validate(module)
         self.module, self.group, self._cut, self._kernel = module, group, cut, kernel
         self._pattern = chosen_pattern("all_reduce", group)
-        self.sequence: Sequence | None = None  # of the last forward
+        self.sequence: SharedSequence | None = None  # of the last forward
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         for block in module.blocks:
@@ -108,7 +108,7 @@ class ContextParallel(nn.Module):
         if length > longest:
             raise ValueError(f"{length} tokens in a row exceed block_size {longest}")
         cut = self._cut(length, dist.get_world_size(self.group))
-        self.sequence = Sequence(self.group, cut, self._kernel, documents=documents_bt)
+        self.sequence = SharedSequence(self.group, cut, self._kernel, documents=documents_bt)
         positions = cut.positions(self.sequence.rank).to(tokens_bt.device)
         return self.module(self.own(tokens_bt), positions)
 

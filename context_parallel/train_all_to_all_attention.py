@@ -29,7 +29,7 @@ from comm.functions import exchange_shards
 from comm.script import start
 from context_parallel.arguments import validate_contiguous, validate_heads
 from context_parallel.expected_traffic import all_to_all_traffic
-from context_parallel.parallel_model import ContextParallel, Sequence
+from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.run import Args, Run
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
@@ -37,7 +37,7 @@ from lab.timeline import span
 
 
 def all_to_all_attention(
-    q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, sequence: Sequence, dropout: float = 0.0
+    q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, sequence: SharedSequence, dropout: float = 0.0
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
 
@@ -58,7 +58,7 @@ def all_to_all_attention(
     return all_heads_of_own_tokens(y, sequence)
 
 
-def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: Sequence) -> Tensor:
+def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: SharedSequence) -> Tensor:
     """Send each of n ranks its heads of this rank's tokens; return (b, h, all tokens, e)."""
     lengths = sequence.lengths
     own = lengths[sequence.rank]
@@ -67,7 +67,7 @@ def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: Sequence) -> Tensor:
     return arrived.permute(1, 2, 0, 3)
 
 
-def all_heads_of_own_tokens(y_bhte: Tensor, sequence: Sequence) -> Tensor:
+def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
     """Send each rank its tokens of this rank's heads; return (b, all heads, own tokens, e)."""
     lengths = sequence.lengths
     own = lengths[sequence.rank]

@@ -48,14 +48,14 @@ from comm.script import start
 from context_parallel.arguments import refuse_dropout
 from context_parallel.block_attention import NO_KEY, join
 from context_parallel.expected_traffic import ring_traffic
-from context_parallel.parallel_model import ContextParallel, Sequence
+from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.run import RingArgs, Run
 from lab.cluster import Cluster
 from lab.timeline import span
 
 
 def ring_attention(
-    q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, sequence: Sequence, dropout: float = 0.0
+    q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor, sequence: SharedSequence, dropout: float = 0.0
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
 
@@ -70,7 +70,7 @@ class RingAttention(torch.autograd.Function):
     """Attend to the keys of all ranks in turn, forward and backward. `sequence` is not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence) -> Tensor:
         q, precise = q.contiguous(), at_least_float32(q)
         y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
         for source, kv in visits(torch.stack([k, v]), sequence):
@@ -88,7 +88,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, y, lse = ctx.saved_tensors
-        sequence: Sequence = ctx.sequence
+        sequence: SharedSequence = ctx.sequence
         dq, in_flight = torch.zeros_like(q, dtype=at_least_float32(q)), None
         for source, kv in visits(torch.stack([k, v]), sequence):
             dkv = torch.zeros_like(kv)
@@ -118,7 +118,7 @@ def at_least_float32(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def visits(kv: Tensor, sequence: Sequence) -> Iterator[tuple[int, Tensor]]:
+def visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]:
     """Yield the keys and values of each rank, own first, while the next ones are on their way.
 
     `kv` (2, b, h, t, e) has those of this rank. Each item is the rank that they come from, and the tensor.

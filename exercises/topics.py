@@ -28,7 +28,7 @@ OF_EXPERTS = (
         "output?",
     ),
     (
-        ("come home",),
+        ("come home in order",),
         "What experts return must be added to the token that it was made of: which row is that, for each of "
         "the experts that a token has chosen?",
     ),

@@ -38,7 +38,7 @@ def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
         )
     if expert_ranks < 1 or ranks % expert_ranks:
         raise WorkbookError(
-            f"--expert-ranks {expert_ranks} must divide the {ranks} ranks; leave it out for the most possible."
+            f"--expert-ranks {expert_ranks} must divide the {ranks} ranks; leave it out for as many as fit."
         )
     if moe.num_experts % expert_ranks:
         more = (moe.num_experts // expert_ranks + 1) * expert_ranks

@@ -44,9 +44,9 @@ class Args(training.arguments.Args):
     """How all experts are kept busy (balancing.py). aux: by a term of the loss. bias: by a bias of the
     router's choice."""
     aux_weight: float = 0.01
-    """Factor of the term of the loss that --balance aux adds, summed over blocks."""
+    """Number by which --balance aux multiplies the term of the loss that it adds, summed over blocks."""
     bias_rate: float = 0.001
-    """By how much --balance bias moves each bias after a step."""
+    """Number by which --balance bias moves each bias after a step."""
     shared: bool = False
     """Let all tokens pass one more expert, which every rank holds and computes while tokens travel."""
     metronome: NotOffered = None  # it runs no layer, so there is nothing to dispatch
@@ -59,7 +59,7 @@ class Run(training.run.Run):
         self.moe = MoEConfig(args.experts, args.top_k, args.capacity, args.shared)
         self._expert_ranks = args.expert_ranks
         if self._expert_ranks is None:
-            self._expert_ranks = math.gcd(cluster.world_size, args.experts) or 1
+            self._expert_ranks = math.gcd(cluster.world_size, args.experts)
         super().__init__(cluster, args, run_mode)
         self.groups = form_groups(self._expert_ranks)
         for group in (self.groups.everyone, self.groups.experts, self.groups.replicas):

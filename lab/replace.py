@@ -35,6 +35,8 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     own_bindings = _bindings(implementation, path)
     previous = _active.get(path)
     _active[path] = implementation
+    if isinstance(original, classmethod | staticmethod) and not isinstance(implementation, type(original)):
+        implementation = type(original)(implementation)
     for place, binding in [(owner, name), *_bindings(original, path)]:
         setattr(place, binding, implementation)
     try:

@@ -200,13 +200,13 @@ forward_blocks = predict("How many blocks does a rank send in the forward?", exa
 
 # %%
 # %%ranks
-from context_parallel.parallel_model import ContextParallel, Sequence
+from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_ring_attention import ring_attention
 from lab.ledger import LEDGER
 
 LENGTH = 1024
-sequence = Sequence(None, SequenceCut.contiguous(LENGTH, world_size))  # None: all ranks
+sequence = SharedSequence(None, SequenceCut.contiguous(LENGTH, world_size))  # None: all ranks
 own_length = sequence.cut.length(rank)
 q, k, v = (torch.randn(1, 8, own_length, 64, requires_grad=True) for _ in range(3))
 block_bytes = (k.numel() + v.numel()) * k.itemsize
@@ -378,7 +378,7 @@ def makespan(events):
 
 def play(make_cut):
     """Run three times by the clock; return the events of the fastest run, of all ranks, on rank 0."""
-    sequence = Sequence(None, make_cut(LENGTH, world_size), Clock(SECONDS, LENGTH))
+    sequence = SharedSequence(None, make_cut(LENGTH, world_size), Clock(SECONDS, LENGTH))
     q, k, v = (torch.zeros(1, 1, sequence.cut.length(rank), 8, requires_grad=True) for _ in range(3))
     runs = []
     for _ in range(3):
@@ -504,7 +504,7 @@ ratio = predict("How many times as many bytes does the ring send?", example=1, u
 # %%ranks
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 
-sequence = Sequence(None, SequenceCut.contiguous(1024, world_size))
+sequence = SharedSequence(None, SequenceCut.contiguous(1024, world_size))
 
 
 def sent_by(attention):

@@ -8,15 +8,16 @@ You may use:
 
     exchange_shards(x, dim, group=None, sent=None, received=None) -> Tensor
         All-to-all along `dim` forward, all-to-all backward: shard p of `x` goes to rank p.
-    Sequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool = True,
-            documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None = None)
-        Hold what attention needs to know of the sequences that the ranks have cut among them.
     sequence.group: Group
     sequence.lengths: list[int]
         Return how many tokens each rank has.
     sequence.rank: int
     sequence.size: int
         Return the number of ranks.
+    SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
+            True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
+            None)
+        Hold what attention needs to know of the sequences that the ranks have cut among them.
 
 Check it with `python -m exercises check all_to_all_heads`.
 """
@@ -24,10 +25,10 @@ Check it with `python -m exercises check all_to_all_heads`.
 from torch import Tensor
 
 from comm.functions import exchange_shards
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 
 
-def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: Sequence) -> Tensor:
+def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: SharedSequence) -> Tensor:
     """Send each of n ranks its heads of this rank's tokens; return (b, h, all tokens, e) of own heads.
 
     `x_bnhte` is (batch, ranks, heads of a rank, own tokens, e). `exchange_shards(x, dim, group,
@@ -38,7 +39,7 @@ def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: Sequence) -> Tensor:
     raise NotImplementedError("Tokens for heads is not written yet: `all_tokens_of_own_heads` has no body.")
 
 
-def all_heads_of_own_tokens(y_bhte: Tensor, sequence: Sequence) -> Tensor:
+def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
     """Send each rank its tokens of this rank's heads; return (b, all heads, own tokens, e).
 
     `y_bhte` has all tokens of this rank's heads.

@@ -14,9 +14,6 @@ You may use:
         A message to the right neighbour and one from the left one, for all ranks of a group together.
     part.pairs: float
         Return how many pairs of a query and a key are computed, in one head of one example.
-    Sequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool = True,
-            documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None = None)
-        Hold what attention needs to know of the sequences that the ranks have cut among them.
     sequence.block_like(kv: Tensor, source: int) -> Tensor
         Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
     sequence.group: Group
@@ -24,9 +21,13 @@ You may use:
     sequence.parts(source: int) -> list[Part]
         Return the parts of the attention of this rank's queries to the keys of rank `source`.
     sequence.rank: int
+    SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
+            True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
+            None)
+        Hold what attention needs to know of the sequences that the ranks have cut among them.
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
-    visits(kv: Tensor, sequence: Sequence) -> Iterator[tuple[int, Tensor]]
+    visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]
         Yield the keys and values of each rank, own first, while the next ones are on their way.
 
 Check it with `python -m exercises check ring_attention_backward`.
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 
 from comm.point_to_point import InFlightShift
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 from context_parallel.train_ring_attention import arrived, at_least_float32, visits
 from lab.timeline import span
 

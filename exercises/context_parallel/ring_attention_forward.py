@@ -17,9 +17,6 @@ You may use:
     NO_KEY = -1e+30
     part.pairs: float
         Return how many pairs of a query and a key are computed, in one head of one example.
-    Sequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool = True,
-            documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None = None)
-        Hold what attention needs to know of the sequences that the ranks have cut among them.
     sequence.block_like(kv: Tensor, source: int) -> Tensor
         Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
     sequence.group: Group
@@ -30,6 +27,10 @@ You may use:
     sequence.rank: int
     sequence.size: int
         Return the number of ranks.
+    SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
+            True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
+            None)
+        Hold what attention needs to know of the sequences that the ranks have cut among them.
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
 
@@ -44,12 +45,12 @@ from torch import Tensor
 
 from comm.point_to_point import InFlightShift
 from context_parallel.block_attention import NO_KEY, join
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 from context_parallel.train_ring_attention import arrived, at_least_float32
 from lab.timeline import span
 
 
-def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Tensor:
+def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
 
     `q` is (b, h, t, e); `k` and `v` may have fewer heads. `visits` yields the keys and values of
@@ -65,7 +66,7 @@ def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: Sequence) -> Te
     )
 
 
-def visits(kv: Tensor, sequence: Sequence) -> Iterator[tuple[int, Tensor]]:
+def visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]:
     """Yield the keys and values of each rank, own first, while the next ones are on their way.
 
     `kv` (2, b, h, t, e) has those of this rank. Each item is the rank that they come from, and

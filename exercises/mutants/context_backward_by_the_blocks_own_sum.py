@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from comm.point_to_point import InFlightShift
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 from context_parallel.train_ring_attention import arrived, at_least_float32, visits
 from lab.timeline import span
 
@@ -18,7 +18,7 @@ SYMPTOM = "The first loss is right, and the gradients of attention are too large
 
 def mutant(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     q, k, v, _, _ = ctx.saved_tensors
-    sequence: Sequence = ctx.sequence
+    sequence: SharedSequence = ctx.sequence
     dq, in_flight = torch.zeros_like(q, dtype=at_least_float32(q)), None
     for source, kv in visits(torch.stack([k, v]), sequence):
         dkv = torch.zeros_like(kv)

@@ -2,7 +2,7 @@
 
 from context_parallel.sequence_cut import Part
 
-TARGET = "context_parallel.parallel_model.Sequence.parts"
+TARGET = "context_parallel.parallel_model.SharedSequence.parts"
 KILLER = "tests.context_parallel.test_mutant_killers.test_no_query_attends_to_another_document"
 CAUSE = "of the keys that arrive, too"
 SYMPTOM = "With --documents the loss depends on the number of ranks, and without it does not."

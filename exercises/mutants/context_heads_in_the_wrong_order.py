@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from comm.functions import exchange_shards
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 
 TARGET = "context_parallel.train_all_to_all_attention.all_heads_of_own_tokens"
 KILLER = "tests.context_parallel.test_mutant_killers.test_each_head_comes_back_to_its_place"
@@ -11,7 +11,7 @@ CAUSE = "right and in the wrong order"
 SYMPTOM = "The loss is too high with two ranks and more. A model with as many heads as ranks trains well."
 
 
-def mutant(y_bhte: Tensor, sequence: Sequence) -> Tensor:
+def mutant(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
     lengths = sequence.lengths
     own = lengths[sequence.rank]
     arrived = exchange_shards(y_bhte, 2, sequence.group, lengths, [own] * sequence.size)

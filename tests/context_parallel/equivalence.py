@@ -11,8 +11,7 @@ from torch import Tensor
 
 from comm.collectives import Group, all_reduce
 from context_parallel.block_attention import KERNELS, Kernel
-from context_parallel.parallel_model import AttentionFunction, ContextParallel, Cut
-from context_parallel.parallel_model import Sequence as CutSequence
+from context_parallel.parallel_model import AttentionFunction, ContextParallel, Cut, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
@@ -108,7 +107,7 @@ def compare_attention(
     """Compare the attention of this rank's tokens, and its gradients, with one process."""
     full = qkv(length, heads, kv_heads)
     cut = variant.cut(length, dist.get_world_size(group))
-    sequence = CutSequence(group, cut, variant.kernel, is_causal, documents)
+    sequence = SharedSequence(group, cut, variant.kernel, is_causal, documents)
     q, k, v, dy = (cut.own(x, sequence.rank, 2) for x in full)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     y = variant.attention(q, k, v, sequence, 0.0)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from context_parallel.block_attention import Fused
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import Part, SequenceCut
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
@@ -40,7 +40,7 @@ class Fatal(Fused):
 def test_a_rank_that_dies_in_the_middle_of_the_ring_is_named_by_the_others(dies_in: str):
     def work(cluster: Cluster) -> None:
         kernel = Fatal(dies_in) if cluster.rank == 1 else Fused()
-        sequence = Sequence(None, SequenceCut.zigzag(12, 3), kernel, False)
+        sequence = SharedSequence(None, SequenceCut.zigzag(12, 3), kernel, False)
         q, k, v, dy = (sequence.cut.own(x, cluster.rank, 2).requires_grad_() for x in qkv(12))
         for _ in range(3):  # a rank whose neighbours are alive may end the step in which another one dies
             ring_attention(q, k, v, sequence).backward(dy)

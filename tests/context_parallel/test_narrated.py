@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from comm.functions import exchange_shards
 from comm.point_to_point import InFlightShift
 from context_parallel.block_attention import join
-from context_parallel.parallel_model import Sequence
+from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
@@ -63,7 +63,7 @@ def test_ring_attention_equals_one_process():
         torch.testing.assert_close(y, expected[:, :, tokens], rtol=1e-9, atol=1e-12)
 
         # The lesson's function does the same, and its backward sends keys and values round once more.
-        own_y = ring_attention(own_q, own_k, own_v, Sequence(None, cut))
+        own_y = ring_attention(own_q, own_k, own_v, SharedSequence(None, cut))
         torch.testing.assert_close(own_y, y, rtol=1e-9, atol=1e-12)
         own_y.backward(dy[:, :, tokens])
 
@@ -111,7 +111,7 @@ def test_all_to_all_attention_equals_one_process():
 
         # The lesson's function does the same. The backward of an all-to-all is an all-to-all, so each
         # gradient comes home to its token.
-        own_y = all_to_all_attention(*own, Sequence(None, cut))
+        own_y = all_to_all_attention(*own, SharedSequence(None, cut))
         torch.testing.assert_close(own_y, back, rtol=1e-9, atol=1e-12)
         own_y.backward(dy[:, :, tokens])
         for x, full in zip(own, (q, k, v), strict=True):

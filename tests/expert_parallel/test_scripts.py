@@ -96,7 +96,7 @@ def test_invalid_arguments_are_refused_in_one_sentence(tmp_path):
     def refuse(cluster: Cluster) -> None:
         for changes, sentence in (
             (
-                {"experts": 9},
+                {"experts": 9, "expert_ranks": 2},
                 "^--experts 9: 2 ranks cannot share them equally; choose .* such as --experts 10",
             ),
             ({"experts": 0}, "^--experts 0: there must be at least one"),

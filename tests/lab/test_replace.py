@@ -143,3 +143,11 @@ def test_what_is_at_home_in_a_library_is_replaced_in_libraries_and_here(monkeypa
     with replaced("json.decoder.JSONDecoder", Forgetful):
         assert json.JSONDecoder is by_hand.decoder is Forgetful
     assert json.JSONDecoder is by_hand.decoder is original
+
+
+def test_a_class_method_stays_one_when_a_plain_function_replaces_it():
+    from context_parallel.sequence_cut import SequenceCut
+
+    with replaced("context_parallel.sequence_cut.SequenceCut.zigzag", lambda cls, *sizes: (cls, sizes)):
+        assert SequenceCut.zigzag(8, 2) == (SequenceCut, (8, 2))
+    assert SequenceCut.zigzag(8, 2).length(0) == 4
