@@ -123,7 +123,7 @@ class Fused:
 
     @staticmethod
     def _rows(*tensors: Tensor) -> list[Tensor]:
-        """Return the tensors with the numbers of a head side by side; the kernel reads them without a check."""
+        """Return the tensors with the numbers of a head side by side, which the kernel does not check."""
         return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
     @staticmethod
