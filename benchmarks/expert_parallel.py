@@ -73,7 +73,7 @@ def rows_of(ranks: int, sizes: list[tuple[int, int]], runs: int) -> Rows:
 
 def main(args: Args) -> None:
     preload("benchmarks.expert_parallel_steps")  # ranks are forked, so they start with all modules imported
-    by_ranks = {4: rows_of(4, QUICK, 3)} if args.quick else {n: rows_of(n, SIZES, 5) for n in (2, 4)}
+    by_ranks = {4: rows_of(4, QUICK, 3)} if args.quick else {n: rows_of(n, SIZES, 7) for n in (2, 4)}
     if args.json:
         rows = [one for rows in by_ranks.values() for one in rows]
         side_by_side.show("expert_parallel", rows, True, "")
