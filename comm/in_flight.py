@@ -4,8 +4,8 @@
       backward   wait  ◄── the backward of that          ◄── start ◄── its gradient
 
 The all-to-all is cut into two autograd nodes, and each does in the backward what the other does in the
-forward. Autograd runs the node that was made last first, so the backward of what was computed between the
-two nodes runs between them again.
+forward. Of the nodes that are ready, autograd runs the one that was made last first. So the backward of what
+was computed between the two nodes runs between them again.
 """
 
 import math
@@ -25,8 +25,9 @@ from comm.errors import CommError
 class InFlightExchange:
     """An all-to-all along the first dim. The constructor starts it, `wait` returns what has arrived.
 
-    `sent[p]` rows go to rank p, `received[p]` rows come from it, and they arrive in rank order. Every rank
-    must call both, must call the backward, and must have an input that requires a gradient.
+    `sent[p]` rows go to rank p, `received[p]` rows come from it, and they arrive in rank order. All ranks
+    must start and wait. If one of them calls the backward, all must, and the inputs of all must require a
+    gradient.
     """
 
     def __init__(self, x: Tensor, sent: list[int], received: list[int], group: Group = None) -> None:
@@ -40,7 +41,8 @@ class InFlightExchange:
 
     def wait(self) -> Tensor:
         """Wait until the all-to-all has ended, and return the rows that this rank has received."""
-        started, self._started = self._started, None  # autograd's node keeps this object: no cycle
+        # The node of autograd keeps this object, so this object must not keep the node alive.
+        started, self._started = self._started, None
         return _Wait.apply(started, self)
 
     def launch(self, x: Tensor, backward: bool = False) -> Tensor:
@@ -67,7 +69,7 @@ class InFlightExchange:
 
 
 class _Start(Function):
-    """Start forward, wait backward. The output stands for the input on its way; only `_Wait` may use it."""
+    """Start forward, wait backward. The output gives autograd the order, and its values are not used."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: InFlightExchange) -> Tensor:

@@ -6,7 +6,7 @@ bytes, and there are E experts.
       counts         an all-gather of E numbers of 8 bytes
       forward        dispatch s d b, combine u d b
       backward       combine s d b, dispatch u d b
-      gradients      an all-reduce of everything but the experts, and among replicas one of the experts
+      gradients      an all-reduce for all parameters but the experts', and one for these among replicas
 
 The router decides what s and u are, so the formula takes them from the counts.
 """

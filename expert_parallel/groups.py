@@ -8,7 +8,7 @@
 
 The ranks of an expert group exchange tokens. The ranks of a column are replicas: they hold the same experts
 and average the gradients of these. An expert group has consecutive ranks, because launchers give such numbers
-to the ranks of one machine, and tokens are what is sent most.
+to the ranks of one machine, and tokens are sent in every layer.
 """
 
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ class Run(training.run.Run):
 
     def __init__(self, cluster: Cluster, args: Args, run_mode: str) -> None:
         self.moe = MoEConfig(args.experts, args.top_k, args.capacity, args.shared)
-        self._expert_ranks = args.expert_ranks
+        self._expert_ranks, self._balance = args.expert_ranks, args.balance
         if self._expert_ranks is None:
             self._expert_ranks = math.gcd(cluster.world_size, args.experts)
         super().__init__(cluster, args, run_mode)
@@ -114,5 +114,5 @@ class Run(training.run.Run):
         return FullState(get, put)
 
     def _made_with(self) -> dict[str, Any]:
-        """Let any number of ranks go on. With a capacity they drop other tokens: each has its own limit."""
-        return super()._made_with() | dataclasses.asdict(self.moe)
+        """Let any number of ranks go on. With a capacity, other tokens are then dropped."""
+        return super()._made_with() | dataclasses.asdict(self.moe) | {"balance": self._balance}

@@ -16,11 +16,12 @@ t tokens of d numbers:
 
 So expert parallelism sends less if t k < 4 E d, and a rank keeps an n-th of the experts. How many tokens an
 expert gets is not known in advance, and the slowest rank sets the time of all. So experts are balanced
-(balancing.py), and `--capacity` drops tokens that are too many for one expert: then a block changes them in
-attention only.
+(balancing.py), and `--capacity` drops tokens that are too many for one expert: such a token keeps its other
+experts, and without any the block's MLP adds nothing to it.
 
-All gradients are means over ranks, but an expert's arrives as a *sum* over the n ranks that send it tokens:
-divided by n, and averaged over the replicas of the expert, it is exactly that of one process.
+All gradients are means over ranks, but an expert's arrives as a *sum* over the ranks of its expert group,
+which send it tokens: divided by their number, and averaged over the replicas of the expert (groups.py), it is
+exactly that of one process.
 
 After Shazeer et al., "Outrageously Large Neural Networks", 2017, https://arxiv.org/abs/1701.06538 (experts
 and router); Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668 (dispatch and capacity); Fedus,
@@ -28,7 +29,7 @@ Zoph and Shazeer, "Switch Transformers", 2021, https://arxiv.org/abs/2101.03961 
 DeepSeek-AI, "DeepSeek-V3", 2024, https://arxiv.org/abs/2412.19437 (bias and shared expert).
 
 Shapes by suffix: t this rank's tokens, d width, k chosen experts of a token, E experts, L experts of a rank,
-a assignments of a token to an expert (t * k of them), r ranks.
+a assignments of a token to an expert (t * k of them, without those that are dropped), r ranks.
 """
 
 from collections.abc import Iterable
@@ -55,8 +56,9 @@ from lab.timeline import span
 class Router(nn.Module):
     """Choose top_k experts for each token. The weight of a chosen expert is its probability.
 
-    The weights of a token do not add up to 1: with k = 1 its weight would be 1, and the router would get no
-    gradient. The bias decides who is chosen (balancing.py), and does not change the weight.
+    The weights of a token are not divided by their sum: with k = 1 the weight would always be 1, and the
+    router would get no gradient. The bias decides who is chosen (balancing.py), and does not change the
+    weight.
     """
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
@@ -75,8 +77,8 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Send each token to its experts, and return the weighted sum of what these make of it.
 
-    `chosen_rE` counts for each rank how many of its tokens have chosen each expert, in the last forward of a
-    training, and `sent_rE` how many it has sent there. The difference is dropped.
+    `chosen_rE` counts for each rank how many of its tokens have chosen each expert, in the last forward in
+    training mode, and `sent_rE` how many it has sent there. The others were dropped.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_btd: Tensor) -> Tensor:
         x_td = x_btd.flatten(0, -2)
         if torch.is_grad_enabled() and not x_td.requires_grad:
-            x_td = x_td.detach().requires_grad_()  # every rank must take part in the backward's all-to-alls
+            x_td = x_td.detach().requires_grad_()  # else this rank would miss the backward's all-to-alls
         probabilities_tE, weights_tk, experts_tk = self.router(x_td)
         chosen_rE, sent_rE = self.count(experts_tk)
         if self.training:
@@ -117,7 +119,7 @@ class MixtureOfExperts(nn.Module):
     def count(self, experts_tk: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many tokens of each rank have chosen each expert, and how many of them are sent to it.
 
-        An all-gather of E numbers tells a rank which tokens it will receive, and all ranks the global counts.
+        An all-gather of E numbers tells a rank how many tokens it will get, and all ranks the global counts.
         """
         chosen_E = experts_tk.flatten().bincount(minlength=self.moe.num_experts)
         everyone = self.groups.everyone
@@ -126,12 +128,12 @@ class MixtureOfExperts(nn.Module):
         chosen_rE = chosen.view(-1, len(chosen_E))
         if self.moe.capacity is None:
             return chosen_rE, chosen_rE
-        # A rank has k times as many assignments as tokens.
+        # A row of chosen_rE adds up to that rank's tokens times k.
         capacity_r = (self.moe.capacity * chosen_rE.sum(1).double() / len(chosen_E)).ceil().long()
         return chosen_rE, chosen_rE.minimum(capacity_r.unsqueeze(1))
 
     def in_order_of_expert(self, experts_tk: Tensor, chosen_E: Tensor, sent_E: Tensor) -> Tensor:
-        """Return the numbers t * k + j of what is sent: token t goes to the j-th expert that it has chosen.
+        """Return the assignments that are sent, as numbers: i is of token i // k and its choice number i % k.
 
         They are in the order of experts, and for each expert in that of tokens. The capacity drops the last.
         """
@@ -157,14 +159,16 @@ class MixtureOfExperts(nn.Module):
         A dropped token gets nothing, so the block's residual goes on unchanged.
         """
         weights_a = weights_tk.flatten()[assignments]
-        return y_td.index_add(0, assignments // self.moe.top_k, y_ad * weights_a.unsqueeze(1))
+        terms_ad = (y_ad * weights_a.unsqueeze(1)).to(y_td.dtype)
+        return y_td.index_add(0, assignments // self.moe.top_k, terms_ad)
 
 
 class ExpertParallel(nn.Module):
     """A GPT with experts in place of its MLPs. Each rank of `groups.everyone` has its slice of the batch.
 
-    Call `finish_gradient_sync()` after the backward: then every `param.grad` is that of one process with the
-    global batch. Every parameter gets a gradient, which is zero for an expert without tokens.
+    Call `finish_gradient_sync()` once, after the last backward: then every `param.grad` is that of one
+    process with the global batch (with a capacity, of one that drops the same tokens). Every trained
+    parameter gets a gradient, which is zero for an expert without tokens.
     """
 
     def __init__(self, module: GPT, moe: MoEConfig, groups: ExpertGroups, seed: int = 0) -> None:
@@ -197,7 +201,7 @@ class ExpertParallel(nn.Module):
         """Average gradients over all ranks, and those of an expert over its replicas."""
         average_gradients(self.dense, self.groups.everyone)
         for parameter in average_gradients(self.experts, self.groups.replicas):
-            parameter.grad /= self.groups.num_expert_ranks  # a sum over tokens of as many ranks
+            parameter.grad /= self.groups.num_expert_ranks  # it was a sum over the tokens of these ranks
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> list[nn.Parameter]:

@@ -663,6 +663,7 @@ def join(y, lse, other_y, other_lse):
 #   cut in training, with an all-gather of keys and values instead of a ring
 # - Dao et al., "FlashAttention", 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135): attention in blocks on one
 #   device
+# - Next: [12 Many experts](12_many_experts.ipynb)
 
 # %%
 # %ranks stop

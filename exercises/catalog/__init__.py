@@ -7,6 +7,7 @@ from exercises.catalog import (
     comm_transport,
     context_parallel,
     data_parallel,
+    expert_parallel,
     hybrid_parallel,
     pipeline_parallel,
     pipeline_steps,
@@ -27,6 +28,7 @@ LESSONS = (
     pipeline_steps,
     hybrid_parallel,
     context_parallel,
+    expert_parallel,
 )
 # Exercises of a notebook keep the order of LESSONS. So `sampler` comes before `rendezvous`, which is harder.
 EXERCISES: tuple[Exercise, ...] = tuple(
