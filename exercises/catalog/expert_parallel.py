@@ -4,7 +4,6 @@ from exercises.catalog.exercise import Exercise
 
 LAYER = "tests/expert_parallel/test_layer.py::"
 EQUAL = "tests/expert_parallel/test_equivalence.py::"
-NARRATED = "tests/expert_parallel/test_narrated.py::"
 
 EXERCISES = (
     Exercise(
@@ -59,7 +58,6 @@ EXERCISES = (
             EQUAL + "test_two_ranks_have_the_gradients_of_one_process",
             EQUAL + "test_an_expert_is_averaged_over_its_replicas_only",
             EQUAL + "test_replicas_of_all_experts_are_plain_data_parallelism",
-            NARRATED + "test_expert_parallel_equals_one_process",
         ),
         difficulty=3,
         minutes=25,

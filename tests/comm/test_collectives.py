@@ -96,7 +96,7 @@ cases_of_any_kind = st.builds(
 
 
 # Not shrunk: the error names the case.
-@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     n=st.sampled_from(WORLD_SIZES),
     transport=st.sampled_from(TRANSPORTS),
