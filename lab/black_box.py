@@ -55,6 +55,7 @@ def black_box(folder: str | Path, rank: int, every: float = 0.5) -> Iterator[Non
     finally:
         stop.set()
         thread.join()  # it must not write a later file with an earlier state
+        _wait_for_end_marks()
         dump(folder, rank, state, error, places)
 
 
@@ -81,6 +82,17 @@ def dump(
     new.write_bytes(pickle.dumps(recording))
     new.replace(path)
     return path
+
+
+def _wait_for_end_marks() -> None:
+    """Wait until PyTorch has marked all collectives as ended, for 0.2 s at most, as some may really be open.
+
+    gloo's thread marks one only after it has woken the caller. So a rank that fails right behind a collective
+    would seem to have failed in it.
+    """
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline and not all(one.get("retired", True) for one in _recorded()["entries"]):
+        time.sleep(0.005)
 
 
 def _recorded() -> dict[str, Any]:

@@ -43,7 +43,8 @@ def test_a_run_is_caught_from_the_script_itself(monkeypatch):
     sent = sum(4 * parameter.numel() for parameter in GPT(GPTConfig.named("tiny")).parameters())
     assert sent < figures["bytes_per_step"] < 1.05 * sent  # 2 (n-1)/n of the gradients, and some headers
     seconds = tokens_per_step() / figures["tokens_per_second"]
-    assert figures["step_seconds"] <= seconds < figures["step_seconds"] + 10.0
+    rounding = 1 + 1e-9  # both are the same time if one rank starts first and ends last
+    assert figures["step_seconds"] <= seconds * rounding < figures["step_seconds"] + 10.0
     assert 0 < figures["memory_bytes"] < figures["peak_memory_bytes"]
 
 

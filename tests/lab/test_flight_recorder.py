@@ -50,6 +50,21 @@ def test_a_dump_has_the_collectives_of_gloo_and_of_nccl_which_torch_records_apar
     assert written["entries"] == [entry] and written["pg_config"] == groups
 
 
+def test_the_last_dump_waits_for_the_mark_that_gloo_sets_after_it_has_woken_the_caller(tmp_path, monkeypatch):
+    marks = iter([False, False])
+
+    def recording():
+        entry = {"collective_seq_id": 1, "retired": next(marks, True)}
+        return pickle.dumps({"version": "2.10", "pg_config": {}, "entries": [entry]})
+
+    monkeypatch.setattr(black_box_module, "_groups", dict)
+    monkeypatch.setattr(c10d, "_dump_fr_trace", recording)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: pickle.dumps({}), raising=False)
+    with pytest.raises(ValueError, match="bad batch"), black_box(tmp_path, 0, every=60):
+        raise ValueError("bad batch")
+    assert pickle.loads((tmp_path / "rank_0").read_bytes())["entries"][0]["retired"]
+
+
 def test_a_different_order_names_both_operations_and_their_lines(tmp_path):
     def mistake(rank):
         if rank == 1:
