@@ -12,49 +12,68 @@ a rank sends in a layer, forward and backward together:
       all-to-all    4 (n-1)/n^2 T (w + w_kv) numbers
       sequence parallelism (lesson 3)    8 (n-1)/n T w numbers
 
-The functions below hold for any lengths, without autocast. All-to-alls also send headers (comm/cost.py).
+The functions below hold for any lengths. All-to-alls also send headers (comm/cost.py).
 """
 
 from collections.abc import Sequence as List
 
+from comm.chosen_pattern import chosen_pattern
 from comm.cost import header_traffic, pairwise_traffic
-from context_parallel.parallel_model import ContextParallel
+from context_parallel.parallel_model import ContextParallel, SharedSequence
 from lab.ledger import Traffic
 
 
 def ring_traffic(model: ContextParallel, shape: List[int]) -> Traffic:
     """Return what this rank sends for the attention of all layers, forward and backward.
 
-    `shape` is that of the full tokens: batch, time.
+    `shape` is that of the full tokens: batch, time. Under autocast numbers are smaller than it says.
     """
-    sequence, config = model.sequence, model.module.config
-    assert sequence is not None
-    rank, n = sequence.rank, sequence.size
-    numbers = 2 * shape[0] * config.kv_heads * config.width // config.num_heads  # k and v of one position
-    itemsize = next(model.module.parameters()).itemsize
-    passed_on = [sequence.cut.length((rank - step) % n) for step in range(n - 1)]
-    gradients = [sequence.cut.length((rank - step) % n) for step in range(1, n)]
-    sent = [length for length in [*passed_on, *passed_on, *gradients] if length]
-    layers = config.num_layers
-    return Traffic(sum(sent) * numbers * itemsize * layers, len(sent) * layers)
+    assert model.sequence is not None
+    config, itemsize = model.module.config, next(model.module.parameters()).itemsize
+    head = shape[0] * config.width // config.num_heads  # numbers of one position and one head
+    return sum([*ring_layer(model.sequence, head, config.kv_heads, itemsize)] * config.num_layers, Traffic())
 
 
 def all_to_all_traffic(model: ContextParallel, shape: List[int]) -> Traffic:
     """Return what this rank sends for the attention of all layers, forward and backward.
 
-    `shape` is that of the full tokens: batch, time.
+    `shape` is that of the full tokens: batch, time. Under autocast numbers are smaller than it says.
     """
-    sequence, config = model.sequence, model.module.config
-    assert sequence is not None
-    rank, n, lengths = sequence.rank, sequence.size, sequence.lengths
-    itemsize = next(model.module.parameters()).itemsize
+    assert model.sequence is not None
+    config, itemsize = model.module.config, next(model.module.parameters()).itemsize
     head = shape[0] * config.width // config.num_heads  # numbers of one position and one head
-    q, kv = config.num_heads // n, config.kv_heads // n  # heads of a rank
+    layer = all_to_all_layer(model.sequence, head, config.num_heads, config.kv_heads, itemsize)
+    return sum([*layer] * config.num_layers, Traffic())
+
+
+def ring_layer(sequence: SharedSequence, head: int, kv_heads: int, itemsize: int) -> tuple[Traffic, Traffic]:
+    """Return what this rank sends for the attention of a layer: in the forward, and in the backward.
+
+    `head` is the number of elements of one position and one head, in all examples.
+    """
+    rank, n = sequence.rank, sequence.size
+    passed_on = [sequence.cut.length((rank - step) % n) for step in range(n - 1)]
+    gradients = [sequence.cut.length((rank - step) % n) for step in range(1, n)]
+
+    def traffic(lengths: list[int]) -> Traffic:
+        sent = [length for length in lengths if length]
+        return Traffic(sum(sent) * 2 * head * kv_heads * itemsize, len(sent))
+
+    return traffic(passed_on), traffic(passed_on + gradients)
+
+
+def all_to_all_layer(
+    sequence: SharedSequence, head: int, num_heads: int, kv_heads: int, itemsize: int
+) -> tuple[Traffic, Traffic]:
+    """Return what this rank sends for the attention of a layer, as `ring_layer` does."""
+    rank, n, lengths = sequence.rank, sequence.size, sequence.lengths
+    q, kv = num_heads // n, kv_heads // n  # heads of a rank
     to_heads = pairwise_traffic([lengths[rank] * (q + 2 * kv) * head] * n, itemsize, rank)
     to_tokens = pairwise_traffic([length * q * head for length in lengths], itemsize, rank)
     headers = header_traffic(n, uneven_parts=len(set(lengths)) > 1)
+    if chosen_pattern("all_to_all", sequence.group) == "torch":
+        headers = Traffic()
     # A gradient takes its tensor's way back.
     back_to_tokens = pairwise_traffic([length * (q + 2 * kv) * head for length in lengths], itemsize, rank)
     back_to_heads = pairwise_traffic([lengths[rank] * q * head] * n, itemsize, rank)
-    calls = [to_heads, to_tokens, back_to_tokens, back_to_heads]
-    return sum([call + headers for call in calls] * config.num_layers, Traffic())
+    return to_heads + to_tokens + headers + headers, back_to_tokens + back_to_heads + headers + headers

@@ -37,19 +37,18 @@ def tokens_between(sent_rE: Tensor, groups: ExpertGroups) -> Tensor:
     return sent_rE[groups.members].view(groups.num_expert_ranks, groups.num_expert_ranks, -1).sum(2)
 
 
+def counts_traffic(sent_rE: Tensor, groups: ExpertGroups) -> Traffic:
+    """Return what this rank sends in the all-gather that tells all ranks the counts of a layer."""
+    pattern = chosen_pattern("all_gather", groups.everyone)
+    return expected("all_gather", pattern, sent_rE.numel(), sent_rE.element_size(), groups.everyone)
+
+
 def layer_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
     """Return what this rank sends for a layer, forward and backward; `sent_rE` counts each rank's tokens."""
-    counts = expected(
-        "all_gather",
-        chosen_pattern("all_gather", groups.everyone),
-        sent_rE.numel(),
-        sent_rE.element_size(),
-        groups.everyone,
-    )
     there = tokens_between(sent_rE, groups)
     both = (exchange_traffic(sent_rr, width, itemsize, groups.experts) for sent_rr in (there, there.T))
     once = sum(both, Traffic())
-    return counts + once + once
+    return counts_traffic(sent_rE, groups) + once + once
 
 
 def gradient_traffic(parameters: list[nn.Parameter], group: Group) -> Traffic:

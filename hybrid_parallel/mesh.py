@@ -1,4 +1,4 @@
-"""Form the groups of a job: along the pipeline, data and tensor axes, one for each line of ranks.
+"""Form the groups of a job: along the pipeline, data, context and tensor axes, one for each line of ranks.
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
@@ -9,13 +9,19 @@
 
 The ranks of a group differ in their coordinate along one axis, and in no other: 0 and 1 divide each layer of
 stage 0 (tensor), 0 and 2 average their gradients (data), 0 and 4 exchange activations and their gradients
-(pipeline).
+(pipeline). The context axis, here of size 1, lies between data and tensor: its ranks have different tokens of
+the same examples.
+
+Ranks that differ only in their places along data and context are replicas: they train the same parameters
+with different tokens, so they average their gradients together. Experts are divided among replicas that are
+neighbours.
 
 Launchers give consecutive numbers to the ranks of one machine. So the groups of the last axis, whose ranks
 are neighbours, stay inside a machine, and those of the first axis cross machines. A rank sends the most along
 the last axis, and the least along the first:
 
       tensor      activations and their gradients, several times in each layer, and the rank waits for them
+      context     keys and values, in each layer
       data        gradients, once in a step, or with ZeRO 2 and 3 once for each microbatch; with ZeRO also
                   parameters
       pipeline    one activation or gradient for each microbatch over each boundary between stages
@@ -24,23 +30,27 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 2021, https://arxiv.org/abs/2104.04473, section 3.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from comm.transport.wire import name_axis
+from expert_parallel.groups import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.gloo_threads import keep_from_preempting
 
-AXES = ("pipeline", "data", "tensor")
+AXES = ("pipeline", "data", "context", "tensor")
 
 
 def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
     """Return a rank's place along each axis, from 0. Neighbours differ in the last axis, `tensor`."""
     rest, tensor = divmod(rank, sizes.tensor)
+    rest, context = divmod(rest, sizes.context)
     pipeline, data = divmod(rest, sizes.data)
-    return {"pipeline": pipeline, "data": data, "tensor": tensor}
+    return {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
 
 
 def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
@@ -48,56 +58,90 @@ def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
 
     Each list is in the order of the places, and the lists are in the order of their first ranks.
     """
+    return _groups_along([axis], sizes)
+
+
+def replicas_of(sizes: ParallelSizes) -> list[list[int]]:
+    """Return the groups of ranks that differ in their places along the data and context axes only."""
+    return _groups_along(["data", "context"], sizes)
+
+
+def _groups_along(axes: Collection[str], sizes: ParallelSizes) -> list[list[int]]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(sizes.world_size):
-        others = tuple(place for name, place in coordinates_of(rank, sizes).items() if name != axis)
+        others = tuple(place for name, place in coordinates_of(rank, sizes).items() if name not in axes)
         groups.setdefault(others, []).append(rank)
     return list(groups.values())
 
 
 class Mesh:
-    """Holds the three groups that this rank belongs to, and its coordinate in each.
+    """Holds the groups that this rank belongs to, and its coordinate along each axis.
 
-    All ranks of the job must create it together. Along an axis of size 1 each rank is a group of its own.
+    `replicas` are the ranks that train the same parameters with different tokens. All ranks of the job must
+    create the mesh together. Along an axis of size 1 each rank is a group of its own.
     """
 
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
         self.sizes, self.rank = sizes, cluster.rank
-        self.pipeline, self.data, self.tensor = (
-            dist.new_subgroups_by_enumeration(groups_of(axis, sizes), group_desc=axis)[0] for axis in AXES
-        )
-        keep_from_preempting()  # each group has threads of its own
-        for axis in AXES:
-            name_axis(self.group(axis), axis)
+        self._groups = {axis: _own_group(groups_of(axis, sizes), axis) for axis in AXES}
+        self.pipeline, self.data, self.context, self.tensor = self._groups.values()
+        # What replicas send counts for the data axis: without a context axis they are its ranks.
+        self.replicas = self.data if sizes.context == 1 else _own_group(replicas_of(sizes), "data")
         # The same groups as torch's DeviceMesh, for code that takes one; init_device_mesh would form others.
-        grid = torch.arange(sizes.world_size).reshape(sizes.pipeline, sizes.data, sizes.tensor)
-        groups = [self.group(axis) for axis in AXES]
+        grid = torch.arange(sizes.world_size).reshape([getattr(sizes, axis) for axis in AXES])
+        groups = list(self._groups.values())
         self.device_mesh = DeviceMesh.from_group(groups, cluster.device.type, grid, mesh_dim_names=AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in their place along `axis` only."""
-        return {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}[axis]
+        return self._groups[axis]
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's place along `axis`, from 0."""
         return coordinates_of(self.rank, self.sizes)[axis]
+
+    def expert_groups(self) -> ExpertGroups:
+        """Form the groups of replicas that share experts, and of those that hold the same ones.
+
+        All ranks of the job must call it.
+        """
+        each = self.sizes.expert_ranks
+        sharing = [
+            ranks[first : first + each]
+            for ranks in replicas_of(self.sizes)
+            for first in range(0, len(ranks), each)
+        ]
+        same = [ranks[place::each] for ranks in replicas_of(self.sizes) for place in range(each)]
+        return ExpertGroups(self.replicas, _own_group(sharing, "expert"), _own_group(same, "data"))
+
+
+def _own_group(groups: list[list[int]], axis: str) -> dist.ProcessGroup:
+    """Form groups of ranks, and return that of this rank. What it sends counts for the axis."""
+    own = dist.new_subgroups_by_enumeration(groups, group_desc=axis)[0]
+    keep_from_preempting()  # each group has threads of its own
+    name_axis(own, axis)
+    return own
 
 
 def drawn(sizes: ParallelSizes) -> str:
     """Return a picture of all ranks as above: a row for each replica, a block of columns for each stage."""
     width = max(len(f"rank {sizes.world_size - 1}"), len(f"tensor {sizes.tensor - 1}")) + 3
     block = width * sizes.tensor
-    first = len(f"replica {sizes.data - 1}") + 3
+    names = [
+        f"replica {place // sizes.context}" + f", context {place % sizes.context}" * (sizes.context > 1)
+        for place in range(sizes.replicas)
+    ]
+    first = max(map(len, names)) + 3
     stages = "".join(f"stage {p}".ljust(block + 3) for p in range(sizes.pipeline))
     tensors = "".join(f"tensor {t}".ljust(width) for t in range(sizes.tensor)).ljust(block + 3)
     lines = [str(sizes), "", " " * first + stages, " " * first + tensors * sizes.pipeline]
-    for replica in range(sizes.data):
+    for place, name in enumerate(names):
         cells = [
             "".join(
-                f"rank {(stage * sizes.data + replica) * sizes.tensor + t}".ljust(width)
+                f"rank {(stage * sizes.replicas + place) * sizes.tensor + t}".ljust(width)
                 for t in range(sizes.tensor)
             ).ljust(block + 3)
             for stage in range(sizes.pipeline)
         ]
-        lines.append(f"replica {replica}".ljust(first) + "".join(cells))
+        lines.append(name.ljust(first) + "".join(cells))
     return "\n".join(line.rstrip() for line in lines)

@@ -1,11 +1,12 @@
-"""Say how a job's ranks are divided: the number of ranks along the pipeline, data and tensor axes.
+"""Say how a job's ranks are divided: the number of ranks along each axis of the mesh.
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
-Every rank has one coordinate along each of the three axes (mesh.py). `refuse_sizes` refuses a division that
-makes no sense for a model and a batch, before the training begins, and says why.
+Every rank has one coordinate along each axis (mesh.py). `refuse_sizes` refuses a division that makes no sense
+for a model and a batch, before the training begins, and says why.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,21 +17,27 @@ from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
 Precision = Literal["float32", "bf16"]
 Zero = Literal[0, 1, 2, 3]
+Attention = Literal["ring", "all_to_all"]
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
     """Holds the number of ranks along each axis, and what the ranks of an axis do.
 
-    `zero` is the stage of ZeRO along the data axis; 0 keeps a full copy on each of its ranks. `chunks` is the
-    number of stages that each rank has with the interleaved schedule. `pattern` names the algorithm of the
-    collectives; None takes the fastest of the backend.
+    `zero` is the stage of ZeRO along the data axis; 0 keeps a full copy on each of its ranks. `expert_ranks`
+    is the number of replicas among which a layer's experts are divided. `attention` says how the ranks of the
+    context axis attend to each other's tokens. `chunks` is the number of stages that each rank has with the
+    interleaved schedule. `pattern` names the algorithm of the collectives; None takes the fastest of the
+    backend.
     """
 
     pipeline: int = 1
     data: int = 1
+    context: int = 1
     tensor: int = 1
+    expert_ranks: int = 1
     zero: Zero = 0
+    attention: Attention = "ring"
     sequence_parallel: bool = False
     schedule: Schedule = "1f1b"
     chunks: int = 2
@@ -42,7 +49,12 @@ class ParallelSizes:
     @property
     def world_size(self) -> int:
         """Return the number of ranks: the product of the axes."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that train the same parameters with different tokens."""
+        return self.data * self.context
 
     @property
     def num_stages(self) -> int:
@@ -52,21 +64,35 @@ class ParallelSizes:
     @property
     def holders(self) -> int:
         """Return the number of ranks that hold one copy of the parameters together."""
-        return self.pipeline * self.tensor * (self.data if self.zero == 3 else 1)
+        return self.pipeline * self.tensor * (self.replicas if self.zero == 3 else 1)
+
+    def ranks_along(self, axis: str) -> int:
+        """Return the number of ranks that communicate with each other along an axis.
+
+        Along the data axis all replicas average gradients, also those that have the same examples.
+        """
+        special = {"data": self.replicas, "expert": self.expert_ranks}
+        return special[axis] if axis in special else getattr(self, axis)
 
     def __str__(self) -> str:
-        axes = f"{self.pipeline} (pipeline) x {self.data} (data) x {self.tensor} (tensor)"
+        names = ["pipeline", "data", *["context"] * (self.context > 1), "tensor"]
+        axes = " x ".join(f"{getattr(self, axis)} ({axis})" for axis in names)
         return f"{self.world_size} ranks = {axes}"
 
 
 def refuse_sizes(
-    sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: int, world_size: int
+    sizes: ParallelSizes,
+    config: GPTConfig | MLPConfig,
+    batch_size: int,
+    world_size: int,
+    num_experts: int = 1,
 ) -> None:
     """Raise WorkbookError if `world_size` ranks cannot train the model of `config` in this way.
 
-    `batch_size` is the number of examples in a step, over all ranks together.
+    `batch_size` is the number of examples in a step, over all ranks together. `num_experts` is that of a
+    layer; 1 means a dense model.
     """
-    for axis in ("pipeline", "data", "tensor", "microbatches", "chunks"):
+    for axis in ("pipeline", "data", "context", "tensor", "expert_ranks", "microbatches", "chunks"):
         if getattr(sizes, axis) < 1:
             raise WorkbookError(f"{axis} is {getattr(sizes, axis)}; it must be at least 1.")
     if sizes.world_size != world_size:
@@ -84,7 +110,10 @@ def refuse_sizes(
             "them in full during the step, as with zero 1; take zero 1, or one pipeline stage."
         )
     if isinstance(config, MLPConfig):
-        _refuse_for_mlp(sizes)
+        _refuse_for_mlp(sizes, num_experts)
+    else:
+        _refuse_context(sizes, config)
+    _refuse_experts(sizes, num_experts)
     if sizes.sequence_parallel and sizes.tensor == 1:
         raise WorkbookError(
             "sequence_parallel divides tokens among the ranks of the tensor axis; make tensor at least 2."
@@ -112,7 +141,60 @@ def _divided_by_tensor(config: GPTConfig | MLPConfig) -> list[tuple[str, int]]:
     return [("query heads", config.num_heads), ("key and value heads", config.kv_heads)]
 
 
-def _refuse_for_mlp(sizes: ParallelSizes) -> None:
+def _refuse_context(sizes: ParallelSizes, config: GPTConfig) -> None:
+    """Refuse sequences that the ranks of the context axis cannot cut into equal shares."""
+    if sizes.attention not in ("ring", "all_to_all"):
+        raise WorkbookError(f"attention is {sizes.attention!r}; it must be ring or all_to_all.")
+    if sizes.context == 1:
+        return
+    pieces = sizes.context * (2 if sizes.attention == "ring" else 1)
+    unit = math.lcm(pieces, sizes.context * (sizes.tensor if sizes.sequence_parallel else 1))
+    length = config.block_size if isinstance(config, GPTConfig) else config.sequence_length
+    if length % unit:
+        raise WorkbookError(
+            f"context is {sizes.context}, and sequences have {length} tokens; their number must be a "
+            f"multiple of {unit}, so that all ranks have equally many."
+        )
+    heads = config.kv_heads // sizes.tensor
+    if sizes.attention == "all_to_all" and heads % sizes.context:
+        raise WorkbookError(
+            f"attention is all_to_all, and context is {sizes.context}; it must divide the {heads} key "
+            "and value heads that a rank of the tensor axis has; take ring."
+        )
+    if sizes.attention == "ring" and config.dropout:
+        raise WorkbookError(
+            "attention is ring, which cannot drop attention probabilities, and the model drops some; take "
+            "all_to_all."
+        )
+
+
+def _refuse_experts(sizes: ParallelSizes, num_experts: int) -> None:
+    """Refuse experts that cannot be divided as asked."""
+    if num_experts % sizes.expert_ranks:
+        what = f"{num_experts} experts in a layer" if num_experts > 1 else "model, which has no experts"
+        raise WorkbookError(f"expert_ranks is {sizes.expert_ranks}; it must divide the {what}.")
+    if sizes.replicas % sizes.expert_ranks:
+        raise WorkbookError(
+            f"expert_ranks is {sizes.expert_ranks}; it must divide the {sizes.replicas} replicas, which are "
+            "data x context ranks."
+        )
+    if sizes.expert_ranks > 1 and sizes.zero:
+        raise WorkbookError(
+            f"zero is {sizes.zero} and expert_ranks is {sizes.expert_ranks}: the experts are divided "
+            "already, and ZeRO beside them is not offered; take zero 0, or expert_ranks 1."
+        )
+    if num_experts > 1 and sizes.sequence_parallel:
+        raise WorkbookError(
+            "sequence_parallel gives each tensor rank some of the tokens, and experts need all of them; "
+            "leave it out."
+        )
+
+
+def _refuse_for_mlp(sizes: ParallelSizes, num_experts: int) -> None:
+    if sizes.context > 1:
+        raise WorkbookError(f"context is {sizes.context}, and an MLP has no sequences to cut; leave it out.")
+    if num_experts > 1:
+        raise WorkbookError(f"experts is {num_experts}, and an MLP has no blocks to put them in; take a gpt.")
     if sizes.sequence_parallel:
         raise WorkbookError("sequence_parallel divides tokens, and an MLP has none; leave it out.")
     if sizes.recompute and sizes.pipeline == 1:
