@@ -24,8 +24,8 @@ class MoEConfig:
     """Whether all tokens pass one more expert, which every rank holds."""
 
 
-def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
-    """Refuse experts that cannot be divided as asked, and tokens that cannot be dispatched as asked."""
+def refuse_choice(moe: MoEConfig) -> None:
+    """Refuse tokens that cannot be dispatched as asked."""
     if moe.num_experts < 1:
         raise WorkbookError(f"--experts {moe.num_experts}: there must be at least one.")
     if not 1 <= moe.top_k <= moe.num_experts:
@@ -36,6 +36,11 @@ def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
         raise WorkbookError(
             f"--capacity {moe.capacity:g}: it is a number above 0, such as 1.25; leave it out to drop none."
         )
+
+
+def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
+    """Refuse experts that cannot be divided as asked, and tokens that cannot be dispatched as asked."""
+    refuse_choice(moe)
     if expert_ranks < 1 or ranks % expert_ranks:
         raise WorkbookError(
             f"--expert-ranks {expert_ranks} must divide the {ranks} ranks; leave it out for as many as fit."

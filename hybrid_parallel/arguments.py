@@ -1,9 +1,11 @@
 """Define the options of the hybrid training: how the ranks are divided, and how each axis works."""
 
 import dataclasses
+import math
 from typing import Literal
 
-from hybrid_parallel.sizes import ParallelSizes, Precision, Schedule, Zero
+from expert_parallel.config import MoEConfig, refuse_choice
+from hybrid_parallel.sizes import Attention, ParallelSizes, Precision, Schedule, Zero
 from lab.errors import WorkbookError
 from lab.model import GPTConfig, MLPConfig
 from training.arguments import ClipArgs, TrainArgs
@@ -32,11 +34,26 @@ class HybridArgs(ClipArgs, TrainArgs):
     """Number of ranks along the pipeline axis: each has other layers."""
     data: int | None = None
     """Number of ranks along the data axis: each has other examples. None: as many as the other axes leave."""
+    context: int = 1
+    """Number of ranks along the context axis: each has some tokens of every sequence."""
+    attention: Attention = "ring"
+    """Attention to the tokens of other ranks of the context axis: ring sends keys and values round, and
+    all_to_all divides heads instead of tokens."""
     tensor: int = 1
     """Number of ranks along the tensor axis: each has a part of every layer."""
     zero: Zero = 0
     """Number of ZeRO's stage along the data axis: 1 divides the optimizer's state, 2 the gradients too, 3 the
     parameters too. 0: each rank of the axis has a full copy."""
+    experts: int = 1
+    """Number of experts in each block, in place of its MLP. 1: the plain MLP."""
+    top_k: int = 2
+    """Number of experts that a token passes, where there are several."""
+    capacity: float | None = None
+    """Limit of what a rank sends to an expert, as a multiple of the mean. None: no token is dropped."""
+    expert_ranks: int = 1
+    """Number of replicas, along the data and context axes, among which the experts of a block are divided."""
+    aux_weight: float = 0.01
+    """Weight of the term of the loss that keeps experts equally busy. 0: no such term."""
     sequence_parallel: bool = False
     """Divide norms, dropout and residuals by tokens among the ranks of the tensor axis."""
     schedule: Schedule = "1f1b"
@@ -61,11 +78,15 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
     """
     data = args.data
     if data is None:
-        others = args.pipeline * args.tensor
+        axes = {axis: getattr(args, axis) for axis in ("pipeline", "context", "tensor")}
+        others = math.prod(axes.values())
         if others < 1 or world_size % others:
+            *before, last = [
+                f"{axis} is {size}" for axis, size in axes.items() if axis != "context" or size != 1
+            ]
             raise WorkbookError(
-                f"pipeline is {args.pipeline} and tensor is {args.tensor}; their product must divide the "
-                f"number of ranks, {world_size}."
+                f"{', '.join(before)} and {last}; their product must divide the number of ranks, "
+                f"{world_size}."
             )
         data = world_size // others
     own = {field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelSizes)}
@@ -74,11 +95,20 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
 
 def model_of(args: HybridArgs) -> GPTConfig | MLPConfig:
     """Return the sizes of the model. Raise WorkbookError for numbers that no run can be made with."""
-    for option in ("layers", "microbatches", "chunks"):
+    for option in ("layers", "microbatches", "chunks", "experts"):
         if not 1 <= (number := getattr(args, option)) <= MOST:
             raise WorkbookError(f"--{option} {number}: it must be from 1 to {MOST}.")
     gpt = GPTConfig.named(args.size, num_layers=args.layers)
     return gpt if args.model == "gpt" else MLPConfig(args.layers, gpt.width)
+
+
+def moe_of(args: HybridArgs) -> MoEConfig | None:
+    """Return the sizes of the experts, or None without any. Raise WorkbookError if they make no sense."""
+    if args.experts == 1:
+        return None
+    moe = MoEConfig(args.experts, args.top_k, args.capacity)
+    refuse_choice(moe)
+    return moe
 
 
 def refuse_options(args: HybridArgs) -> None:
@@ -87,6 +117,9 @@ def refuse_options(args: HybridArgs) -> None:
         raise WorkbookError(
             f"--metronome {args.metronome}: the hybrid training does not offer it; leave it out."
         )
+    if not 0 <= args.aux_weight < math.inf:
+        raise WorkbookError(f"--aux-weight {args.aux_weight:g}: it is a number from 0, such as 0.01.")
+    moe_of(args)
     if args.checkpoint_every < 0:
         raise WorkbookError(f"--checkpoint-every {args.checkpoint_every}: it is a number of steps, or 0.")
     if args.checkpoint_keep < 1:

@@ -24,6 +24,7 @@ from comm.script import command_line
 from comm.transport import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
 from hybrid_parallel.config_file import allowed
+from hybrid_parallel.mesh import AXES
 from hybrid_parallel.settings import KEYS, OPTIONS, Settings
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.errors import WorkbookError
@@ -31,8 +32,6 @@ from training.validate import MAX_BATCH, validate_arguments
 
 BATCH_SIZE = 8  # examples per device
 MAX_PROCESSES = 1 << 20
-AXES = ("pipeline", "data", "tensor")
-
 Choose = Callable[[HybridArgs, int, Mapping[str, Any]], ParallelSizes]
 """Returns the planner's choice for (arguments, number of processes, sizes that are given and must stay)."""
 
@@ -79,7 +78,7 @@ def load(path: str, overrides: Sequence[str] = (), choose: Choose | None = None)
         if auto and _has_plan(args, number, given) and choose is not None:
             args = dataclasses.replace(args, **dataclasses.asdict(choose(args, number, given)))
         if not auto or choose is not None:
-            refuse_sizes(sizes_of(args, number), model_of(args), args.batch_size, number)
+            refuse_sizes(sizes_of(args, number), model_of(args), args.batch_size, number, args.experts)
     except WorkbookError as error:
         raise settings.blame(error) from error
     return Config(args, number, auto, given)
@@ -131,13 +130,14 @@ def _with_all_sizes(
     settings: Settings, options: Mapping[str, Any], number: int, batch_size: int
 ) -> dict[str, Any]:
     """Return the options with all sizes. Raise WorkbookError if no product of the axes can be `number`."""
-    tensor, data, pipeline = options.get("tensor", 1), options.get("data"), options.get("pipeline", 1)
+    tensor, context = options.get("tensor", 1), options.get("context", 1)
+    data, pipeline = options.get("data"), options.get("pipeline", 1)
     if pipeline is True:
-        pipeline = _num_stages(settings, tensor, data, number)
+        pipeline = _num_stages(settings, tensor * context, data, number)
     pipeline = int(pipeline) or 1  # False is 1
-    others = pipeline * tensor * (data or 1)
+    others = pipeline * context * tensor * (data or 1)
     if number % others or (data is not None and others != number):
-        wanted = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        wanted = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
         raise settings.blame(WorkbookError(_product(wanted, number)))
     zero = options.get("zero", 0)
     zero = (1 if pipeline > 1 else 2) if zero is True else int(zero)
@@ -146,18 +146,22 @@ def _with_all_sizes(
 
 
 def _product(sizes: Mapping[str, Any], number: int) -> str:
-    shown = " x ".join(f"{sizes.get(axis) or '?'} ({axis})" for axis in AXES)
+    axes = [axis for axis in AXES if axis != "context" or sizes.get(axis, 1) != 1]
+    shown = " x ".join(f"{sizes.get(axis) or '?'} ({axis})" for axis in axes)
     return f"{number} processes cannot be {shown}; the product of the axes must be num_gpus."
 
 
-def _num_stages(settings: Settings, tensor: int, data: int | None, number: int) -> int:
-    """Return the pipeline's size for `True`: what `data` leaves, or without it the least divisor above 1."""
-    left = number // (tensor * (data or 1))
+def _num_stages(settings: Settings, others: int, data: int | None, number: int) -> int:
+    """Return the pipeline's size for `True`: what `data` leaves, or without it the least divisor above 1.
+
+    `others` is the number of ranks along the context and tensor axes together.
+    """
+    left = number // (others * (data or 1))
     if left < 2:
         raise settings.error(
             "pipeline_parallelism is True, but there is no process for a second stage; give it False, or "
             "a larger num_gpus.",
-            *("pipeline", "num_gpus", "data", "tensor"),
+            *("pipeline", "num_gpus", "data", "context", "tensor"),
         )
     return left if data is not None else next(n for n in range(2, left + 1) if left % n == 0)
 
@@ -166,13 +170,14 @@ def _has_plan(args: HybridArgs, number: int, given: Mapping[str, Any]) -> bool:
     """Return True if a division of the processes that has the given sizes makes sense, else raise why not."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     first = None
-    for pipeline, tensor in itertools.product(divisors, divisors):
-        axes = {"pipeline": pipeline, "tensor": tensor, "data": number // (pipeline * tensor)}
-        if number % (pipeline * tensor) or any(given.get(axis, n) != n for axis, n in axes.items()):
+    for context, pipeline, tensor in itertools.product(divisors, divisors, divisors):
+        others = pipeline * context * tensor
+        axes = {"pipeline": pipeline, "context": context, "tensor": tensor, "data": number // others}
+        if number % others or any(given.get(axis, n) != n for axis, n in axes.items()):
             continue
         try:
             sizes = sizes_of(dataclasses.replace(args, **axes), number)
-            refuse_sizes(sizes, model_of(args), args.batch_size, number)
+            refuse_sizes(sizes, model_of(args), args.batch_size, number, args.experts)
             return True
         except WorkbookError as error:
             first = first or error

@@ -23,7 +23,7 @@ from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from hybrid_parallel.sizes import ParallelSizes
 from lab.ledger import Traffic
-from lab.model import GPT, Attention
+from lab.model import GPT, Attention, GPTConfig
 
 ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 CUTS = {"ring": SequenceCut.zigzag, "all_to_all": SequenceCut.contiguous}
@@ -47,9 +47,9 @@ class ContextAxis:
         """Return this rank's tokens of full sequences."""
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
-    def layer_traffic(self, batch: int, model: GPT, itemsize: int) -> tuple[Traffic, Traffic]:
+    def layer_traffic(self, batch: int, config: GPTConfig, itemsize: int) -> tuple[Traffic, Traffic]:
         """Return what this rank sends for a layer's attention to `batch` sequences: forward and backward."""
-        config, tensor = model.config, self.sizes.tensor
+        tensor = self.sizes.tensor
         numbers = batch * config.width // config.num_heads
         q, kv = config.num_heads // tensor, config.kv_heads // tensor
         if self.sizes.attention == "ring":

@@ -8,8 +8,8 @@
       average an expert    0 2 4 6 with each other, and 1 3 5 7
 
 A block sends its tokens to their experts and back, as in lesson 7. Stages of a pipeline have the experts of
-their own blocks. The tensor axis divides each expert as it divides an MLP: its ranks have the same tokens, make
-the same choice, and send the same tokens.
+their own blocks. The tensor axis divides each expert as it divides an MLP: its ranks have the same tokens,
+make the same choice, and send the same tokens.
 
 The auxiliary loss arises in every block, but only the last stage has the loss. So a block adds its term where
 it arises: in the backward, `AddToLoss` gives it the gradient that a term of the loss has.
@@ -17,6 +17,7 @@ it arises: in the backward, `AddToLoss` gives it the gradient that a term of the
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from comm.chosen_pattern import use_pattern
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.config import MoEConfig
-from expert_parallel.expected_traffic import counts_traffic, exchange_traffic, tokens_between
+from expert_parallel.expected_traffic import exchange_traffic, tokens_between
 from expert_parallel.groups import ExpertGroups
 from expert_parallel.train_moe import MixtureOfExperts
 from lab.ledger import Traffic
@@ -50,8 +51,8 @@ class AddToLoss(torch.autograd.Function):
 class BalancedExperts(MixtureOfExperts):
     """A mixture of experts that adds `weight` times its auxiliary loss to the loss.
 
-    `sent` has, for each forward in training mode since the last `forget`, how many tokens each rank has sent
-    to each expert.
+    `sent` has, for each forward in training mode since it was last cleared, how many tokens each rank has
+    sent to each expert.
     """
 
     def __init__(
@@ -65,40 +66,53 @@ class BalancedExperts(MixtureOfExperts):
         if x_btd.is_meta:  # a pipeline finds out shapes
             return torch.empty_like(x_btd)
         y_btd = super().forward(x_btd)
-        if not self.training:
+        if not self.training or not self._weight:
             return y_btd
-        self.sent.append(self.sent_rE)
-        return AddToLoss.apply(y_btd, self._weight * self.auxiliary_loss) if self._weight else y_btd
+        return AddToLoss.apply(y_btd, self._weight * self.auxiliary_loss)
+
+    def count(self, experts_tk: Tensor) -> tuple[Tensor, Tensor]:
+        # Here, because a forward that is recomputed may stop before its end.
+        chosen_rE, sent_rE = super().count(experts_tk)
+        if self.training:
+            self.sent.append(sent_rE)
+        return chosen_rE, sent_rE
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Holds what experts a model has, the weight of their auxiliary loss, and the seed of their weights."""
+
+    moe: MoEConfig
+    aux_weight: float = 0.01
+    seed: int = 0
 
 
 class ExpertAxis:
-    """Replaces the MLPs of a GPT by experts, and keeps what this rank has of them.
+    """Replaces the MLPs of a GPT by experts, of which this rank has some.
 
-    `weight` is the number by which the auxiliary loss of a microbatch is multiplied.
+    The auxiliary loss of a step is the mean over its microbatches, each with the tokens of all replicas.
     """
 
     def __init__(
-        self, model: GPT, moe: MoEConfig, groups: ExpertGroups, weight: float, seed: int, pattern: str | None
+        self, model: GPT, experts: Experts, groups: ExpertGroups, microbatches: int, pattern: str | None
     ) -> None:
-        self.moe, self.groups = moe, groups
+        self.groups = groups
         for group in (groups.experts, groups.replicas):
             use_pattern(pattern, group)
+        weight = experts.aux_weight / microbatches
         for number, block in enumerate(model.blocks):
-            layer = BalancedExperts(model.config, moe, groups, seed, number, weight)
+            layer = BalancedExperts(model.config, experts.moe, groups, experts.seed, number, weight)
             block.mlp = layer.to(model.token_embedding.weight)
 
-    def layers_of(self, module: nn.Module) -> list[BalancedExperts]:
-        """Return the mixtures of experts of a stage or model."""
-        return [layer for layer in module.modules() if isinstance(layer, BalancedExperts)]
 
-    def experts_of(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of this rank's experts in a stage or model."""
-        return [p for layer in self.layers_of(module) for p in layer.experts.parameters()]
+def layers_of(module: nn.Module) -> list[BalancedExperts]:
+    """Return the mixtures of experts of a stage or model."""
+    return [layer for layer in module.modules() if isinstance(layer, BalancedExperts)]
 
-    def forget(self, module: nn.Module) -> None:
-        """Forget the counts of earlier steps."""
-        for layer in self.layers_of(module):
-            layer.sent.clear()
+
+def experts_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of this rank's experts in a stage or model."""
+    return [parameter for layer in layers_of(module) for parameter in layer.experts.parameters()]
 
 
 class ReplicatedExperts:
@@ -107,11 +121,11 @@ class ReplicatedExperts:
     It has the methods of BucketDataParallel.
     """
 
-    def __init__(self, module: nn.Module, axis: ExpertAxis, pattern: str | None) -> None:
-        self._experts, self._ranks = axis.experts_of(module), axis.groups.num_expert_ranks
+    def __init__(self, module: nn.Module, groups: ExpertGroups, pattern: str | None) -> None:
+        self._experts, self._ranks = experts_of(module), groups.num_expert_ranks
         own = set(self._experts)
         dense = [parameter for parameter in module.parameters() if parameter not in own]
-        both = (dense, axis.groups.everyone), (self._experts, axis.groups.replicas)
+        both = (dense, groups.everyone), (self._experts, groups.replicas)
         self._parts = [BucketDataParallel(nn.ParameterList(p), group, pattern) for p, group in both]
 
     @contextmanager
@@ -135,20 +149,27 @@ class ReplicatedExperts:
         return sum((traffic_per_step(part, part.pattern) for part in self._parts), Traffic())
 
 
-def exchanged(layer: BalancedExperts, itemsize: int, forwards_per_backward: int) -> tuple[Traffic, Traffic]:
-    """Return what this rank has sent for a layer: tokens along the expert axis, and counts along the data axis.
+def tokens_traffic(layer: BalancedExperts, itemsize: int, is_recomputed: bool) -> Traffic:
+    """Return what this rank has sent of tokens and their gradients for a layer in this step.
 
     `itemsize` is the bytes of a number of a token.
     """
     groups, width = layer.groups, layer.router.weight.shape[1]
-    tokens = counts = Traffic()
-    for number, sent_rE in enumerate(layer.sent):
-        counts += counts_traffic(sent_rE, groups)
+    forwards = Traffic()
+    for sent_rE in layer.sent:
         there = tokens_between(sent_rE, groups)
-        once = sum(
-            (exchange_traffic(sent_rr, width, itemsize, groups.experts) for sent_rr in (there, there.T)),
-            Traffic(),
-        )
-        has_backward = number % forwards_per_backward == 0
-        tokens += once + once if has_backward else once
-    return tokens, counts
+        for sent_rr in (there, there.T):
+            forwards += exchange_traffic(sent_rr, width, itemsize, groups.experts)
+    return forwards + of_backwards(forwards, is_recomputed)
+
+
+def of_backwards(forwards: Traffic, is_recomputed: bool) -> Traffic:
+    """Return what backwards send, each as much as a forward; a recomputed layer has two forwards for each."""
+    times = 1 + is_recomputed
+    return Traffic(forwards.bytes_sent // times, forwards.messages_sent // times)
+
+
+def arrived_tokens(layer: BalancedExperts) -> Iterator[int]:
+    """Yield how many tokens have arrived at each expert of this rank, in each noted forward of a layer."""
+    for sent_rE in layer.sent:
+        yield from sent_rE[layer.groups.members, layer.own.start : layer.own.stop].sum(0).tolist()

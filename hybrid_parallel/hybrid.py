@@ -1,12 +1,16 @@
-"""Put the techniques of lessons 2 to 4 around one model: tensor parallel layers, in stages, in replicas.
+"""Put the techniques of the other lessons around one model: divided layers, in stages, in replicas.
 
-      plain ─► parallelize (tensor group) ─► Pipeline (its group) ─► BucketDataParallel or ZeRO (data group)
+      plain ─► parallelize (tensor group) ─► Pipeline (its group) ─► BucketDataParallel or ZeRO (replicas)
       model    each layer divided            stages of this rank     gradients averaged over replicas
+
+Before, experts take the places of the MLPs (expert_axis.py). Afterwards attention meets the tokens that other
+ranks have (context_axis.py).
 
 A step runs forwards and backwards of all microbatches, and then completes the gradients, each in its group:
 
       pipeline    the first and the last stage add up the gradients of an embedding that they share
-      data        the replicas take the mean; with ZeRO each rank keeps its shard of it
+      data        the replicas take the mean, also those that differ along the context axis; with ZeRO each
+                  rank keeps its shard of it
       tensor      with sequence parallelism the ranks add up the gradients of undivided parameters (norms,
                   positions, some biases), of which each rank has one term
 
@@ -24,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.chosen_pattern import chosen_pattern, use_pattern
@@ -34,8 +39,11 @@ from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
 from data_parallel.train_zero3 import FullyShardedDataParallel
 from data_parallel.zero_run import recompute_blocks
+from expert_parallel.full_state import full_state
 from hybrid_parallel.accumulation import adding_to_earlier
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
+from hybrid_parallel.context_axis import ContextAxis
+from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
 from lab.model import GPT, MLP, loss_of
 from lab.text import microbatches
@@ -53,8 +61,9 @@ class HybridParallel:
     """Trains a GPT or an MLP on the ranks of `mesh`, in the way that `mesh.sizes` says.
 
     All ranks must give a `model` of the same shape, and the ranks of a pipeline group also the same weights:
-    along the other axes the first rank's weights are copied. `example` is one microbatch of the input. The
-    optimizer is an `optimizer_class` with `options`, for the parameters that this rank trains.
+    along the other axes the first rank's weights are copied. `example` is one microbatch of the input, with
+    full sequences. `experts` take the places of a GPT's MLPs. The optimizer is an `optimizer_class` with
+    `options`, for the parameters that this rank trains.
     """
 
     def __init__(
@@ -63,17 +72,27 @@ class HybridParallel:
         mesh: Mesh,
         example: Tensor,
         optimizer_class: OptimizerClass = torch.optim.AdamW,
+        experts: Experts | None = None,
         **options: Any,
     ) -> None:
         self.mesh, self.plain, self.sizes, sizes = mesh, model, mesh.sizes, mesh.sizes
-        self.example_shape, self.device = example.shape, example.device
-        for axis in (mesh.pipeline, mesh.data, mesh.tensor):
-            use_pattern(sizes.pattern, axis)
-        self.pattern = chosen_pattern("all_reduce", mesh.data)  # the other axes have the same
+        self.device = example.device
+        for group in (mesh.pipeline, mesh.replicas, mesh.context, mesh.tensor):
+            use_pattern(sizes.pattern, group)
+        self.pattern = chosen_pattern("all_reduce", mesh.replicas)  # the other groups have the same
+        self.experts: ExpertAxis | None = None
+        if experts is not None:
+            groups = mesh.expert_groups()
+            self.experts = ExpertAxis(model, experts, groups, sizes.microbatches, sizes.pattern)
         self.tensor = parallelize(model, mesh.tensor, sizes.sequence_parallel) if sizes.tensor > 1 else None
         self.loss_of: Callable[[Tensor, Tensor], Tensor] = self.tensor.loss if self.tensor else loss_of
         self.pipeline: Pipeline | None = None
         self.module: nn.Module = self.tensor or model
+        self.context = (
+            ContextAxis(model, mesh.context, sizes, example.shape[1]) if sizes.context > 1 else None
+        )
+        example = self.own_tokens(example)
+        self.example_shape = example.shape
         if sizes.recompute and sizes.pipeline == 1:
             recompute_blocks(model)
         if sizes.pipeline > 1:
@@ -90,7 +109,7 @@ class HybridParallel:
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
-        group, pattern, zero = self.mesh.data, self.pattern, self.sizes.zero
+        group, pattern, zero = self.mesh.replicas, self.pattern, self.sizes.zero
         self.data: Any
         if zero in (1, 2):
             sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
@@ -99,7 +118,9 @@ class HybridParallel:
             return
         if zero == 3:
             self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
-        elif self.sizes.data > 1:
+        elif self.sizes.replicas > 1 and self.experts is not None:
+            self.data = ReplicatedExperts(self.module, self.experts.groups, pattern)
+        elif self.sizes.replicas > 1:
             self.data = BucketDataParallel(self.module, group, pattern)
         else:
             self.data = None
@@ -108,10 +129,17 @@ class HybridParallel:
     def backward(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
-        In a pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
+        With a context axis the batch has full sequences, and the loss is that of this rank's tokens. In a
+        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
         """
+        for layer in layers_of(self.module):
+            layer.sent.clear()
         with adding_to_earlier(self.optimizer):
-            return self._one_backward(x, y)
+            return self._one_backward(self.own_tokens(x), self.own_tokens(y))
+
+    def own_tokens(self, full_bt: Tensor) -> Tensor:
+        """Return this rank's tokens of full sequences."""
+        return full_bt if self.context is None else self.context.own(full_bt)
 
     def _one_backward(self, x: Tensor, y: Tensor) -> Tensor:
         """Do what `backward` does, where no earlier backward has left a gradient."""
@@ -128,20 +156,24 @@ class HybridParallel:
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Return, on all ranks, the mean over replicas of what `backward` has returned on each rank."""
         mean = loss.clone()
-        for axis, op in (("pipeline", "sum"), ("data", "mean")):  # all tensor ranks have the same
-            if getattr(self.sizes, axis) > 1:
-                all_reduce(mean, op, self.mesh.group(axis), pattern=self.pattern)
+        for group, op in ((self.mesh.pipeline, "sum"), (self.mesh.replicas, "mean")):
+            if dist.get_world_size(group) > 1:  # all tensor ranks have the same loss
+                all_reduce(mean, op, group, pattern=self.pattern)
         return mean
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model: each number counts once (clipping.py)."""
-        axes = ["pipeline", "tensor"]
+        groups = [self.mesh.pipeline, self.mesh.tensor]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        if self.sizes.zero:
-            axes.append("data")
-            gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
-        groups = [self.mesh.group(axis) for axis in axes if getattr(self.sizes, axis) > 1]
+        if self.sizes.zero:
+            groups.append(self.mesh.replicas)
+            gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
+        if self.experts is not None:
+            groups.append(self.experts.groups.experts)
+            if self.experts.groups.rank > 0:
+                uncounted |= {*self.module.parameters()} - {*experts_of(self.module)}
+        groups = [group for group in groups if dist.get_world_size(group) > 1]
         return clip_over(groups, gradients, uncounted, max_norm, self.pattern, self.device)
 
     def _in_one_stage(self, x: Tensor, y: Tensor) -> Tensor:
@@ -177,12 +209,14 @@ class HybridParallel:
         return list(self.data.pieces.values() if self.sizes.zero == 3 else self.data.pieces)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain model's state dict, full on every rank. All ranks must call it."""
+        """Return the model's state dict, full on every rank, with all experts. All ranks must call it."""
         with self.gathered():
             state = self.pipeline.full_state_dict() if self.pipeline is not None else self.plain.state_dict()
             if self.tensor is None:
-                return {name: tensor.clone() for name, tensor in state.items()}
-            return {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
+                state = {name: tensor.clone() for name, tensor in state.items()}
+            else:
+                state = {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
+        return state if self.experts is None else full_state(state, self.experts.groups)
 
     def gathered(self) -> contextlib.AbstractContextManager[Any]:
         """With ZeRO 3, gather the full parameters along the data axis for the `with` block."""

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import training.run
-from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
+from expert_parallel.full_state import FullModel
+from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, refuse_options, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
+from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn
+from hybrid_parallel.mesh import Mesh, coordinates_of, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_optimizer_steps
-from hybrid_parallel.traffic import ByAxis, traffic_of_axes
+from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic, figures
 from lab.cluster import Cluster
 from lab.errors import Complete, Stopped, WorkbookError
@@ -53,7 +55,7 @@ class Run(training.run.Run):
         cluster = self._cluster
         self._shape = model_of(args)
         self.sizes = sizes = sizes_of(args, cluster.world_size)
-        refuse_sizes(sizes, self._shape, args.batch_size, cluster.world_size)
+        refuse_sizes(sizes, self._shape, args.batch_size, cluster.world_size, args.experts)
         self._share = (coordinates_of(cluster.rank, sizes)["data"], sizes.data)
         self._stream = stream_of(cluster.rank, sizes)
         refuse_options(args)
@@ -64,11 +66,13 @@ class Run(training.run.Run):
 
     def hybrid(self) -> HybridParallel:
         """Return the model on the mesh. Its initial weights are those of the ranks with coordinates 0."""
-        seed = self._args.seed + self._cluster.rank % (self.sizes.data * self.sizes.tensor)
+        seed = self._args.seed + self._cluster.rank % (self.sizes.replicas * self.sizes.tensor)
         model = self._built(seed)
         x, _ = self.batch(0)
         example = x[: len(x) // self.sizes.microbatches]
-        self._hybrid = HybridParallel(model, self.mesh, example, torch.optim.AdamW, lr=self._args.lr)
+        moe = moe_of(self._args)
+        experts = None if moe is None else Experts(moe, self._args.aux_weight, self._args.seed)
+        self._hybrid = HybridParallel(model, self.mesh, example, torch.optim.AdamW, experts, lr=self._args.lr)
         sent = drawn_traffic(self._hybrid, traffic_of_axes(self._hybrid, self._args.clip is not None))
         if self._cluster.is_main and not self._args.json:
             print("\n".join([drawn(self.sizes), "", sent]), flush=True)
@@ -164,11 +168,13 @@ class Run(training.run.Run):
     def _made_with(self) -> dict[str, Any]:
         """Let any mesh go on from the checkpoint of any other."""
         same = ("model", "size", "layers", "batch_size", "lr", "seed")
-        return {"run_mode": "hybrid"} | {name: getattr(self._args, name) for name in same}
+        experts = ("experts", "top_k", "capacity", "aux_weight") if self._args.experts > 1 else ()
+        return {"run_mode": "hybrid"} | {name: getattr(self._args, name) for name in (*same, *experts)}
 
     def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return a replica's sums on one of its ranks: the last stage's, and there the first tensor rank."""
         hybrid = self._hybrid
+        x, y = hybrid.own_tokens(x), hybrid.own_tokens(y)
         with hybrid.in_precision():
             logits = hybrid.pipeline.forward_only(x) if hybrid.pipeline is not None else hybrid.module(x)
         if logits is None:
@@ -183,8 +189,7 @@ class Run(training.run.Run):
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Report the full model, put together from all axes. All ranks must call it."""
-        full = self._built()
-        full.load_state_dict(self._hybrid.full_state_dict())
+        full = FullModel(self._hybrid.full_state_dict())
         sizes = {f"axis_{name}": value for name, value in dataclasses.asdict(self.sizes).items()}
         assert self._meter is not None, "there was no step"
         sent = figures(counted_by_axis(self._meter.traffic), self._expected_of_axes, self.sizes)

@@ -4,8 +4,9 @@
       pipeline    the parameters of its stages      those; a tied parameter only on its first stage
       tensor      an n-th along one dimension       its box, without rows that pad a vocabulary
                   some parameters in full           those, but only on the first tensor rank
-      data        with ZeRO, a range of elements    its range
-                  without ZeRO, all elements        some of the parameters: about an n-th of the elements
+      data and    with ZeRO, a range of elements    its range
+      context     without ZeRO, all elements        some of the parameters: about an n-th of the elements
+      expert      some experts of each block        those, but only on the first rank that holds them
 
 AdamW's two moments have the same elements as the parameters, and are saved in the same way. The number of
 steps that the optimizer has taken is the same for all parameters, so it is one number in `extra` (run.py).
@@ -15,10 +16,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybrid_parallel.checkpoint_pieces import Box, Piece
 from hybrid_parallel.clipping import counted_elsewhere
+from hybrid_parallel.expert_axis import experts_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.errors import WorkbookError
 from lab.model import GPT
@@ -53,7 +56,7 @@ def held(hybrid: HybridParallel) -> list[Held]:
 def pieces_of(hybrid: HybridParallel) -> list[Piece]:
     """Return this rank's pieces of the model and of AdamW's state, which starts with zeros if it is empty."""
     is_copy = counted_elsewhere(hybrid.pipeline, hybrid.tensor)
-    own = hybrid.mesh.coordinate("data")
+    own = dist.get_rank(hybrid.mesh.replicas)
     pieces: list[Piece] = []
     for one, saved_by in _with_replicas(hybrid):
         state = hybrid.optimizer.state[one.tensor]
@@ -69,16 +72,22 @@ def pieces_of(hybrid: HybridParallel) -> list[Piece]:
 
 
 def _with_replicas(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
-    """Yield what this rank trains, each with the coordinate on the data axis of the rank that saves it.
+    """Yield what this rank trains, each with the place among the replicas of the rank that saves it.
 
-    Without ZeRO all replicas hold the same, and each parameter goes to the one that has the fewest elements
-    to save so far.
+    Without ZeRO all replicas hold the same, but for experts, and each parameter goes to the one that has the
+    fewest elements to save so far.
     """
-    elements = [0] * hybrid.sizes.data
+    elements = [0] * hybrid.sizes.replicas
+    own, experts = dist.get_rank(hybrid.mesh.replicas), set(experts_of(hybrid.module))
     for one in held(hybrid):
-        replica = elements.index(min(elements))
-        elements[replica] += one.tensor.numel()
-        yield one, hybrid.mesh.coordinate("data") if hybrid.sizes.zero else replica
+        if hybrid.sizes.zero:
+            yield one, own
+        elif one.parameter in experts:
+            yield one, own % hybrid.sizes.expert_ranks  # of the first of the replicas that hold this expert
+        else:
+            replica = elements.index(min(elements))
+            elements[replica] += one.tensor.numel()
+            yield one, replica
 
 
 def _place(hybrid: HybridParallel, one: Held) -> tuple[tuple[int, ...], Box | None, int]:

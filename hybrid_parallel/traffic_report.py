@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 from comm.exchange import exchange
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.mesh import AXES
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.traffic import ByAxis, expected_of_tensor
+from hybrid_parallel.traffic import AXES, ByAxis, expected_of_tensor, itemsize_of
 from lab.ledger import Entry, Traffic
 from lab.model import MLP
 from lab.units import show_bytes
@@ -35,7 +34,7 @@ def figures(counted: ByAxis, expected: ByAxis, sizes: ParallelSizes) -> dict[str
     for at, axis in enumerate(AXES):
         for unit, what in enumerate(("bytes", "messages")):
             for kind, how in enumerate(("sent", "formula")):
-                if getattr(sizes, axis) > 1:
+                if sizes.ranks_along(axis) > 1:
                     rows[f"axis_{axis}_{what}_{how}"] = [of_rank[kind][at][unit] for of_rank in everyones]
     return rows
 
@@ -43,10 +42,10 @@ def figures(counted: ByAxis, expected: ByAxis, sizes: ParallelSizes) -> dict[str
 def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
     """Return a table of what a rank of each stage sends along each axis in a step. All ranks call it."""
     sizes, everyones = hybrid.sizes, exchange([expected[axis].bytes_sent for axis in AXES])
-    ranks = sizes.data * sizes.tensor  # of a stage
+    ranks = sizes.world_size // sizes.pipeline  # of a stage
     lines = [["a rank sends in a step", *(f"stage {p}" for p in range(sizes.pipeline)), "by formula"]]
     for at, axis in enumerate(AXES):
-        if getattr(sizes, axis) > 1:
+        if axis != "expert" and sizes.ranks_along(axis) > 1:  # routers decide what goes to experts
             sent = [of_rank[at] for of_rank in everyones]
             of_stages = [_range(sent[p * ranks : (p + 1) * ranks]) for p in range(sizes.pipeline)]
             lines.append([axis, *of_stages, _formula(hybrid, axis)])
@@ -68,13 +67,31 @@ def _formula(hybrid: HybridParallel, axis: str) -> str:
             0: "all-reduce of the gradients",
             3: f"{reduced}, {times}2 all-gathers of the parameters",
         }.get(sizes.zero, f"{reduced}, all-gather of the parameters")
+    if axis == "context":
+        return f"{times}{_of_attention(hybrid)} in each block"
     if isinstance(hybrid.plain, MLP):
         return f"{times}all-reduce of the outputs of row layers, and of the input gradients of column layers"
     batch, time = hybrid.example_shape
     size = batch * time * hybrid.plain.config.width * expected_of_tensor(hybrid).computed_itemsize
+    if hybrid.experts is not None:
+        return (
+            f"{times}(2 all-reduces of {show_bytes(size)} in each block; embedding, head, loss), and experts"
+        )
     in_block = "6 all-gathers and 4 reduce-scatters" if sizes.sequence_parallel else "4 all-reduces"
     again = ", and the forward's again" if sizes.recompute else ""
     return f"{times}({in_block} of {show_bytes(size)} in each block{again}; embedding, head, loss)"
+
+
+def _of_attention(hybrid: HybridParallel) -> str:
+    """Return in words what a rank sends along the context axis for a block."""
+    sizes, config, (batch, time) = hybrid.sizes, hybrid.plain.config, hybrid.example_shape
+    of_head = batch * time * config.width // config.num_heads * itemsize_of(hybrid)
+    kv, q = (show_bytes(heads // sizes.tensor * of_head) for heads in (2 * config.kv_heads, config.num_heads))
+    again = " and the forward's again" if sizes.recompute else ""
+    if sizes.attention == "ring":
+        passes = 3 + sizes.recompute
+        return f"{passes * (sizes.context - 1)} messages of keys and values ({kv}) or of their gradients"
+    return f"4 all-to-alls of queries ({q}), keys and values ({kv}), outputs, and gradients{again}"
 
 
 def _collectives(hybrid: HybridParallel) -> str:

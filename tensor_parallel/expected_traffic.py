@@ -68,13 +68,14 @@ class ExpectedTraffic:
 class ExpectedGPTTraffic(ExpectedTraffic):
     """The expected traffic of this rank for a GPT.
 
-    A block has two column and two row layers. The embedding communicates as a row layer, the head as a column
-    layer.
+    A block has two column and two row layers, or without an MLP one of each. The embedding communicates as a
+    row layer, the head as a column layer.
     """
 
     config: GPTConfig
     sequence_parallel: bool
     overlap: bool
+    has_mlps: bool = True
 
     def of_parts(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
         stream, blocks = self._stream_numel(*shape), _num_blocks(parts)
@@ -82,7 +83,8 @@ class ExpectedGPTTraffic(ExpectedTraffic):
         if self.sequence_parallel:
             scatter_and_gather = [("reduce_scatter", stream), ("all_gather", stream)]
             row, column = scatter_and_gather, scatter_and_gather + [("all_gather", stream)] * self.overlap
-        layers = row * (2 * blocks) + column * (2 * blocks + ("head" in parts))
+        pairs = (1 + self.has_mlps) * blocks
+        layers = row * pairs + column * (pairs + ("head" in parts))
         ends = row * ("token_embedding" in parts) + self._loss(shape, parts)
         return self.sum(layers, self.computed_itemsize) + self.sum(ends, self.itemsize)
 
@@ -91,7 +93,8 @@ class ExpectedGPTTraffic(ExpectedTraffic):
         row, column = [("all_reduce", stream)], []
         if self.sequence_parallel:
             row, column = [("reduce_scatter", stream)], [("all_gather", stream)]
-        layers = row * (2 * blocks - (not has_head)) + column * (2 * blocks + has_head)
+        pairs = (1 + self.has_mlps) * blocks
+        layers = row * (pairs - (self.has_mlps and not has_head)) + column * (pairs + has_head)
         ends = row * ("token_embedding" in parts) + self._loss(shape, parts)
         return self.sum(layers, self.computed_itemsize) + self.sum(ends, self.itemsize)
 

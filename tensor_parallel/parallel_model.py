@@ -17,7 +17,7 @@ from comm.collectives import Group, all_reduce
 from comm.functions import InFlightAllGather, own_shard
 from lab.errors import WorkbookError
 from lab.ledger import Traffic
-from lab.model import GPT, MLP, loss_of
+from lab.model import GPT, MLP, FeedForward, loss_of
 from tensor_parallel.accumulation import PartialGradients
 from tensor_parallel.arguments import the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -153,7 +153,8 @@ class TensorParallel(nn.Module):
         place = self.group, itemsize, itemsize if computed_itemsize is None else computed_itemsize
         if isinstance(self.module, GPT):
             config = self.module.config
-            return ExpectedGPTTraffic(*place, config, self.sequence_parallel, self.overlap)
+            has_mlps = any(isinstance(block.mlp, FeedForward) for block in self.module.blocks)
+            return ExpectedGPTTraffic(*place, config, self.sequence_parallel, self.overlap, has_mlps)
         return ExpectedMLPTraffic(*place, self._mlp_sizes)
 
     def full_state_dict(self) -> dict[str, Tensor]:

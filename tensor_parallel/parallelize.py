@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from comm.collectives import Group, broadcast
 from comm.functions import own_shard
 from lab.errors import WorkbookError
-from lab.model import GPT, MLP, Attention
+from lab.model import GPT, MLP, Attention, FeedForward
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     VocabParallelEmbedding,
@@ -68,8 +68,8 @@ def _divide_gpt(model: GPT, parallel: TensorParallel) -> None:
     model.token_embedding, model.head = embedding, parallel.column(model.head, is_vocabulary=True)
     for block in model.blocks:
         block.attention = ParallelAttention(block.attention, parallel)
-        block.mlp.up_proj = parallel.column(block.mlp.up_proj)
-        block.mlp.down_proj = parallel.row(block.mlp.down_proj)
+        for mlp in [module for module in block.mlp.modules() if isinstance(module, FeedForward)]:
+            mlp.up_proj, mlp.down_proj = parallel.column(mlp.up_proj), parallel.row(mlp.down_proj)
     if parallel.sequence_parallel:
         # A text of block_size tokens may have to be padded.
         model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)

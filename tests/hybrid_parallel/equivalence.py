@@ -1,15 +1,19 @@
 """Compare a GPT or an MLP on a mesh with one process: each gradient and each parameter, in each step."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from comm.collectives import all_reduce
 from comm.functions import InFlightAllGather
+from expert_parallel.full_state import full_state
+from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
@@ -19,6 +23,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Entry, Traffic
 from lab.model import GPT, MLP, GPTConfig, loss_of
+from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 3
 VOCABULARY, TIME = 13, 12
@@ -58,19 +63,58 @@ class Step(NamedTuple):
 @cache
 def of_one_process(rows: int, changes: tuple[tuple[str, Any], ...]) -> list[Step]:
     """Return each step of SGD with clipped gradients; a tied parameter has both of its names."""
-    model, (x, y), steps = built(**dict(changes)), batch(rows, **dict(changes)), []
+    return list(steps_of(built(**dict(changes)), [batch(rows, **dict(changes))]))
+
+
+def with_experts(
+    hybrid: HybridParallel, experts: Experts, rows: int, changes: dict[str, Any]
+) -> Iterator[Step]:
+    """Return the steps of one process that computes all experts for all tokens.
+
+    A microbatch of it has the examples of that microbatch in all replicas. The dense weights are those of
+    seed 0, and the experts' those with which the ranks begin.
+    """
+    sizes, initial = hybrid.sizes, hybrid.full_state_dict()
+    model = with_plain_experts(gpt(**changes), experts.moe, sizes.replicas)
+    dense = {name: tensor for name, tensor in gpt(**changes).state_dict().items() if "mlp." not in name}
+    assert_same({name: initial[name] for name in dense}, dense, 0, "initial parameter")
+    model.load_state_dict(initial)
+    x, y = (part.unflatten(0, (sizes.data, sizes.microbatches, -1)) for part in batch(rows))
+    parts = [(x[:, i].flatten(0, 1), y[:, i].flatten(0, 1)) for i in range(sizes.microbatches)]
+    return steps_of(model, parts, experts.aux_weight)
+
+
+def steps_of(model: GPT | MLP, parts: list[tuple[Tensor, Tensor]], aux_weight: float = 0.0) -> Iterator[Step]:
+    """Yield each step of SGD with clipped gradients on microbatches; a tied parameter has both names."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
+        total = torch.zeros((), dtype=torch.float64)
+        for x, y in parts:
+            loss = loss_of(model(x), y)
+            total += loss.detach() / len(parts)
+            ((loss + aux_weight * auxiliary_loss(model)) / len(parts)).backward()
         named = dict(model.named_parameters(remove_duplicate=False))
         gradients: Tensors = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         trained: Tensors = {name: p.detach().clone() for name, p in named.items()}
-        steps.append(Step(loss.detach(), gradients, norm, trained))
-    return steps
+        yield Step(total, gradients, norm, trained)
+
+
+def with_all_experts(hybrid: HybridParallel, own: Tensors) -> Tensors:
+    """Return tensors by name, with those of the experts of all ranks."""
+    return own if hybrid.experts is None else full_state(own, hybrid.experts.groups)
+
+
+def those_of(hybrid: HybridParallel, every: Tensors) -> Tensors:
+    """Return the tensors of the parameters that this rank's stages have, with all experts."""
+
+    def any_expert(names: Iterable[str]) -> set[str]:
+        return {re.sub(r"experts\.\d+", "experts", name) for name in names}
+
+    own = any_expert(hybrid.named_parameters())
+    return {name: tensor for name, tensor in every.items() if any_expert([name]) <= own}
 
 
 def full(hybrid: HybridParallel, name: str, tensor: Tensor) -> Tensor:
@@ -89,9 +133,10 @@ def gradients_of(hybrid: HybridParallel) -> Tensors:
     for piece in hybrid.pieces if zero else ():
         flat = torch.zeros(piece.parameter.numel(), dtype=torch.float64)
         flat[piece.start : piece.start + piece.tensor.numel()] = piece.tensor.grad
-        all_reduce(flat, group=hybrid.mesh.data)
+        all_reduce(flat, group=hybrid.mesh.replicas)
         local[piece.parameter] = flat.view(piece.parameter.shape)
-    return {name: full(hybrid, name, local[p]) for name, p in named.items() if local[p] is not None}
+    own: Tensors = {n: full(hybrid, n, local[p]) for n, p in named.items() if local[p] is not None}
+    return with_all_experts(hybrid, own)
 
 
 @contextmanager
@@ -107,30 +152,36 @@ def described(sizes: ParallelSizes) -> str:
     """Return the sizes in words, with what the ranks of each axis do."""
     tokens = ", sequence parallel" if sizes.sequence_parallel else ""
     schedule = f", {sizes.schedule}" if sizes.pipeline > 1 else ""
-    return f"{sizes}, zero {sizes.zero}{tokens}{schedule}"
+    cut = f", {sizes.attention}" if sizes.context > 1 else ""
+    experts = f", experts on {sizes.expert_ranks}" if sizes.expert_ranks > 1 else ""
+    return f"{sizes}, zero {sizes.zero}{tokens}{schedule}{cut}{experts}"
 
 
-def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
+def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = None, **changes: Any) -> None:
     """Train as `sizes` says, and compare with one process; compare what is sent with the formulas.
 
     Each replica begins with other weights.
     """
     mesh = Mesh(cluster, sizes)
-    replica, what = mesh.coordinate("data"), described(sizes)
+    replica, what = mesh.coordinate("data"), f"{described(sizes)}, {experts}"
     rows = 2 * sizes.data * sizes.microbatches
     x, y = (part.chunk(sizes.data)[replica] for part in batch(rows, **changes))
     example = x[: len(x) // sizes.microbatches]
-    model = built(seed=replica, **changes)
-    hybrid = HybridParallel(model, mesh, example, torch.optim.SGD, lr=LEARNING_RATE)
-    for number, step in enumerate(of_one_process(rows, tuple(changes.items()))):
+    model = built(seed=dist.get_rank(mesh.replicas), **changes)
+    hybrid = HybridParallel(model, mesh, example, torch.optim.SGD, experts, lr=LEARNING_RATE)
+    one_process: Iterable[Step] = (
+        of_one_process(rows, tuple(changes.items()))
+        if experts is None
+        else with_experts(hybrid, experts, rows, changes)
+    )
+    for number, step in enumerate(one_process):
         sent: dict[Entry, Traffic] = {}
         with counting(sent):
             hybrid.optimizer.zero_grad()
             loss = hybrid.mean_loss(hybrid.backward(x, y))
         assert_same({"loss": loss}, {"loss": step.loss}, RTOL, f"loss of step {number}, {what},")
         ours = gradients_of(hybrid)
-        expected = {name: step.gradients[name] for name in hybrid.named_parameters()}
-        assert_same(ours, expected, RTOL, f"gradient of step {number}, {what},")
+        assert_same(ours, those_of(hybrid, step.gradients), RTOL, f"gradient of step {number}, {what},")
         with counting(sent):
             norm = hybrid.clip_grad_norm_(CLIP)
         assert_same(
@@ -141,7 +192,7 @@ def compare(cluster: Cluster, sizes: ParallelSizes, **changes: Any) -> None:
         counted, by_formula = counted_by_axis(sent), traffic_of_axes(hybrid, is_clipped=True)
         assert counted == by_formula, f"step {number}, {what}: sends {counted}, by the formulas {by_formula}"
         with hybrid.gathered():
-            ours = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_parameters().items()}
-        expected = {name: step.parameters[name] for name in ours}
+            own = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_parameters().items()}
+        ours, expected = with_all_experts(hybrid, own), those_of(hybrid, step.parameters)
         done = f"parameter after step {number} (its gradients and norm were right), {what},"
         assert_same(ours, expected, RTOL, done)
