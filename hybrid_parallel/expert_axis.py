@@ -65,6 +65,9 @@ class BalancedExperts(MixtureOfExperts):
     def forward(self, x_btd: Tensor) -> Tensor:
         if x_btd.is_meta:  # a pipeline finds out shapes
             return torch.empty_like(x_btd)
+        device = x_btd.device.type
+        if torch.is_autocast_enabled(device):  # router and experts compute in these numbers: send them, too
+            x_btd = x_btd.to(torch.get_autocast_dtype(device))
         y_btd = super().forward(x_btd)
         if not self.training or not self._weight:
             return y_btd
