@@ -24,6 +24,7 @@ What to read, in this order:
 
 import dataclasses
 import itertools
+import math
 
 from torch.distributed import DistError
 
@@ -48,7 +49,8 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
     if args.config is not None:
         raise WorkbookError("--config: this script takes the sizes as options, such as --pipeline 2.")
     sizes, deaths = sizes_of(args, cluster.world_size), Deaths(args.kill, cluster.world_size)
-    refuse_sizes(sizes, model_of(args), args.batch_size, cluster.world_size)  # here rank 0 alone says it
+    here = model_of(args), args.batch_size, cluster.world_size, args.experts
+    refuse_sizes(sizes, *here)  # here rank 0 alone says it
     survivors = Survivors(cluster, args.patience)
     while True:
         try:
@@ -92,25 +94,27 @@ def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSi
     the model than before, if there is one, and then the one that is most like the mesh before.
     """
     model, fitting, refusal = model_of(args), [], None
-    for tensor, pipeline in itertools.product(range(1, ranks + 1), repeat=2):
-        data, rest = divmod(ranks, tensor * pipeline)
+    contexts = range(1, before.context + 1)
+    for tensor, pipeline, context in itertools.product(range(1, ranks + 1), range(1, ranks + 1), contexts):
+        data, rest = divmod(ranks, tensor * pipeline * context)
         sizes = dataclasses.replace(
-            before, pipeline=pipeline, data=data, tensor=tensor,
+            before, pipeline=pipeline, data=data, context=context, tensor=tensor,
             sequence_parallel=before.sequence_parallel and tensor > 1,
+            expert_ranks=math.gcd(args.experts, data * context) if before.expert_ranks > 1 else 1,
         )  # fmt: skip
         if rest or not data:
             continue
         try:
-            refuse_sizes(sizes, model, args.batch_size, ranks)
+            refuse_sizes(sizes, model, args.batch_size, ranks, args.experts)
             fitting.append(sizes)
         except WorkbookError as error:
             refusal = refusal or error
     if not fitting:
         raise WorkbookError(f"{ranks} ranks are left, and cannot train this model: {refusal}")
 
-    def likeness(sizes: ParallelSizes) -> tuple[bool, bool, bool, int]:
-        is_small_enough = sizes.holders >= before.holders
-        kept = sizes.tensor == before.tensor, sizes.pipeline == before.pipeline
+    def likeness(sizes: ParallelSizes) -> tuple[int, ...]:
+        is_small_enough = sizes.holders >= before.holders and sizes.expert_ranks >= before.expert_ranks
+        kept = (getattr(sizes, axis) == getattr(before, axis) for axis in ("tensor", "pipeline", "context"))
         return is_small_enough, *kept, -abs(sizes.holders - before.holders)
 
     return max(fitting, key=likeness)

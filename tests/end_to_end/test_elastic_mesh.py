@@ -14,6 +14,7 @@ from tests.hybrid_parallel.elastic_mesh import survivors_end_as_one_process
         {"pipeline": 2, "microbatches": 2},
         {"pipeline": 2, "tensor": 2, "microbatches": 2},
         {"tensor": 2, "zero": 2, "sequence_parallel": True},
+        {"context": 2, "experts": 4, "expert_ranks": 4},
     ],
     ids=str,
 )

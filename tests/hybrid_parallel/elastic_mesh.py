@@ -63,9 +63,9 @@ def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
 
 
 @functools.cache
-def undisturbed() -> dict[str, Tensor]:
+def undisturbed(experts: int) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
-        args = dataclasses.replace(ARGS, checkpoint=folder)
+        args = dataclasses.replace(ARGS, checkpoint=folder, experts=experts)
         run_ranks(train, 1, args, timeout=60)
         return run_ranks(end_of, 1, args)[0]
 
@@ -78,5 +78,5 @@ def survivors_end_as_one_process(folder: Path, dead: set[int], victim: str = "",
             assert "killed by SIGKILL" in str(result), result
         else:
             assert not isinstance(result, RankError), result
-    alone = dataclasses.replace(ARGS, checkpoint=args.checkpoint)
-    assert_same(run_ranks(end_of, 1, alone)[0], undisturbed(), what="parameter or moment")
+    alone = dataclasses.replace(ARGS, checkpoint=args.checkpoint, experts=args.experts)
+    assert_same(run_ranks(end_of, 1, alone)[0], undisturbed(args.experts), what="parameter or moment")

@@ -25,6 +25,7 @@ def test_without_a_checkpoint_the_survivors_train_from_the_beginning(tmp_path):
 def test_the_mesh_of_the_survivors_holds_no_more_on_a_rank_than_before_and_keeps_what_it_can():
     def after(ranks: int, **sizes: Any) -> tuple[int, int, int]:
         found = sizes_for(ranks, dataclasses.replace(ARGS, layers=8), ParallelSizes(**sizes))
+        assert (found.context, found.expert_ranks) == (1, 1)
         return found.pipeline, found.data, found.tensor
 
     assert after(3, data=4) == (1, 3, 1)
@@ -33,6 +34,17 @@ def test_the_mesh_of_the_survivors_holds_no_more_on_a_rank_than_before_and_keeps
     assert after(7, pipeline=2, data=2, tensor=2) == (7, 1, 1)
     assert after(3, data=2, tensor=2, zero=3) == (1, 3, 1)
     assert after(1, pipeline=2) == (1, 1, 1)
+
+
+def test_the_mesh_of_the_survivors_keeps_cut_sequences_and_divided_experts_where_it_can():
+    def after(ranks: int, **sizes: Any) -> tuple[int, int, int]:
+        found = sizes_for(ranks, dataclasses.replace(ARGS, experts=12), ParallelSizes(**sizes))
+        return found.data, found.context, found.expert_ranks
+
+    assert after(6, data=4, context=2, expert_ranks=6) == (3, 2, 6)
+    assert after(3, data=2, context=2, expert_ranks=2) == (3, 1, 3)  # a sequence is not cut for 3/2 ranks
+    assert after(4, data=6, context=1, expert_ranks=3) == (4, 1, 4)
+    assert after(4, data=3, context=2) == (2, 2, 1)
 
 
 def test_survivors_that_cannot_divide_the_model_say_so():
