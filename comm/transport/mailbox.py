@@ -31,8 +31,8 @@ from comm.transport.listener import Arrival
 from comm.transport.mail_peer import Peer
 from comm.transport.memory_ends import wake
 from comm.transport.message_ends import Inbox, Message, Outbox, process_of
+from comm.transport.spinning import Spinner
 from comm.transport.wire import POINT_TO_POINT, Wire, global_ranks, peer_trouble, peer_wire
-from comm.transport.work_queue import COMMUNICATION_THREAD
 
 _SPIN_SECONDS = 1e-4
 
@@ -50,6 +50,7 @@ class Mailbox:
         self._changed = threading.Condition(threading.Lock())
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
         self._near: list[Peer] = []  # those with a connection
+        self._spinner = Spinner(_SPIN_SECONDS)
         self._sleeper_is_here = self._is_closed = False
         self._num_followers = 0
         self._door = Door(self.size)
@@ -109,7 +110,7 @@ class Mailbox:
                     self._num_followers += 1
                     self._changed.wait(min(1.0, left))
                     self._num_followers -= 1
-                elif not self._spin(message) and not self._sleeper_is_here:
+                elif not self._spin_for(message) and not self._sleeper_is_here:
                     self._sleep(peer, left)
             else:
                 return
@@ -142,20 +143,15 @@ class Mailbox:
             self._changed.notify_all()
         return moved
 
-    def _spin(self, message: Message) -> bool:
-        """Look again and again for a short time, as Streams do, and let other threads and processes run."""
-        if threading.current_thread().name == COMMUNICATION_THREAD:
-            return False
-        until = time.perf_counter() + _SPIN_SECONDS
-        while time.perf_counter() < until:
-            self._changed.release()
-            try:
-                os.sched_yield()
-            finally:
-                self._changed.acquire()
-            if self._move() or message.is_settled:
-                return True
-        return False
+    def _spin_for(self, message: Message) -> bool:
+        return self._spinner.spin(lambda: self._move() or message.is_settled, self._let_others_run)
+
+    def _let_others_run(self) -> None:
+        self._changed.release()
+        try:
+            os.sched_yield()
+        finally:
+            self._changed.acquire()
 
     def _sleep(self, awaited: Peer, seconds: float) -> None:
         """Return when something may move, or after a second."""

@@ -12,9 +12,7 @@ more than the kernel buffers would both wait for their own send.
 The messages of a stream arrive in the order in which they were posted, so they need no tags.
 """
 
-import os
 import select
-import threading
 import time
 import weakref
 from collections import deque
@@ -28,9 +26,9 @@ from comm.transport.choice import chosen_transport
 from comm.transport.handshake import RowExchange
 from comm.transport.listener import Listener, connect, connect_locally
 from comm.transport.memory_ends import MemoryIn, MemoryOut, drain
+from comm.transport.spinning import Spinner
 from comm.transport.stream_ends import Done, StreamIn, StreamOut
 from comm.transport.wire import Group, Wire, global_ranks, group_of, peer_trouble
-from comm.transport.work_queue import COMMUNICATION_THREAD
 
 _SPIN_SECONDS = 3e-4
 
@@ -73,6 +71,7 @@ class Streams:
         self.rank, self.size, self.transport = group.rank(), group.size(), transport
         self.names = global_ranks(group)
         self.what = ""  # the operation, for errors
+        self._spinner = Spinner(_SPIN_SECONDS)
         self._is_local = transport != "sockets" and segment.is_possible()
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -147,7 +146,7 @@ class Streams:
 
     def _move_once(self, awaited: Peer) -> None:
         """Move something of any message, or sleep until that is possible."""
-        if self._move() or (self._is_local and self._spin()):
+        if self._move() or (self._is_local and self._spinner.spin(self._move)):
             return
         for peer in self._all:
             if peer.has_left and peer.is_busy:
@@ -160,21 +159,6 @@ class Streams:
         if now >= self._deadline:
             raise self._failed(awaited, "timed out")
         self._sleep(self._deadline - now)
-
-    def _spin(self) -> bool:
-        """Look again and again for a short time, and let other processes run in between.
-
-        To fall asleep and be woken takes longer than a small message through shared memory. Return whether
-        anything moved.
-        """
-        if threading.current_thread().name == COMMUNICATION_THREAD:
-            return False  # the rank computes meanwhile, and needs the core
-        until = time.perf_counter() + _SPIN_SECONDS
-        while time.perf_counter() < until:
-            os.sched_yield()
-            if self._move():
-                return True
-        return False
 
     def _move(self) -> bool:
         """Move what can be moved of any message, without waiting. Return whether anything has moved."""
