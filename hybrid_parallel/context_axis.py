@@ -22,6 +22,7 @@ from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from hybrid_parallel.sizes import ParallelSizes
+from lab.errors import WorkbookError
 from lab.ledger import Traffic
 from lab.model import GPT, Attention, GPTConfig
 
@@ -36,15 +37,21 @@ class ContextAxis:
     """
 
     def __init__(self, model: GPT, group: Group, sizes: ParallelSizes, length: int) -> None:
-        self.sizes = sizes
+        self.sizes, self._length = sizes, length
         self.sequence = SharedSequence(group, CUTS[sizes.attention](length, sizes.context))
-        self._positions = self.sequence.cut.positions(self.sequence.rank)
+        device = model.position_embedding.weight.device
+        self._positions = self.sequence.cut.positions(self.sequence.rank).to(device)
         model.position_embedding.register_forward_pre_hook(self._at_own_positions)
         for block in model.blocks:
             block.attention.attend_by_head = partial(self._attend, block.attention)
 
     def own(self, full_bt: Tensor) -> Tensor:
-        """Return this rank's tokens of full sequences."""
+        """Return this rank's tokens of full sequences. Raise WorkbookError if these have another length."""
+        if full_bt.shape[1] != self._length:
+            raise WorkbookError(
+                f"The sequences have {full_bt.shape[1]} tokens, and were cut for {self._length}: give all of "
+                "them the length of the example."
+            )
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
     def layer_traffic(self, batch: int, config: GPTConfig, itemsize: int) -> tuple[Traffic, Traffic]:
@@ -58,7 +65,7 @@ class ContextAxis:
 
     def _at_own_positions(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         [positions_t] = args  # 0, 1, ...: places among this rank's tokens
-        return (self._positions.to(positions_t.device)[positions_t],)
+        return (self._positions.to(positions_t.device)[positions_t],)  # they may be on the device "meta"
 
     def _attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.is_meta:  # a pipeline finds out shapes

@@ -4,10 +4,13 @@ import pytest
 
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
 from lab.cluster import Cluster
+from lab.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.hybrid_parallel.equivalence import compare
+from tests.hybrid_parallel.equivalence import batch, compare, gpt
 
 MOE = Experts(MoEConfig(4, 2), aux_weight=0.3, seed=7)
 
@@ -127,3 +130,13 @@ def test_all_axes_on_eight_ranks_equal_one_process():
         experts=MOE,
         num_layers=2,
     )
+
+
+def test_sequences_of_another_length_than_the_example_are_refused():
+    def refused(cluster: Cluster) -> str:
+        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes(context=2)), batch(2)[0])
+        with pytest.raises(WorkbookError) as error:
+            hybrid.own_tokens(batch(2)[0][:, :8])
+        return str(error.value)
+
+    assert run_ranks(refused, 2)[0].startswith("The sequences have 8 tokens, and were cut for 12")
