@@ -1,261 +1,207 @@
-"""The planner counts what a context axis and divided experts hold and send."""
+"""The planner offers a context axis and divided experts where they make sense, and shows both."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm import cost
 from comm.cost import Link
-from context_parallel.expected_traffic import ring_layer
-from context_parallel.parallel_model import ContextParallel
-from context_parallel.predict import ring_seconds, step_pairs
-from context_parallel.sequence_cut import SequenceCut
-from context_parallel.train_all_to_all_attention import all_to_all_attention
-from context_parallel.train_ring_attention import ring_attention
-from expert_parallel.config import MoEConfig
-from expert_parallel.groups import form_groups
-from expert_parallel.train_moe import ExpertParallel
-from hybrid_parallel.machine import MACHINES, Device, Machine
-from hybrid_parallel.measured import Handling
-from hybrid_parallel.memory_model import experts_of, parameters_of, predict_memory
-from hybrid_parallel.seconds import Seconds
-from hybrid_parallel.shapes import SHAPES, ModelShape, shape_of_config
-from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.machine import MACHINES, Machine
+from hybrid_parallel.memory_model import predict_memory
+from hybrid_parallel.mlp_shape import MLPShape
+from hybrid_parallel.plan import Plan, best_by_division, reason_of, table_of
+from hybrid_parallel.planner import Args, candidates, choose, main, plans
+from hybrid_parallel.shapes import SHAPES, ModelShape, shape_of_config, workbook_shape
+from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.time_model import TimeModel
-from lab.cluster import Cluster
-from lab.memory import saved_activations
-from lab.model import GPT, GPTConfig, loss_of
-from lab.ranks import run_ranks
+from lab.errors import WorkbookError
+from lab.model import GPTConfig, MLPConfig
 
-CLOCK = Device("clock", 1e12, {"float32": 1.0, "bf16": 1.0}, 1e30, 1.0, 1.0, 1.0, 0.0)
 H100, H200 = MACHINES["h100"], MACHINES["h200"]
-# One layer; of 8 tokens each of 2 ranks has 4, with 4 numbers in each query, key and value.
-TINY = ModelShape(1, width=4, num_heads=2, vocab_size=1, sequence_length=8, num_kv_heads=2)
-EXPERTS = ModelShape(1, width=8, num_heads=2, vocab_size=16, sequence_length=4, experts=4, active_experts=2)
-CONFIG = GPTConfig(64, 64, num_layers=4, num_heads=8, width=128)
+MIXTRAL = SHAPES["mixtral-8x7b"]
+SMALL_EXPERTS = ModelShape(4, 32, 4, 64, 48, num_kv_heads=4, experts=6, active_experts=2)
 
 
-def machine(beta: float, alpha: float = 0.0, **changes: object) -> Machine:
-    return Machine(CLOCK, 8, Link(alpha, beta), Link(alpha, beta), **changes)
+def values(found: list[Plan], field: str) -> set[object]:
+    return {getattr(plan.sizes, field) for plan in found}
 
 
-def predict(shape: ModelShape, sizes: ParallelSizes, where: Machine, batch: int = 1) -> Seconds:
-    return TimeModel(shape, where, batch).predict(sizes)
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([SMALL_EXPERTS, replace(SMALL_EXPERTS, experts=1, active_experts=1, dropout=True)]),
+    st.sampled_from([1, 2, 4, 6, 8, 12]),
+    st.sampled_from([1, 3, 8, 12]),
+    st.sampled_from([{}, {"context": 2}, {"context": 3, "attention": "ring"}, {"expert_ranks": 2}]),
+)
+def test_every_candidate_is_a_division_that_training_accepts(shape, devices: int, batch: int, given):
+    found = list(candidates(shape, H100, devices, batch, given))
+    for sizes in found:
+        refuse_sizes(sizes, shape, batch, devices, shape.experts)
+        assert given.items() <= vars(sizes).items()
+    assert len(set(found)) == len(found)
 
 
-# The context axis.
+def test_experts_are_divided_among_as_many_replicas_as_can_share_them_equally():
+    found = plans(SMALL_EXPERTS, H100, 6, 12)
+    assert values(found, "expert_ranks") == {1, 2, 3, 6}
+    assert values([plan for plan in found if plan.sizes.replicas == 2], "expert_ranks") == {1, 2}
+    divided = [plan for plan in found if plan.sizes.expert_ranks > 1]
+    assert values(divided, "zero") == {0} and values(found, "sequence_parallel") == {False}
+    assert any(plan.sizes.data == 1 for plan in divided)  # the replicas of a context axis share them, too
 
 
-def test_a_ring_shows_what_is_longer_than_the_attention_to_a_block_and_the_last_gradients():
-    # Attention takes 4 * 4 * 8 * 4 / 2 = 256 operations on a rank, 128 for each of two blocks. A message has
-    # 4 tokens * 2 * 4 numbers * 4 bytes = 128 bytes.
-    ring = ParallelSizes(context=2)
-    assert predict(TINY, ring, machine(2.0)).context == pytest.approx((256 - 128) + (256 - 256) + 256)
-    assert predict(TINY, ring, machine(3.0)).context == pytest.approx((384 - 128) + (384 - 256) + 384)
-    assert predict(TINY, ring, machine(0.5)).context == pytest.approx(64)  # all but the last is hidden
+def test_a_model_without_experts_or_sequences_has_none_to_divide():
+    dense = plans(workbook_shape("small"), H100, 4, 8)
+    assert values(dense, "expert_ranks") == {1} and values(dense, "context") == {1, 2, 4}
+    mlp = plans(MLPShape(num_layers=4, width=64), H100, 4, 8)
+    assert values(mlp, "context") == values(mlp, "expert_ranks") == {1}
 
 
-@pytest.mark.parametrize("beta", [0.01, 1.0, 10.0])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
-def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, beta: float):
-    shape, link = replace(TINY, sequence_length=240), Link(5.0, beta)
-    seconds = predict(shape, ParallelSizes(context=ranks), machine(beta, 5.0))
-    pairs = step_pairs(SequenceCut.zigzag(240, ranks))
-    per_pair = 4 * shape.query_width
-    attention = 3 * 240 / ranks * 240 / 2 * per_pair
-    expected = ring_seconds(pairs, per_pair, 240 // ranks * 2 * shape.kv_width * 4, link)
-    assert seconds.context + attention == pytest.approx(expected, rel=0.02)
+def test_a_long_sequence_is_cut_into_pieces_of_2048_tokens_or_more_unless_a_size_is_given():
+    def contexts(length: int, **given: int) -> set[object]:
+        shape = replace(SHAPES["llama-3-8b"], sequence_length=length)
+        found = candidates(shape, H100, 64, 64, {"pipeline": 1, "tensor": 1, "zero": 0, **given})
+        return {sizes.context for sizes in found}
+
+    assert contexts(8192) == {1, 2, 4} and contexts(65_536) == {1, 2, 4, 8, 16, 32}
+    assert contexts(8192, context=16) == {16}
+    assert contexts(48) == {1, 2, 4, 8}
 
 
-@given(st.integers(2, 8), st.sampled_from([1, 2]), st.sampled_from(["float32", "bf16"]))
-def test_a_slow_ring_takes_the_bytes_of_the_lessons_formula(ranks: int, kv_heads: int, precision):
-    shape = replace(TINY, sequence_length=16 * ranks, num_kv_heads=kv_heads)
-    cut = SequenceCut.zigzag(16 * ranks, ranks)
-    layer = ring_layer(SimpleNamespace(rank=0, size=ranks, cut=cut), 2, kv_heads, 4)
-    slow, sizes = machine(1e6), ParallelSizes(context=ranks, precision=precision)
-    waiting = predict(shape, sizes, slow).context
-    sent = sum(traffic.bytes_sent for traffic in layer) * (1 if precision == "float32" else 0.5)
-    assert waiting == pytest.approx(sent * 1e6, rel=1e-2)
+def test_more_ranks_than_examples_are_used_along_the_context_axis():
+    found = plans(SHAPES["llama-3-8b"], H100, 16, 4, given={"pipeline": 1, "tensor": 1})
+    assert values(found, "context") == {4} and values(found, "data") == {4}
+    with pytest.raises(WorkbookError, match="tensor 1, context 1; take another number"):
+        plans(SHAPES["llama-3-8b"], H100, 16, 4, given={"pipeline": 1, "tensor": 1, "context": 1})
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_all_to_alls_take_the_bytes_of_the_lessons_formula_and_hide_nothing(ranks: int):
-    shape = ModelShape(3, width=64, num_heads=16, vocab_size=1, sequence_length=64, num_kv_heads=8)
-    sizes = ParallelSizes(context=ranks, attention="all_to_all")
-    tokens, numbers = 64 * 5, shape.query_width + shape.kv_width
-    sent = 4 * (ranks - 1) / ranks**2 * tokens * numbers * 4
-    assert predict(shape, sizes, machine(1.0), 5).context == pytest.approx(3 * sent)
-    assert predict(shape, sizes, machine(1e-9), 5).context == pytest.approx(3 * sent * 1e-9)
-    again = replace(sizes, recompute=True)  # the forward sends once more
-    assert predict(shape, again, machine(1.0), 5).context == pytest.approx(1.5 * 3 * sent)
+@pytest.mark.parametrize(
+    "given", [{"context": 16}, {"context": 3}, {"data": 8, "context": 2}, {"tensor": 16}]
+)
+def test_sizes_that_do_not_go_into_the_devices_are_refused_in_a_sentence(given: dict[str, int]):
+    with pytest.raises(WorkbookError, match="No division of 8 devices makes sense"):
+        plans(SHAPES["llama-3-8b"], H100, 8, 8, given=given)
 
 
-def test_a_program_that_gathers_keys_waits_for_all_of_them():
-    where = machine(1.0, gathers_keys=True)
-    gather = cost.seconds("all_gather", "ring", 8 * 2 * 4 * 4, 4, where.inner)
-    assert predict(TINY, ParallelSizes(context=4), where).context == pytest.approx(2 * gather)
+def test_a_sequence_that_fits_on_no_rank_fits_if_it_is_cut():
+    shape = replace(SHAPES["llama-3-8b"], sequence_length=1 << 20)
+    whole, cut = (plans(shape, H100, 64, 16, given=given) for given in ({"context": 1}, {}))
+    with pytest.raises(WorkbookError, match="No plan fits"):
+        choose(whole, H100.device.memory_bytes)
+    assert choose(cut, H100.device.memory_bytes).sizes.context > 1
 
 
-def test_the_tensor_axis_divides_what_the_context_axis_sends():
-    shape, slow = replace(TINY, num_heads=4, num_kv_heads=4), machine(1e6)
-    for attention in ("ring", "all_to_all"):
-        alone, both = (
-            predict(shape, ParallelSizes(context=2, tensor=t, attention=attention), slow) for t in (1, 2)
-        )
-        assert both.context == pytest.approx(alone.context / 2, rel=1e-4)
+def test_replicas_hold_mixtral_without_zero_only_if_they_share_its_experts():
+    replicas = {"pipeline": 1, "tensor": 1, "zero": 0}
+    found = plans(replace(MIXTRAL, sequence_length=2048), H200, 8, 64, given=replicas)
+    fit = [plan for plan in found if plan.seconds is not None]
+    assert values(found, "expert_ranks") == {1, 2, 4, 8} and values(fit, "expert_ranks") == {8}
 
 
-def test_each_rank_computes_its_share_whatever_cuts_the_examples():
-    alone, *cut = (
-        predict(TINY, sizes, machine(0.0), 2).compute
-        for sizes in (ParallelSizes(), ParallelSizes(data=2), ParallelSizes(context=2))
-    )
-    assert cut == [pytest.approx(alone / 2)] * 2
+def test_more_expert_ranks_hold_less_and_a_longer_context_axis_does_too():
+    def held(**axes: int) -> float:
+        return predict_memory(MIXTRAL, ParallelSizes(**axes, precision="bf16"), 8).total
+
+    by_experts = [held(data=8, expert_ranks=e) for e in (1, 2, 4, 8)]
+    by_context = [held(context=c) for c in (1, 2, 4, 8)]
+    for each in (by_experts, by_context):
+        assert each == sorted(each, reverse=True) and len(set(each)) == 4
 
 
-def test_a_ring_adds_results_in_float32_and_an_all_to_all_copies():
-    slow = replace(machine(0.0), device=replace(CLOCK, bandwidth=1.0))
-    plain, ring, exchanged = (
-        predict(TINY, sizes, slow, 2).compute
-        for sizes in (
-            ParallelSizes(data=2),
-            ParallelSizes(context=2),
-            ParallelSizes(context=2, attention="all_to_all"),
-        )
-    )
-    numbers = 2 * 4 * 4  # of the queries of a rank; keys and values have twice as many
-    # The plain model has 8 tokens on each rank, too. Two blocks; 12 bytes for each number that is added.
-    assert ring - plain == pytest.approx(2 * 12 * (numbers + numbers + 2 * numbers))
-    assert exchanged - plain == pytest.approx(2 * 2 * 2 * (numbers + 2 * numbers + numbers) * 4)
+def test_the_choice_depends_on_what_a_ring_can_hide():
+    shape = replace(SHAPES["llama-3-8b"], sequence_length=65_536)
+    given = {"context": 8, "recompute": True, "zero": 3}
+    apart = replace(H100, devices_per_node=1)
+    # With 8 key heads for 32 query heads messages are short enough to hide behind the attention to a block.
+    for kv_heads, attention in ((8, "ring"), (32, "all_to_all")):
+        found = plans(replace(shape, num_kv_heads=kv_heads), apart, 8, 8, given=given)
+        assert found[0].sizes.attention == attention
 
 
-def test_messages_between_nodes_go_through_one_card_each():
-    where = Machine(CLOCK, 8, Link(1.0, 1.0), Link(5.0, 10.0))
-    assert where.message_link(8, 1) == where.pairwise_link(4, 2) == where.inner
-    assert where.message_link(16, 1) == where.message_link(2, 8) == where.outer
-    # Of 15 messages of an all-to-all, 7 stay in the node; with a stride of 4, one of 7.
-    assert where.pairwise_link(16, 1) == Link(5.0, (7 * 1 + 8 * 10) / 15)
-    assert where.pairwise_link(8, 4) == Link(5.0, (1 * 1 + 6 * 10) / 7)
+def reasons(found: list[Plan]) -> Iterator[str]:
+    return (plan.reason for plan in found)
 
 
-@pytest.mark.parametrize("cores", [4, 2])
-@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
-def test_messages_of_the_context_axis_need_a_core_as_a_part_of_their_time(attention: str, cores: int):
-    shape, sizes = replace(TINY, num_heads=4, num_kv_heads=4), ParallelSizes(context=4, attention=attention)
-    slow = Machine(CLOCK, 4, Link(0.0, 1e3), Link(0.0, 1e3), cores)
-    costs = (Handling(), Handling(call=7.0, byte=2.0))
-    without, handled = (predict(shape, sizes, replace(slow, handling=cost)) for cost in costs)
-    block = 2 * 2 * 4 * 4  # bytes of the keys and values of two tokens
-    ring = 9 * (7.0 + 2.0 * block)
-    exchanges = 4 * 7.0 + 2 * 3 / 4 * 2.0 * (block + block)  # q, k, v and y: twice as much as k and v
-    work = ring if attention == "ring" else exchanges
-    assert handled.compute - without.compute == pytest.approx(work * 4 / cores)
-    assert without.context - handled.context == pytest.approx(work)
+def test_a_reason_names_the_messages_of_a_context_axis_and_of_experts():
+    slow = Machine(H100.device, 1, Link(1e-5, 1e-8), Link(1e-5, 1e-8))
+    given = {"pipeline": 1, "tensor": 1, "zero": 0, "recompute": False}
+    shape = replace(SHAPES["llama-3-8b"], num_layers=2)
+    found = plans(shape, slow, 4, 8, given=given)
+    assert found[0].sizes.context == 1
+    assert any("more for messages of the context axis" in reason for reason in reasons(found))
+    # With many examples in a step, tokens are more than the gradients of all experts.
+    found = plans(replace(MIXTRAL, num_layers=2), replace(H100, devices_per_node=1), 8, 2048, given=given)
+    assert found[0].sizes.expert_ranks == 1
+    assert any("more for sending tokens to experts" in reason for reason in reasons(found))
 
 
-@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
-def test_a_faster_link_never_makes_the_context_axis_slower(attention: str):
-    shape = replace(SHAPES["llama-3-8b"], sequence_length=32_768)
-    sizes = ParallelSizes(context=8, attention=attention, precision="bf16")
-    waits = [
-        predict(shape, sizes, replace(H100, inner=Link(0.0, beta))).context for beta in (1e-8, 1e-9, 1e-10)
+def heads(found: list[Plan], shape: ModelShape) -> list[object]:
+    return [column.header for column in table_of(found, TimeModel(shape, H100, 8)).columns]
+
+
+def test_a_table_has_columns_for_context_and_experts_only_if_a_plan_uses_them():
+    shape = SMALL_EXPERTS
+    before = ["pipeline", "data", "tensor", "microbatches", "schedule", "ZeRO"]
+    before += ["also", "memory", "step", "MFU", "why"]
+    found = {
+        key: plans(shape, H100, 2, 8, given={"context": key[0], "expert_ranks": key[1]})
+        for key in ((1, 1), (2, 1), (1, 2), (2, 2))
+    }
+    assert heads(found[1, 1], shape) == before
+    assert heads(found[2, 1], shape) == [*before[:2], "context", *before[2:]]
+    assert heads(found[1, 2], shape) == [*before[:3], "experts", *before[3:]]
+    both = [*before[:2], "context", "tensor", "experts", *before[3:]]
+    assert heads(found[2, 2], shape) == heads(found[1, 1] + found[2, 2], shape) == both
+
+
+def test_a_table_has_one_row_for_each_division_of_sequences_and_experts():
+    found = plans(SMALL_EXPERTS, H100, 2, 8)
+    rows = [
+        (p.sizes.pipeline, p.sizes.data, p.sizes.context, p.sizes.tensor, p.sizes.expert_ranks)
+        for p in best_by_division(found)
     ]
-    assert waits == sorted(waits, reverse=True) and waits[0] > waits[-1] > 0
+    axes = [(2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 1)]
+    assert sorted(rows) == sorted([(*row, 1) for row in axes] + [(*row, 2) for row in axes[2:]])
 
 
-@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
-def test_attention_over_a_context_axis_keeps_what_is_predicted(attention: str):
-    how = {"ring": (ring_attention, SequenceCut.zigzag)}
-    how["all_to_all"] = all_to_all_attention, SequenceCut.contiguous
-
-    def kept(_: Cluster) -> int:
-        model, tokens = ContextParallel(GPT(CONFIG), *how[attention]), torch.zeros(4, 64, dtype=torch.int64)
-        with saved_activations(model.parameters) as saved:
-            logits = model(tokens)
-            model.loss(logits, tokens)
-        return saved.bytes + logits.nbytes
-
-    plan = predict_memory(shape_of_config(CONFIG), ParallelSizes(context=2, attention=attention), 4)
-    for found in run_ranks(kept, 2):
-        assert plan.activations + plan.temporary == pytest.approx(found, rel=0.01)
+def test_the_command_line_divides_the_experts_of_mixtral(capsys):
+    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=3))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "experts on 8 ranks" in said and "tensor experts microbatches" in said
+    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=1, json=True))
+    [best] = json.loads(capsys.readouterr().out)["plans"]
+    assert best["expert_ranks"] == 8 and best["step_seconds"] > 0
 
 
-# Experts.
+def test_the_command_line_cuts_long_sequences_and_keeps_a_given_context_axis(capsys):
+    main(Args(model="llama-3-8b", devices=64, sequence_length=131_072, batch=64, rows=1))
+    assert "(context)" in capsys.readouterr().out
+    main(Args(model="small", devices=4, batch=16, context=2, json=True, rows=100))
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert found and {plan["context"] for plan in found} == {2}
+    with pytest.raises(WorkbookError, match=r"makes sense .* and context 3;"):
+        main(Args(model="small", devices=4, batch=16, context=3))
 
 
-def test_expert_ranks_divide_experts_and_nothing_else():
-    # Attention has 4 * 8 * 8 weights and 32 biases, norms have 32 and the router 4 * 8 numbers; an expert has
-    # 2 * 8 * 32 weights and 32 + 8 biases. The embedding has 16 * 8.
-    dense, expert = 256 + 32 + 32 + 32 + 128, 512 + 40
-    for e in (1, 2, 4):
-        assert parameters_of(EXPERTS, ParallelSizes(data=4, expert_ranks=e), 0) == dense + 4 * expert / e
-    # The tensor axis divides all but norms, the router, the bias after attention, and 8 biases of an expert.
-    both = ParallelSizes(data=2, tensor=2, expert_ranks=2)
-    whole = 32 + 32 + 8
-    assert parameters_of(EXPERTS, both, 0) == whole + (dense - whole) / 2 + 4 / 2 * ((expert - 8) / 2 + 8)
-    assert experts_of(TINY, ParallelSizes(data=2), 0) == 0
+def test_a_shape_of_the_workbook_has_the_experts_that_it_is_given():
+    config = GPTConfig.named("tiny")
+    shape = shape_of_config(config, 4, 2)
+    assert (shape.experts, shape.active_experts) == (4, 2)
+    assert shape_of_config(config) == workbook_shape("tiny")
+    with pytest.raises(WorkbookError, match="experts is 4, and an MLP has no blocks"):
+        shape_of_config(MLPConfig(), 4, 2)
+    with pytest.raises(WorkbookError, match="5 active experts are more than the model's 4 experts"):
+        shape_of_config(config, 4, 5)
 
 
-def test_ranks_with_experts_hold_the_parameters_and_keep_the_activations_that_are_predicted():
-    def held(_: Cluster, expert_ranks: int) -> tuple[int, int]:
-        model = ExpertParallel(GPT(CONFIG), MoEConfig(4, 2), form_groups(expert_ranks))
-        tokens = torch.arange(128).view(2, 64) % 64
-        with saved_activations(model.parameters) as saved:
-            logits = model(tokens)
-            loss_of(logits, tokens)
-        return sum(parameter.numel() for parameter in model.parameters()), saved.bytes + logits.nbytes
-
-    shape = shape_of_config(CONFIG, 4, 2)
-    for expert_ranks in (1, 2):
-        plan = predict_memory(shape, ParallelSizes(data=2, expert_ranks=expert_ranks), 4)
-        numbers, kept = zip(*run_ranks(held, 2, expert_ranks), strict=True)
-        assert [plan.parameters / 4 + 2 * 128] * 2 == list(numbers)  # the final norm is left out
-        # The router decides which rank has more tokens; the mean is known.
-        assert plan.activations + plan.temporary == pytest.approx(sum(kept) / 2, rel=0.015)
-
-
-def test_a_layer_sends_its_tokens_to_their_experts_and_back_in_both_passes():
-    shape, e, batch = replace(EXPERTS, num_layers=3), 2, 8
-    tokens = batch * 4 / 4
-    exchanges = 4 * (e - 1) / e * tokens * 2 * 8 * 4  # two experts for each token, 8 numbers of 4 bytes
-    counts = 3 / 4 * (4 * 4 * 8)  # of 4 experts on 4 ranks, 8 bytes each
-    sizes = ParallelSizes(data=4, expert_ranks=e)
-    assert predict(shape, sizes, machine(1.0), batch).experts == pytest.approx(3 * (exchanges + counts))
-    again = predict(shape, replace(sizes, recompute=True), machine(1.0), batch).experts
-    assert again == pytest.approx(3 * (1.5 * exchanges + 2 * counts))
-    # Without divided experts only the counts are gathered; the rounds of a small gather are log2 n, twice.
-    whole = ParallelSizes(data=4)
-    assert predict(shape, whole, machine(1.0), batch).experts == pytest.approx(3 * counts)
-    assert predict(shape, whole, machine(0.0, 1.0), batch).experts == pytest.approx(3 * 4)
-    assert predict(shape, ParallelSizes(), machine(1.0, 1.0), batch).experts == 0
-
-
-def test_the_replicas_of_an_expert_reduce_its_gradients():
-    shape, where = replace(EXPERTS, num_layers=2), machine(1.0)
-    for e in (1, 2, 4):
-        sizes = ParallelSizes(pipeline=2, data=4, expert_ranks=e)  # a pipeline hides nothing
-        own = experts_of(shape, sizes, 0)
-        dense = max(parameters_of(shape, sizes, rank) for rank in (0, 1)) - own
-        reductions = ((dense, 4), (own, 4 // e))
-        expected = sum(cost.seconds("all_reduce", "ring", int(4 * n), r, where.inner) for n, r in reductions)
-        assert predict(shape, sizes, where, 8).data == pytest.approx(expected)
-
-
-def test_exchanges_with_experts_need_a_core_as_a_part_of_their_time():
-    slow = Machine(CLOCK, 4, Link(0.0, 1e3), Link(0.0, 1e3), 2)
-    costs = (Handling(), Handling(call=7.0, byte=2.0))
-    sizes = ParallelSizes(data=4, expert_ranks=2)
-    without, handled = (predict(EXPERTS, sizes, replace(slow, handling=cost), 4) for cost in costs)
-    work = 5 * 7.0 + 2.0 * (4 * 1 / 2 * 4 * 2 * 8 * 4 + 3 / 4 * 4 * 4 * 8)
-    assert handled.compute - without.compute == pytest.approx(work * 2)  # 4 ranks on 2 cores
-    assert without.experts - handled.experts == pytest.approx(work)
-
-
-def test_a_tensor_axis_adds_up_the_output_of_each_expert_of_a_token():
-    alone = replace(EXPERTS, experts=1, active_experts=1)
-    one, two = (predict(shape, ParallelSizes(tensor=2), machine(1.0)).tensor for shape in (alone, EXPERTS))
-    assert two == pytest.approx(one * 3 / 2)
+def test_a_plan_that_differs_in_its_messages_alone_is_slower_because_of_them():
+    sizes, shape = ParallelSizes(context=2), SMALL_EXPERTS
+    seconds = TimeModel(shape, H100, 8).predict(sizes)
+    best = Plan(sizes, predict_memory(shape, sizes, 8), seconds)
+    causes = {"context": "messages of the context axis", "experts": "sending tokens to experts"}
+    for cause, words in causes.items():
+        slower = replace(best, seconds=replace(seconds, **{cause: getattr(seconds, cause) + 1.0}))
+        assert reason_of(slower, best, 1e12).endswith(f"slower: 1.000 s more for {words}")
