@@ -167,6 +167,16 @@ def test_messages_of_the_context_axis_need_a_core_as_a_part_of_their_time(attent
     assert without.context - handled.context == pytest.approx(work)
 
 
+def test_one_stage_computes_while_another_one_waits_for_tokens():
+    axes = {"pipeline": 2, "context": 2, "attention": "all_to_all"}
+    sizes = ParallelSizes(**axes, microbatches=8, schedule="zb_h1")
+    own, shared = (
+        predict(replace(TINY, num_layers=2), sizes, Machine(CLOCK, 4, *[Link(0.0, 1.0)] * 2, cores=n), 8)
+        for n in (4, 2)
+    )
+    assert own.bubble > 0 == shared.bubble and 0 < shared.context < own.context / 2
+
+
 @pytest.mark.parametrize("attention", ["ring", "all_to_all"])
 def test_a_faster_link_never_makes_the_context_axis_slower(attention: str):
     shape = replace(SHAPES["llama-3-8b"], sequence_length=32_768)

@@ -60,6 +60,13 @@ def test_a_model_without_experts_or_sequences_has_none_to_divide():
     assert values(mlp, "context") == values(mlp, "expert_ranks") == {1}
 
 
+def test_zero_divides_among_the_ranks_of_a_context_axis_as_among_replicas():
+    found = plans(workbook_shape("small"), H100, 4, 8, given={"data": 1, "context": 4})
+    assert values(found, "zero") == {0, 1, 2, 3}
+    alone = plans(workbook_shape("small"), H100, 4, 8, given={"data": 1, "context": 1, "pipeline": 1})
+    assert values(alone, "zero") == {0}
+
+
 def test_a_long_sequence_is_cut_into_pieces_of_2048_tokens_or_more_unless_a_size_is_given():
     def contexts(length: int, **given: int) -> set[object]:
         shape = replace(SHAPES["llama-3-8b"], sequence_length=length)
