@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks import side_by_side
 from benchmarks.planner_steps import Config, Measured, calibrate, measure, screen
 from comm.transport import slow_link
+from hybrid_parallel.mesh import AXES
 from hybrid_parallel.plan import Plan, best_by_division, describe
 from hybrid_parallel.planner import plans
 from hybrid_parallel.shapes import shape_of_config
@@ -87,7 +88,7 @@ def row_of(plan: Plan, of_ranks: list[Measured], model: str, link: str) -> Row:
     """Return what was predicted and measured of a plan."""
     seconds = side_by_side.median_of_slowest([rank.seconds for rank in of_ranks])
     row = side_by_side.row(model, "prediction", link, seconds, plan.step_seconds, world_size=RANKS)
-    axes = f"{plan.sizes.pipeline} x {plan.sizes.data} x {plan.sizes.tensor}"
+    axes = " x ".join(str(getattr(plan.sizes, axis)) for axis in AXES)
     held = max(rank.above_base for rank in of_ranks)
     memory = {
         "bytes": held,
@@ -171,7 +172,7 @@ def show(rows: list[Row], said: dict[str, Any]) -> None:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, title=f"{said['model']}, {RANKS} ranks, {rows[0]['link']}"
     )
-    table.add_column("pipeline x data x tensor, how")
+    table.add_column(f"{' x '.join(AXES)}, how")
     heads = ("predicted", "measured", "error", "core seconds", "predicted", "measured", "error", "rank")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)

@@ -36,11 +36,19 @@ def ring_seconds(pairs: Sequence[float], seconds_per_pair: float, block_bytes: i
 
     `block_bytes` are those of the keys and values of one rank.
     """
-    n, forward, backward = len(pairs), 0.0, 0.0
-    message = link.alpha + link.beta * block_bytes if n > 1 else 0.0
-    for step, compute in enumerate(one * seconds_per_pair for one in pairs):
+    return sum(ring_passes([one * seconds_per_pair for one in pairs], link.alpha + link.beta * block_bytes))
+
+
+def ring_passes(blocks: Sequence[float], message: float) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward of one layer's attention.
+
+    `blocks` are the seconds of the attention of the forward in each step, and `message` is the seconds of a
+    message of keys and values.
+    """
+    n, forward, backward = len(blocks), 0.0, 0.0
+    for step, compute in enumerate(blocks):
         # Gradients leave at the end of each step but the first, so they are under way in the next one.
         keys, gradients = step < n - 1, step > 1
         forward += max(compute, keys * message)
         backward += max(2 * compute, (keys + gradients) * message)
-    return forward + backward + message  # the last gradients travel home
+    return forward, backward + (message if n > 1 else 0.0)  # the last gradients travel home

@@ -58,9 +58,9 @@ class Memory:
         return sum(vars(self).values())
 
 
-def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float:
+def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int) -> float:
     """Return the number of tokens of a microbatch on one rank."""
-    return batch / (sizes.data * sizes.microbatches) * shape.sequence_length / context
+    return batch / (sizes.data * sizes.microbatches) * shape.sequence_length / sizes.context
 
 
 @cache
@@ -100,17 +100,28 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
 def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor axis.
 
-    Norms, some biases and learned positions are not divided.
+    Norms, routers, some biases and learned positions are not divided. Of the experts it has its share.
     """
     layers = layers_of(shape, sizes, rank)
-    replicated = layers * shape.replicated_parameters
-    numbers = layers * shape.layer_parameters - replicated
+    experts, replicated_of_experts = shape.expert_parameters
+    replicated = layers * (shape.replicated_parameters - replicated_of_experts)
+    numbers = layers * (shape.layer_parameters - experts) - replicated
     if rank == 0:
         replicated += shape.positions * shape.width
         numbers += shape.token_parameters
     if has_head(sizes, rank) and not (rank == 0 and shape.tied):
         numbers += shape.head_parameters
-    return replicated + numbers / sizes.tensor
+    return replicated + numbers / sizes.tensor + experts_of(shape, sizes, rank)
+
+
+def experts_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
+    """Return the number of parameters of a rank's experts.
+
+    They are those of its pipeline rank, divided among expert ranks, and each expert by the tensor axis.
+    """
+    numbers, replicated = shape.expert_parameters
+    of_layer = replicated + (numbers - replicated) / sizes.tensor
+    return layers_of(shape, sizes, rank) * of_layer / sizes.expert_ranks
 
 
 def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
@@ -118,35 +129,36 @@ def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
 
     For a GPT in 16 bit with dropout and no fused attention, s b tokens have s b h (10 + 24/t + 5 a s / (h t))
     bytes, equation 2 of Korthikanti et al., with t tensor ranks, a heads and width h. With sequence
-    parallelism all terms are divided by t, equation 4.
+    parallelism all terms are divided by t, equation 4. With all-to-alls along the context axis there are two
+    outputs of attention: before the second all-to-all and after it.
     """
     replicated, divided = shape.kept_bytes(ITEMSIZE[sizes.precision])
+    if sizes.context > 1 and sizes.attention == "all_to_all":
+        divided += shape.query_width * ITEMSIZE[sizes.precision]
     return replicated / (sizes.tensor if sizes.sequence_parallel else 1) + divided / sizes.tensor
 
 
-def predict_memory(
-    shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1, autocast: bool = False
-) -> Memory:
+def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, autocast: bool = False) -> Memory:
     """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
 
     `autocast` is that of a Machine.
     """
     of_ranks = (
-        replace(memory_of_rank(shape, sizes, batch, context, rank, autocast), deferred=more)
+        replace(memory_of_rank(shape, sizes, batch, rank, autocast), deferred=more)
         for rank in fullest_ranks(sizes)
-        for more in [_deferred(shape, sizes, batch, context, rank)]
+        for more in [_deferred(shape, sizes, batch, rank)]
     )
     fullest = max(of_ranks, key=lambda memory: memory.total)
     if sizes.pipeline == 1:
         return fullest
-    size = tokens_of(shape, sizes, batch, context) * shape.width * ITEMSIZE[sizes.precision]
+    size = tokens_of(shape, sizes, batch) * shape.width * ITEMSIZE[sizes.precision]
     size /= sizes.tensor if sizes.sequence_parallel else 1
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, 0)
     kept = 0 if sizes.recompute else shape.kept_messages * held  # with recomputation they are the activations
     return replace(fullest, in_flight=(MESSAGES + kept) * size)
 
 
-def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int) -> float:
+def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, rank: int) -> float:
     """Return what a rank holds for weight gradients that it computes later, beyond its activations.
 
     A weight gradient needs the layer's input and the gradient of its output. In a transformer both together
@@ -159,26 +171,34 @@ def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, r
     splits = sizes.schedule in ("zb_h1", "zb_v") and sizes.pipeline > 1 and sizes.tensor == 1
     if not splits or (shape.deferred_share == 1 and not sizes.recompute):
         return 0.0
-    table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches)
-    share, kept_before = shape.deferred_share, 0.0 if sizes.recompute else 1.0
-    change = {FORWARD: kept_before, INPUT_GRADIENT: share - kept_before, WEIGHT_GRADIENT: -share}
-    most = max(accumulate(change[action.kind] for action in table[rank]))
+    schedule = sizes.schedule, sizes.pipeline, sizes.microbatches
+    most = _most_held(*schedule, shape.deferred_share, 0.0 if sizes.recompute else 1.0)[rank]
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
     held = 1 if sizes.recompute else held
     stages = sizes.num_stages // sizes.pipeline
-    kept = tokens_of(shape, sizes, batch, context) * layer_activations(shape, sizes)
+    kept = tokens_of(shape, sizes, batch) * layer_activations(shape, sizes)
     return max(0.0, most - held) * layers_of(shape, sizes, rank) / stages * kept
 
 
+@cache
+def _most_held(
+    schedule: str, pipeline: int, microbatches: int, share: float, kept_before: float
+) -> list[float]:
+    """Return how many microbatches each rank holds at most: `kept_before` of one from its forward on, and
+    `share` of one from its input gradient to its weight gradient."""
+    change = {FORWARD: kept_before, INPUT_GRADIENT: share - kept_before, WEIGHT_GRADIENT: -share}
+    table = table_of(schedule, pipeline, microbatches)
+    return [max(accumulate(change[action.kind] for action in row)) for row in table]
+
+
 def memory_of_rank(
-    shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int, autocast: bool = False
+    shape: AnyShape, sizes: ParallelSizes, batch: int, rank: int, autocast: bool = False
 ) -> Memory:
     """Return what the ranks at place `rank` of the pipeline hold at their peak."""
-    numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch, context)
+    numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch)
     parameter, gradient, optimizer_state = state_bytes(sizes, autocast)
-    # Context ranks hold the same parameters, so ZeRO divides among them, too.
     full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
-    state = formula(sizes.zero, full, sizes.data * context)
+    state = formula(sizes.zero, full, sizes.replicas)
     c, divided = ITEMSIZE[sizes.precision], sizes.tensor if sizes.sequence_parallel else 1
     layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)

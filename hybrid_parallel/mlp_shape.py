@@ -1,4 +1,4 @@
-"""Describe an MLP by the numbers that a ModelShape has (shapes.py), so that the planner can plan it, too.
+"""Describe an MLP by the numbers of a ModelShape (model_shape.py), so that the planner can plan it, too.
 
 A layer is a linear layer and a ReLU, and an example counts as one token. The planner takes all layers for
 equal. So what the first and the last one have less stands where a transformer has its embedding and its head,
@@ -21,6 +21,9 @@ class MLPShape(MLPConfig):
     query_width: ClassVar[int] = 0  # an MLP has no attention
     kv_width: ClassVar[int] = 0
     positions: ClassVar[int] = 0
+    experts: ClassVar[int] = 1
+    active_experts: ClassVar[int] = 1
+    expert_parameters: ClassVar[tuple[int, int]] = (0, 0)
     tied: ClassVar[bool] = False
     fused_attention: ClassVar[bool] = True
     reductions: ClassVar[float] = 0.5
@@ -41,6 +44,10 @@ class MLPShape(MLPConfig):
     def active_weights(self) -> int:
         """Return the number of weights of a layer that an example is multiplied with."""
         return self.width * self.width
+
+    def held_weights(self, _: int) -> float:
+        """Return the number of weights of a layer; there are no experts to divide."""
+        return self.active_weights
 
     @property
     def column_weights(self) -> float:

@@ -13,9 +13,14 @@ from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.time_model import TimeModel
 from lab.units import show_bytes, show_seconds
 
+DIVISION = ("pipeline", "data", "context", "tensor", "expert_ranks")
+AXES = ("pipeline", "data", "tensor")  # columns of every table; the others are there if a plan uses them
+HEADS = {"expert_ranks": "experts"}
 CAUSES = {
     "compute": "for computing",
     "tensor": "for collectives of the tensor axis",
+    "context": "for messages of the context axis",
+    "experts": "for sending tokens to experts",
     "bubble": "idle in the pipeline",
     "messages": "for messages between stages",
     "data": "for collectives of the data axis",
@@ -75,10 +80,10 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
 
 
 def best_by_division(found: list[Plan]) -> list[Plan]:
-    """Return the first plan of each division of the ranks among the axes, in their order."""
-    first: dict[tuple[int, int, int], Plan] = {}
+    """Return the first plan of each division of the ranks and of the experts, in their order."""
+    first: dict[tuple[int, ...], Plan] = {}
     for plan in found:
-        first.setdefault(_axes(plan.sizes), plan)
+        first.setdefault(tuple(getattr(plan.sizes, name) for name in DIVISION), plan)
     return list(first.values())
 
 
@@ -88,8 +93,8 @@ def describe(sizes: ParallelSizes) -> str:
     if sizes.pipeline > 1:
         words.append(f"schedule {_schedule(sizes)}")
     words += [f"ZeRO {sizes.zero}"] * bool(sizes.zero)
-    words += ["sequence parallel"] * sizes.sequence_parallel + ["recomputation"] * sizes.recompute
-    return ", ".join(words)
+    words += [f"experts on {sizes.expert_ranks} ranks"] * (sizes.expert_ranks > 1)
+    return ", ".join([*words, *_options(sizes, "recomputation")])
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -102,8 +107,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 def table_of(rows: list[Plan], model: TimeModel) -> Table:
     """Return the plans as a table."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for head in ("pipeline", "data", "tensor", "microbatches"):
-        table.add_column(head, justify="right")
+    names = [name for name in DIVISION if name in AXES or any(getattr(p.sizes, name) > 1 for p in rows)]
+    for name in [*names, "microbatches"]:
+        table.add_column(HEADS.get(name, name), justify="right")
     for head in ("schedule", "ZeRO", "also"):
         table.add_column(head)
     for head in ("memory", "step", "MFU"):
@@ -111,13 +117,12 @@ def table_of(rows: list[Plan], model: TimeModel) -> Table:
     table.add_column("why")
     for plan in rows:
         sizes, known = plan.sizes, plan.seconds is not None
-        also = ["sequence parallel"] * sizes.sequence_parallel + ["recompute"] * sizes.recompute
         used = model.utilisation(sizes, plan.step_seconds, causal=model.shape.fused_attention)
         table.add_row(
-            *map(str, (*_axes(sizes), sizes.microbatches)),
+            *(str(getattr(sizes, name)) for name in [*names, "microbatches"]),
             _schedule(sizes) if sizes.pipeline > 1 else "",
             str(sizes.zero or ""),
-            ", ".join(also),
+            ", ".join(_options(sizes, "recompute")),
             show_bytes(plan.memory_bytes),
             show_seconds(plan.step_seconds) if known else "",
             f"{used:.1%}" if known else "",
@@ -126,8 +131,11 @@ def table_of(rows: list[Plan], model: TimeModel) -> Table:
     return table
 
 
-def _axes(sizes: ParallelSizes) -> tuple[int, int, int]:
-    return sizes.pipeline, sizes.data, sizes.tensor
+def _options(sizes: ParallelSizes, recompute: str) -> list[str]:
+    """Return what the ranks of the context and tensor axes do, and `recompute` if a plan does that."""
+    attention = {"ring": "ring", "all_to_all": "all-to-all"}[sizes.attention]
+    words = [f"{attention} attention"] * (sizes.context > 1)
+    return words + ["sequence parallel"] * sizes.sequence_parallel + [recompute] * sizes.recompute
 
 
 def _schedule(sizes: ParallelSizes) -> str:

@@ -9,7 +9,8 @@ A plan is a ParallelSizes (sizes.py). For each one that is possible for the mode
       plan.py           says why it is slower than the best plan, or does not fit
 
 `plans` returns all plans, the best one first, for `sharding_strategy: auto` and for the command line. It
-tries them all, because the formulas are fast: 16384 devices have some 3000 plans.
+tries them all, because the formulas are fast: 16384 devices have some 17 000 plans. Only a long sequence is
+not cut into pieces so short that the formulas would promise too much (LEAST_TOKENS).
 """
 
 import contextlib
@@ -36,6 +37,7 @@ from lab.errors import WorkbookError
 from lab.units import show_bytes
 
 USABLE = 0.95  # of a device's memory; the rest is for the runtime and for gaps between tensors
+LEAST_TOKENS = 2048  # that a rank has of a long sequence: with fewer its kernels do not reach their rates
 
 
 def plans(
@@ -56,7 +58,7 @@ def plans(
     model, usable = TimeModel(shape, machine, batch), USABLE * machine.device.memory_bytes
     found = []
     for sizes in candidates(shape, machine, devices, batch, {"precision": precision} | dict(given)):
-        memory = predict_memory(shape, sizes, batch, autocast=machine.autocast)
+        memory = predict_memory(shape, sizes, batch, machine.autocast)
         found.append(Plan(sizes, memory, model.predict(sizes) if memory.total <= usable else None))
     if not found:
         raise WorkbookError(
@@ -97,36 +99,46 @@ def candidates(
     """Yield every division of `devices` that makes sense and agrees with `given`, in every way to run it."""
     for pipeline in _kept(given, "pipeline", _divisors(devices, shape.num_layers)):
         for tensor in _kept(given, "tensor", _divisors(devices // pipeline, machine.devices_per_node)):
-            for data in _kept(given, "data", [devices // (pipeline * tensor)]):
-                for microbatches in _kept(given, "microbatches", _divisors(batch // data, batch)):
-                    axes = {"pipeline": pipeline, "data": data, "tensor": tensor}
-                    division = ParallelSizes(**dict(given) | axes | {"microbatches": microbatches})
-                    for sizes in _ways(shape, division, given):
-                        with contextlib.suppress(WorkbookError):
-                            refuse_sizes(sizes, shape, batch, devices)
-                            yield sizes
+            replicas = devices // (pipeline * tensor)
+            for context in _kept(given, "context", _divisors(replicas, _most_context(shape))):
+                for data in _kept(given, "data", [replicas // context] if replicas % context == 0 else []):
+                    axes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
+                    for microbatches in _kept(given, "microbatches", _divisors(batch // data, batch)):
+                        division = ParallelSizes(**dict(given) | axes | {"microbatches": microbatches})
+                        for sizes in _ways(shape, division, given):
+                            with contextlib.suppress(WorkbookError):
+                                refuse_sizes(sizes, shape, batch, devices, shape.experts)
+                                yield sizes
+
+
+def _most_context(shape: AnyShape) -> int:
+    """Return the largest number of ranks that cut a sequence, if none is given.
+
+    Models with short sequences are here to learn with, so theirs may be cut among up to 8 ranks.
+    """
+    length = shape.sequence_length
+    return length // LEAST_TOKENS if length >= 2 * LEAST_TOKENS else min(length, 8)
 
 
 def _ways(shape: AnyShape, division: ParallelSizes, given: Mapping[str, Any]) -> Iterator[ParallelSizes]:
-    """Yield every way to run a division: schedule, stage of ZeRO, sequence parallelism, recomputation."""
+    """Yield every way to run a division: schedule, ZeRO, attention, experts, recomputation and so on."""
     pipeline, schedules = division.pipeline, [(division.schedule, division.chunks)]
     if pipeline > 1:
         most = shape.num_layers // pipeline
         names = _kept(given, "schedule", ["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"])
         chunks = _kept(given, "chunks", sorted({c for c in (2, 4, most) if 2 <= c <= most}))
         schedules = [(n, c) for n in names for c in (chunks if n == "interleaved" else [division.chunks])]
-    zeros = _kept(given, "zero", [0] if division.data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3])
-    sequence = _kept(given, "sequence_parallel", [False, True] if division.tensor > 1 else [False])
-    again = _kept(given, "recompute", [False, True])
-    for (schedule, number), zero, by_sequence, recompute in product(schedules, zeros, sequence, again):
-        yield dataclasses.replace(
-            division,
-            schedule=schedule,
-            chunks=number,
-            zero=zero,
-            sequence_parallel=by_sequence,
-            recompute=recompute,
-        )
+    options: dict[str, list[Any]] = {
+        "zero": [0] if division.replicas == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3],
+        "attention": [division.attention] if division.context == 1 else ["ring", "all_to_all"],
+        "expert_ranks": _divisors(math.gcd(shape.experts, division.replicas), shape.experts),
+        "sequence_parallel": [False, True] if division.tensor > 1 else [False],
+        "recompute": [False, True],
+    }
+    kept = [_kept(given, name, otherwise) for name, otherwise in options.items()]
+    for (schedule, number), values in product(schedules, product(*kept)):
+        changes = dict(zip(options, values, strict=True))
+        yield dataclasses.replace(division, schedule=schedule, chunks=number, **changes)
 
 
 def _kept(given: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[Any]:
@@ -163,6 +175,8 @@ class Args:
     as make 16 Mi tokens."""
     sequence_length: int | None = None
     """Number of tokens of an example. None: as many as the model's description says."""
+    context: int | None = None
+    """Number of ranks along the context axis, which cut each sequence. None: the planner chooses."""
     link: str | None = None
     """Link between nodes, as a rate (400gbit) or a rate and the latency of a message (1gbit,1ms). With
     --device this, the link between ranks. None: that of the device's usual network; with --device this,
@@ -188,7 +202,8 @@ def main(args: Args) -> None:
     batch = args.batch
     if batch is None:
         batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
-    found = plans(shape, machine, args.devices, batch, precision)
+    given = {} if args.context is None else {"context": args.context}
+    found = plans(shape, machine, args.devices, batch, precision, given)
     best = choose(found, machine.device.memory_bytes)
     rows = best_by_division(found)[: args.rows]
     if args.json:

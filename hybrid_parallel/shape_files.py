@@ -1,6 +1,6 @@
 """Read the shape of a model from a file: a YAML file of its fields, or a Hugging Face config.json.
 
-      # my_model.yaml                        the fields of ModelShape (shapes.py), under their names
+      # my_model.yaml                        the fields of ModelShape (model_shape.py), under their names
       num_layers: 32
       width: 4096
       ...
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.model_shape import ModelShape
 from lab.errors import WorkbookError, reason
 
 # Fields of transformers' configurations, by the field of ModelShape: GPT-2's names differ from Llama's.

@@ -5,12 +5,11 @@
                    those of weights; recomputation adds a forward
     tensor axis    2 all-reduces in the forward and 2 in the backward of a layer, or as many gathers and
                    scatters with sequence parallelism; hidden only on this machine, in part (`_exposed`)
-    context axis   a gather of all keys and values before attention, and a scatter of their gradients
+    context axis   keys and values of other ranks' tokens (context_time.py)
+    experts        tokens on their way to experts and back (expert_time.py)
     pipeline       microbatches * slowest rank, and the idle time of the schedule from the simulator; for long
                    schedules from a formula, and then the time of the messages between stages is added
-    data axis      gradients and what ZeRO gathers, a layer at a time; without a pipeline one microbatch hides
-                   them, except for one layer's and for the parameters that ZeRO 1 and 2 gather after the step
-    optimizer      bytes / bandwidth
+    data axis      gradients, ZeRO and the optimizer (replica_time.py)
     overhead       the share of a step that is in none of these, one number for all GPUs (machine.py)
 
 Ranks that share cores compute at the same time, each with its share of a core; only in a pipeline does one
@@ -22,9 +21,11 @@ in comm/cost.py: alpha for each message and beta for each byte.
 """
 
 from collections.abc import Callable, Hashable
+from functools import cache
 
-from comm import cost
 from comm.cost import Link
+from hybrid_parallel.context_time import context_passes
+from hybrid_parallel.expert_time import expert_passes
 from hybrid_parallel.machine import Machine
 from hybrid_parallel.memory_model import (
     ITEMSIZE,
@@ -32,11 +33,11 @@ from hybrid_parallel.memory_model import (
     has_head,
     layers_by_stage,
     layers_of,
-    parameters_of,
     state_bytes,
     tokens_of,
 )
-from hybrid_parallel.seconds import Pass, Seconds
+from hybrid_parallel.replica_time import optimizer_seconds, replica_seconds
+from hybrid_parallel.seconds import Pass, Seconds, collective
 from hybrid_parallel.shapes import AnyShape
 from hybrid_parallel.shared_cores import makespan
 from hybrid_parallel.sizes import ParallelSizes
@@ -44,24 +45,18 @@ from pipeline_parallel import theory
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.simulate import Costs
 
-ADAM_BYTES = 28  # read and written for each number: parameter, gradient, both moments
 SIMULATED = 128  # stages * microbatches of the longest schedule that is simulated
-
-
-def collective(op: str, size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a ring collective on a full tensor of `size` bytes."""
-    return cost.seconds(op, "ring", round(size), ranks, link)
+_table_of = cache(table_of)
 
 
 class TimeModel:
     """Predicts the steps of one model on one machine; `batch` counts the examples of a step, over all ranks.
 
-    `context` ranks divide each sequence, in addition to the axes of the sizes, and lie between the tensor and
-    the data axis. What several plans have in common is computed once.
+    What several plans have in common is computed once.
     """
 
-    def __init__(self, shape: AnyShape, machine: Machine, batch: int, context: int = 1) -> None:
-        self.shape, self.machine, self.batch, self.context = shape, machine, batch, context
+    def __init__(self, shape: AnyShape, machine: Machine, batch: int) -> None:
+        self.shape, self.machine, self.batch = shape, machine, batch
         self._layers: dict[Hashable, tuple[Pass, Pass, Pass]] = {}
         self._makespans: dict[Hashable, float] = {}
 
@@ -72,7 +67,7 @@ class TimeModel:
         """
         operations = self.shape.flops_per_token(causal) * self.batch * self.shape.sequence_length
         peak = self.machine.device.peak_flops[sizes.precision] * self.machine.share
-        return operations / (seconds * peak * sizes.world_size * self.context)
+        return operations / (seconds * peak * sizes.world_size)
 
     def predict(self, sizes: ParallelSizes) -> Seconds:
         """Return the predicted seconds of a step of a plan."""
@@ -85,22 +80,27 @@ class TimeModel:
 
         slowest, share = max(fullest_ranks(sizes), key=busy), self.machine.share
         layers = layers_of(self.shape, sizes, slowest)
-        tensor = m * layers * sum(each.tensor for each in passes)
-        compute = (m * busy(slowest) - tensor) / share
+        waits = {
+            axis: m * layers * sum(getattr(each, axis) for each in passes)
+            for axis in ("tensor", "context", "experts")
+        }
+        waiting = sum(waits.values())
+        compute = (m * busy(slowest) - waiting) / share
         if share < 1 and sizes.pipeline > 1:
             work = self.shape.num_layers * sum(each.compute for each in passes) + 3 * sum(ends)
             compute = m * work / (sizes.pipeline * share)
-        waiting, messages = self._pipeline(sizes, passes, ends, compute + tensor)
-        if waiting < 0:  # on shared cores one stage computes while another one waits for a collective
-            tensor, waiting = max(0.0, tensor + waiting), 0.0
-        forward, *backward = (layers * (each.compute / share + each.tensor) for each in passes)
+        bubble, messages = self._pipeline(sizes, passes, ends, compute + waiting)
+        if bubble < 0:  # on shared cores one stage computes while another one waits for a collective
+            left = max(0.0, waiting + bubble) / waiting if waiting else 0.0
+            waits, bubble = {axis: seconds * left for axis, seconds in waits.items()}, 0.0
+        forward, *backward = (layers * (each.compute / share + each.waiting) for each in passes)
         parts = {
             "compute": compute,
-            "tensor": tensor,
-            "bubble": waiting,
+            **waits,
+            "bubble": bubble,
             "messages": messages + self._tied(sizes),
-            "data": self._data_axis(sizes, forward, sum(backward)),
-            "optimizer": self._optimizer(sizes),
+            "data": replica_seconds(self.shape, self.machine, sizes, forward, sum(backward)),
+            "optimizer": optimizer_seconds(self.shape, self.machine, sizes),
         }
         share = self.machine.device.overhead
         return Seconds(**parts, overhead=sum(parts.values()) * share / (1 - share))
@@ -110,8 +110,8 @@ class TimeModel:
 
         Each computes for about as long as the others. The input gradient includes recomputation.
         """
-        per_rank = (sizes.data, sizes.microbatches, sizes.tensor)
-        key = (*per_rank, sizes.sequence_parallel, sizes.precision, sizes.recompute)
+        axes = (sizes.data, sizes.context, sizes.attention, sizes.tensor, sizes.expert_ranks)
+        key = (*axes, sizes.microbatches, sizes.sequence_parallel, sizes.precision, sizes.recompute)
         if key not in self._layers:
             compute, tensor = self._compute(sizes), self._collectives(sizes)
             waits = self._exposed(sizes, compute) if self.machine.hides_reductions else tensor
@@ -119,25 +119,33 @@ class TimeModel:
             handling = self._handling(sizes)
             forward = _handled(compute, tensor, handling)
             backward = _handled(compute, waits, handling * (1.5 if gathers_again else 1))
+            of_model = self.shape, self.machine, sizes, self._tokens(sizes)
+            for more in (context_passes(*of_model, self._attention(sizes)), expert_passes(*of_model)):
+                forward, backward = forward + more[0], backward + more[1]
             if sizes.recompute:
-                backward = Pass(forward.compute + backward.compute, forward.tensor + backward.tensor)
+                backward += forward
             added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to earlier microbatches' gradients
-            self._layers[key] = forward, backward, Pass(compute + added, 0.0)
+            self._layers[key] = forward, backward, Pass(compute + added)
         return self._layers[key]
 
     def _tokens(self, sizes: ParallelSizes) -> float:
-        return tokens_of(self.shape, sizes, self.batch, self.context)
+        return tokens_of(self.shape, sizes, self.batch)
 
     def _compute(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a layer's forward without communication. Its backward takes twice that."""
         shape, device, t = self.shape, self.machine.device, sizes.tensor
         matmuls = 2 * shape.active_weights / t / device.flops(sizes.precision)
-        operations = 4 * shape.sequence_length * shape.query_width * (0.5 if shape.fused_attention else 1)
-        attention = operations / t / device.attention_flops(sizes.precision)
         replicated, divided = shape.moved_bytes(ITEMSIZE[sizes.precision])
         moving = replicated / (t if sizes.sequence_parallel else 1) + divided / t
         small = device.layer_seconds + self._reading(sizes)
-        return small + self._tokens(sizes) * (matmuls + attention + moving / device.bytes_per_second)
+        of_tokens = self._tokens(sizes) * (matmuls + moving / device.bytes_per_second)
+        return small + of_tokens + self._attention(sizes)
+
+    def _attention(self, sizes: ParallelSizes) -> float:
+        """Return the seconds of the scores and the sums of a layer's attention in the forward."""
+        shape, rate = self.shape, self.machine.device.attention_flops(sizes.precision)
+        operations = 4 * shape.sequence_length * shape.query_width * (0.5 if shape.fused_attention else 1)
+        return self._tokens(sizes) * operations / sizes.tensor / rate
 
     def _reading(self, sizes: ParallelSizes) -> float:
         """Return the seconds in which a core reads the weights of a layer before it multiplies with them.
@@ -146,11 +154,14 @@ class TimeModel:
         """
         if self.machine.cores is None:
             return 0.0
-        size = self.shape.active_weights / sizes.tensor * ITEMSIZE[sizes.precision]
+        size = self.shape.held_weights(sizes.expert_ranks) / sizes.tensor * ITEMSIZE[sizes.precision]
         return size / self.machine.device.bytes_per_second
 
     def _collectives(self, sizes: ParallelSizes) -> float:
-        """Return the seconds of a layer's collectives in the forward; its backward has as many."""
+        """Return the seconds of a layer's collectives along the tensor axis in the forward.
+
+        The backward has as many.
+        """
         t, tokens, c = sizes.tensor, self._tokens(sizes), ITEMSIZE[sizes.precision]
         stream, link = tokens * self.shape.width * c, self.machine.link(t, 1)
         if sizes.sequence_parallel:
@@ -158,9 +169,7 @@ class TimeModel:
             around += collective("reduce_scatter", stream, t, link)
         else:
             around = collective("all_reduce", stream, t, link)
-        keys_and_values = tokens * self.context * 2 * self.shape.kv_width / t * c
-        link = self.machine.link(self.context, t)
-        return self.shape.reductions * around + collective("all_gather", keys_and_values, self.context, link)
+        return self.shape.reductions * around
 
     def _handling(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a core that the collectives of a layer's forward need on the tensor axis."""
@@ -202,7 +211,7 @@ class TimeModel:
         """Return the seconds of a message to the next stage: a shard from each tensor rank, and a gather."""
         tokens, t = self._tokens(sizes), sizes.tensor
         size = tokens * self.shape.width * ITEMSIZE[sizes.precision]
-        link = self.machine.link(2, sizes.data * self.context * t)
+        link = self.machine.link(2, sizes.replicas * t)
         gather = collective("all_gather", size, t, self.machine.link(t, 1))
         gather *= not sizes.sequence_parallel
         return link.alpha + size / t * link.beta + gather
@@ -244,12 +253,12 @@ class TimeModel:
             )
             return Costs(*map(tuple, by_pass))
 
-        work, waiting = costs(lambda e: e.compute, at_ends), costs(lambda e: e.tensor, none)
+        work, waiting = costs(lambda e: e.compute, at_ends), costs(lambda e: e.waiting, none)
         plan = (sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks)
         key = (plan, work, waiting, message, self.machine.share)
         if key not in self._makespans:
             cores = self.machine.share * sizes.pipeline
-            self._makespans[key] = makespan(table_of(*plan), work, waiting, cores, Link(0.0, message), 1)
+            self._makespans[key] = makespan(_table_of(*plan), work, waiting, cores, Link(0.0, message), 1)
         return self._makespans[key]
 
     def _tied(self, sizes: ParallelSizes) -> float:
@@ -257,42 +266,9 @@ class TimeModel:
         rank = 0 if sizes.schedule == "zb_v" else sizes.pipeline - 1
         if not self.shape.tied or rank == 0:
             return 0.0
-        link = self.machine.link(2, (sizes.pipeline - 1) * sizes.data * self.context * sizes.tensor)
+        link = self.machine.link(2, (sizes.pipeline - 1) * sizes.replicas * sizes.tensor)
         _, of_gradient, _ = state_bytes(sizes, self.machine.autocast)
         return link.alpha + self.shape.head_parameters / sizes.tensor * of_gradient * link.beta
-
-    def _data_axis(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
-        """Return the seconds of the data axis's collectives that no computation hides."""
-        ranks, m = sizes.data * self.context, sizes.microbatches
-        if ranks == 1:
-            return 0.0
-        link = self.machine.link(ranks, sizes.tensor)
-        numbers = max(parameters_of(self.shape, sizes, rank) for rank in fullest_ranks(sizes))
-        of_parameter, of_gradient, _ = state_bytes(sizes, self.machine.autocast)
-        layers = max(1.0, layers_of(self.shape, sizes, 0))
-
-        def seconds(op: str, size: float) -> float:
-            return layers * collective(op, numbers / layers * size, ranks, link)
-
-        def left(comm: float, hiding: float) -> float:  # what `hiding` seconds of computing do not hide
-            if sizes.pipeline > 1:
-                return comm
-            copies = comm / link.beta * self.machine.handling.byte / self.machine.share if link.beta else 0.0
-            return max(comm - hiding, comm / layers) + copies
-
-        if sizes.zero == 0:
-            return left(seconds("all_reduce", of_gradient), backward)
-        scatter, gather = seconds("reduce_scatter", of_gradient), seconds("all_gather", of_parameter)
-        if sizes.zero == 1:
-            return left(scatter, backward) + gather
-        if sizes.zero == 2:
-            return m * left(scatter, backward) + gather
-        return m * (left(gather, forward) + left(gather + scatter, backward))
-
-    def _optimizer(self, sizes: ParallelSizes) -> float:
-        numbers = max(parameters_of(self.shape, sizes, rank) for rank in fullest_ranks(sizes))
-        shared = sizes.data * self.context if sizes.zero else 1
-        return numbers / shared * ADAM_BYTES / self.machine.device.bytes_per_second / self.machine.share
 
 
 def _handled(compute: float, waiting: float, handling: float) -> Pass:

@@ -150,10 +150,10 @@ EXERCISES = (
         doc="""
             Return what the ranks at place `rank` of the pipeline hold at their peak.
 
-            `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
-            divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-            context ranks. `autocast` is for state_bytes. Return a `Memory` with the bytes of the following
-            fields, and leave `in_flight` and `deferred` at 0, because other functions add them:
+            `batch` is the number of examples in a step over all ranks. ZeRO divides among all replicas: the
+            ranks of the context axis, which cut sequences, hold the same parameters, too. `autocast` is for
+            state_bytes. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
+            `deferred` at 0, because other functions add them:
 
                 parameters, gradients,     parameters_of the rank, each with the three sizes of state_bytes in
                 optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)

@@ -14,7 +14,8 @@ You may use:
         Yield every division of `devices` that makes sense and agrees with `given`, in every way to
         run it.
     Machine(device: Device, devices_per_node: int, inner: Link, outer: Link, cores: int | None = None,
-            handling: Handling = NO_HANDLING, hides_reductions: bool = False, autocast: bool = False)
+            handling: Handling = NO_HANDLING, hides_reductions: bool = False, autocast: bool = False,
+            gathers_keys: bool = False)
         Holds a device, the number of them in a node, and the links of each device within and between
         nodes.
     machine.autocast: bool
@@ -31,7 +32,7 @@ You may use:
     plan.memory_bytes: float
         Return the bytes that the fullest rank holds at its peak.
     Precision = Literal['float32', 'bf16']
-    predict_memory(shape, sizes, batch, context=1, autocast=False) -> Memory
+    predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, autocast: bool = False) -> Memory
         Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
     reason_of(plan: Plan, best: Plan, usable: float) -> str
         Return why a plan is not the best: what takes too much memory, or why it is slower than the
@@ -43,7 +44,7 @@ You may use:
         Return the size in a suitable unit, a power of 1000: "774.9 kB" or "3.3 MB".
     time_model.predict(sizes: ParallelSizes) -> Seconds
         Return the predicted seconds of a step of a plan.
-    TimeModel(shape: AnyShape, machine: Machine, batch: int, context: int = 1)
+    TimeModel(shape: AnyShape, machine: Machine, batch: int)
         Predicts the steps of one model on one machine; `batch` counts the examples of a step, over
         all ranks.
     USABLE = 0.95

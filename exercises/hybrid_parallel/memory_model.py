@@ -21,9 +21,10 @@ You may use:
     Memory(parameters: float, gradients: float, optimizer_state: float, activations: float, temporary:
             float, in_flight: float = 0.0, deferred: float = 0.0)
         Holds the bytes of one rank by what they are for.
-    ParallelSizes(pipeline: int = 1, data: int = 1, tensor: int = 1, zero: Zero = 0, sequence_parallel:
-            bool = False, schedule: Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute:
-            bool = False, precision: Precision = 'float32', pattern: str | None = None)
+    ParallelSizes(pipeline: int = 1, data: int = 1, context: int = 1, tensor: int = 1, expert_ranks: int =
+            1, zero: Zero = 0, attention: Attention = 'ring', sequence_parallel: bool = False, schedule:
+            Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute: bool = False, precision:
+            Precision = 'float32', pattern: str | None = None)
         Holds the number of ranks along each axis, and what the ranks of an axis do.
     parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float
         Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor
@@ -34,13 +35,14 @@ You may use:
         Return the number of parameters of one layer, with all experts, norms and biases.
     shape.width: int
     sizes.chunks: int
-    sizes.data: int
     sizes.microbatches: int
     sizes.num_stages: int
         Return the number of stages into which the model is cut, over all ranks of a pipeline.
     sizes.pipeline: int
     sizes.precision: Precision
     sizes.recompute: bool
+    sizes.replicas: int
+        Return the number of ranks that train the same parameters with different tokens.
     sizes.schedule: Schedule
     sizes.sequence_parallel: bool
     sizes.tensor: int
@@ -50,7 +52,7 @@ You may use:
     theory.held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int
         Return the most microbatches that the rank holds at a time, counted once for each stage that
         holds it.
-    tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float
+    tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int) -> float
         Return the number of tokens of a microbatch on one rank.
 
 Check it with `python -m exercises check memory_model`.
@@ -73,14 +75,14 @@ from pipeline_parallel import theory
 
 
 def memory_of_rank(
-    shape: AnyShape, sizes: ParallelSizes, batch: int, context: int, rank: int, autocast: bool = False
+    shape: AnyShape, sizes: ParallelSizes, batch: int, rank: int, autocast: bool = False
 ) -> Memory:
     """Return what the ranks at place `rank` of the pipeline hold at their peak.
 
-    `batch` is the number of examples in a step over all ranks, and `context` the number of ranks that
-    divide a sequence, usually 1; they hold the same parameters, so ZeRO divides among sizes.data *
-    context ranks. `autocast` is for state_bytes. Return a `Memory` with the bytes of the following
-    fields, and leave `in_flight` and `deferred` at 0, because other functions add them:
+    `batch` is the number of examples in a step over all ranks. ZeRO divides among all replicas: the
+    ranks of the context axis, which cut sequences, hold the same parameters, too. `autocast` is for
+    state_bytes. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
+    `deferred` at 0, because other functions add them:
 
         parameters, gradients,     parameters_of the rank, each with the three sizes of state_bytes in
         optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)

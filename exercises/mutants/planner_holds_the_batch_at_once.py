@@ -10,5 +10,5 @@ KILLER = (
 CAUSE = "is a division missing, such as that by the number of microbatches"
 
 
-def mutant(shape: ModelShape, sizes: ParallelSizes, batch: int, context: int = 1) -> float:
-    return batch / sizes.data * shape.sequence_length / context
+def mutant(shape: ModelShape, sizes: ParallelSizes, batch: int) -> float:
+    return batch / sizes.data * shape.sequence_length / sizes.context

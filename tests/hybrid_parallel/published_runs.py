@@ -7,18 +7,28 @@ MEGATRON   Narayanan et al., "Efficient Large-Scale Language Model Training on G
 LLAMA      "The Llama 3 Herd of Models", 2024, arXiv:2407.21783, table 4: H100. The text says that a group of
            the data axis gets sequences one by one, and that the first and the last stage lack a layer, so the
            126 layers and two missing ones are 16 ranks of 8 stages. The paper does not say whether its
-           utilisation counts the attention that a causal mask removes; here it does not.
+           utilisation counts the attention that a causal mask removes; here it does not. The ranks of the
+           context axis gather all keys and values, which is said in section 3.3.2.
 LATER      Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
            arXiv:2205.05198, table 3, and the README of Megatron-LM for the utilisation: A100, sequence
            parallelism, a data axis of 1. Recomputing the attention's scores is left out.
 SHARDED    scripts/train/benchmarking/README.md of github.com/mosaicml/llm-foundry: FSDP with a full shard,
            which is ZeRO 3, on A100-80GB; all rows of 2048 tokens and a billion parameters or more.
+RING       llama3.1/README_405b.md of github.com/NVIDIA/dgxc-benchmarking: Llama 3.1 405B in bf16 on H100 with
+           a context axis of 2; on up to 192 GPUs with fewer layers. That these ranks are a ring, and that the
+           optimizer's state is divided, are the defaults of Megatron-LM; the file does not say so.
+           All predictions are too low, perhaps because that program hides collectives of the tensor axis.
+EXPERTS    grok1/README_314b.md of the same repository: Grok 1 in bf16 on H100, its 8 experts on 2 to 8 ranks;
+           on up to 256 GPUs with fewer layers. The utilisation is that of the seconds of a step. The sizes of
+           the model are those of run.py in github.com/xai-org/grok-1. ZeRO is left out, which this workbook
+           does not offer beside divided experts.
 
-MEGATRON and LLAMA were seen when the constants of machine.py were chosen, LATER and SHARDED were not.
+MEGATRON and LLAMA were seen when the constants of machine.py were chosen, the others were not.
 
-Compared with public copies: all of MEGATRON and SHARDED; of LLAMA the axes without the data axis, the tokens
-of a step and the teraFLOP/s (430, 400, 380); of LATER the utilisation. What else is said of LLAMA and LATER
-could not be compared here: do that before you cite it.
+Compared with public copies: all of MEGATRON, SHARDED, RING and EXPERTS, but for the sizes of Grok 1, which
+give the 314 billion parameters that its name says; of LLAMA the axes without the data axis, the tokens of a
+step and the teraFLOP/s (430, 400, 380); of LATER the utilisation. What else is said of LLAMA and LATER could
+not be compared here: do that before you cite it.
 
 Other rows of llm-foundry are predicted worse. For H100, six of eight that were tried are predicted 26 to
 58 % too high, perhaps because the software was new to that device. On A100, 30 billion parameters with 8192
@@ -46,13 +56,12 @@ class Run:
     batch: int
     sizes: ParallelSizes
     utilisation: float
-    context: int = 1
     causal: bool = False
     parameters: float | None = None
 
     def predicted(self) -> float:
         """Return the predicted utilisation."""
-        model = TimeModel(self.shape, self.machine, self.batch, self.context)
+        model = TimeModel(self.shape, self.machine, self.batch)
         return model.utilisation(self.sizes, model.predict(self.sizes).total, self.causal)
 
     def error(self) -> float:
@@ -98,9 +107,9 @@ MEGATRON = [
 
 def _llama(data: int, tokens: int, context: int, batch: int, utilisation: float) -> Run:
     shape = replace(SHAPES["llama-3-405b"], sequence_length=tokens)
-    sizes = _sizes(16, data, 8, batch // data, 8, zero=1, sequence_parallel=True)
-    name = f"Llama 3 405B, {16 * data * 8 * context} GPUs, {tokens} tokens"
-    return Run(name, shape, H100, batch, sizes, utilisation, context, causal=True)
+    sizes = _sizes(16, data, 8, batch // data, 8, zero=1, sequence_parallel=True, context=context)
+    name = f"Llama 3 405B, {sizes.world_size} GPUs, {tokens} tokens"
+    return Run(name, shape, replace(H100, gathers_keys=True), batch, sizes, utilisation, causal=True)
 
 
 LLAMA = [
@@ -154,12 +163,55 @@ SHARDED = [
 ]
 
 
+def _ring(layers: int, gpus: int, p: int, batch: int, percent: float) -> Run:
+    shape, data = replace(SHAPES["llama-3-405b"], num_layers=layers), gpus // (p * 2 * 8)
+    chunks = 7 if p > 1 else 1
+    sizes = _sizes(p, data, 8, batch // data, chunks, context=2, zero=1, sequence_parallel=True)
+    return Run(f"Llama 3.1 with {layers} layers on {gpus} GPUs", shape, H100, batch, sizes, percent / 100)
+
+
+RING = [
+    _ring(7, 32, 1, 126, 58.63),
+    _ring(21, 96, 3, 126, 56.17),
+    _ring(42, 192, 3, 252, 57.25),
+    _ring(126, 576, 9, 252, 55.78),
+    _ring(126, 1152, 9, 504, 54.76),
+    _ring(126, 2304, 9, 1008, 54.45),
+]
+
+
+def _experts(
+    layers: int, tokens: int, gpus: int, p: int, context: int, expert_ranks: int, batch: int, seconds: float
+) -> Run:
+    widths = {"num_kv_heads": 8, "head_width": 128, "feed_forward_width": 32_768}
+    kind = {"gated": True, "tied": True, "learns_bias": False, "experts": 8, "active_experts": 2}
+    shape, data = ModelShape(layers, 6144, 48, 131_072, tokens, **widths, **kind), gpus // (p * context * 4)
+    axes = {"context": context, "expert_ranks": expert_ranks, "sequence_parallel": True}
+    sizes = _sizes(p, data, 4, batch // data, 8 if p > 1 else 1, **axes)
+    used = TimeModel(shape, H100, batch).utilisation(sizes, seconds)
+    return Run(f"Grok 1 with {layers} layers on {gpus} GPUs", shape, H100, batch, sizes, used)
+
+
+EXPERTS = [
+    _experts(2, 4096, 8, 1, 1, 2, 1024, 24.03),
+    _experts(4, 4096, 16, 1, 1, 4, 1024, 21.52),
+    _experts(4, 4096, 32, 1, 1, 8, 1024, 10.64),
+    _experts(8, 8192, 64, 1, 2, 8, 1024, 20.64),
+    _experts(16, 8192, 128, 2, 2, 8, 1024, 20.64),
+    _experts(32, 8192, 256, 4, 2, 8, 1024, 20.70),
+    _experts(64, 8192, 512, 8, 2, 8, 1024, 20.83),
+    _experts(64, 8192, 1024, 8, 2, 8, 2048, 21.00),
+    _experts(64, 8192, 2048, 8, 2, 8, 4096, 21.09),
+]
+
+
 def main() -> None:
     """Print a table of the predictions: python -m tests.hybrid_parallel.published_runs"""
     print("| published runs | number | model FLOP/s utilisation | mean error | largest error |")
     print("|---|---|---|---|---|")
     groups = {"Megatron-LM 2021": MEGATRON, "Llama 3 405B": LLAMA, "Megatron-LM 2022": LATER}
-    for name, runs in (groups | {"FSDP on A100": SHARDED}).items():
+    groups |= {"FSDP on A100": SHARDED, "Llama 3.1 405B, ring": RING, "Grok 1, experts": EXPERTS}
+    for name, runs in groups.items():
         shares, errors = [run.utilisation for run in runs], [run.error() for run in runs]
         mean, largest = statistics.mean(map(abs, errors)), max(errors, key=abs)
         extent = f"{min(shares):.0%} to {max(shares):.0%}"

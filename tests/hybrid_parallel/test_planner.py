@@ -39,8 +39,8 @@ def test_16384_devices_are_planned_on_paper_within_five_seconds():
     assert time.process_time() - start < 5 and len(found) > 1000
 
 
-def test_the_choice_for_llama_3_405b_is_the_division_of_its_paper():
-    best = plans(SHAPES["llama-3-405b"], H100, 16_384, 2048)[0].sizes
+def test_the_choice_for_llama_3_405b_without_a_context_axis_is_the_division_of_its_paper():
+    best = plans(SHAPES["llama-3-405b"], H100, 16_384, 2048, given={"context": 1})[0].sizes
     assert (best.pipeline, best.data, best.tensor, best.schedule) == (16, 128, 8, "interleaved")
 
 
@@ -64,6 +64,9 @@ def test_every_plan_makes_sense_and_is_there_once():
     assert len({plan.sizes for plan in found}) == len(found)
     for field, values in {
         "pipeline": {1, 2, 3, 4},
+        "context": {1, 2, 3, 4, 6},
+        "attention": {"ring", "all_to_all"},
+        "expert_ranks": {1},
         "tensor": {1, 2, 3, 4, 6},
         "zero": {0, 1, 2, 3},
         "schedule": {"1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"},
@@ -153,7 +156,7 @@ def test_plans_that_differ_in_the_fourth_digit_are_told_apart_in_their_reason():
     held = predict_memory(LLAMA, sizes, 64)
 
     def plan(compute: float, bytes_more: float) -> Plan:
-        seconds = Seconds(compute, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        seconds = Seconds(compute, *[0.0] * (len(fields(Seconds)) - 1))
         return Plan(sizes, replace(held, temporary=held.temporary + bytes_more), seconds)
 
     best = plan(9.0, 1e9)
@@ -165,9 +168,11 @@ def test_plans_that_differ_in_the_fourth_digit_are_told_apart_in_their_reason():
 
 def test_a_table_has_one_row_for_each_division():
     found = plans(LLAMA, H100, 8, 64)
-    rows = [(plan.sizes.pipeline, plan.sizes.data, plan.sizes.tensor) for plan in best_by_division(found)]
+    axes = ("pipeline", "data", "context", "tensor")
+    rows = [tuple(getattr(plan.sizes, axis) for axis in axes) for plan in best_by_division(found)]
+    powers = (1, 2, 4, 8)
     assert sorted(rows) == sorted(
-        (p, 8 // p // t, t) for p in (1, 2, 4, 8) for t in (1, 2, 4, 8) if p * t <= 8
+        (p, 8 // p // c // t, c, t) for p in powers for c in (1, 2, 4) for t in powers if p * c * t <= 8
     )
 
 

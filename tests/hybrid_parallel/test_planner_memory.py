@@ -154,7 +154,7 @@ def test_zero_3_holds_the_parameters_of_two_layers_and_the_gradients_of_one_for_
 
 
 def test_a_context_axis_divides_tokens_and_state():
-    one, four = (predict_memory(GPT, ParallelSizes(zero=3), 1, context) for context in (1, 4))
+    one, four = (predict_memory(GPT, ParallelSizes(zero=3, context=context), 1) for context in (1, 4))
     assert one.activations == 4 * four.activations and one.parameters == 4 * four.parameters
 
 

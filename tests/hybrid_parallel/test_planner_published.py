@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from hybrid_parallel.memory_model import predict_memory
-from tests.hybrid_parallel.published_runs import LATER, LLAMA, MEGATRON, SHARDED, Run
+from hybrid_parallel.time_model import TimeModel
+from tests.hybrid_parallel.published_runs import EXPERTS, LATER, LLAMA, MEGATRON, RING, SHARDED, Run
 
-ALL = [*MEGATRON, *LLAMA, *LATER, *SHARDED]
+ALL = [*MEGATRON, *LLAMA, *LATER, *SHARDED, *RING, *EXPERTS]
 
 
 @pytest.mark.parametrize("run", ALL, ids=lambda run: run.name)
@@ -16,7 +17,11 @@ def test_the_predicted_utilisation_is_within_20_percent_of_the_published_one(run
     assert abs(run.error()) < 0.20
 
 
-@pytest.mark.parametrize("runs", [MEGATRON, LLAMA, LATER, SHARDED], ids=["2021", "llama", "2022", "zero3"])
+@pytest.mark.parametrize(
+    "runs",
+    [MEGATRON, LLAMA, LATER, SHARDED, EXPERTS],
+    ids=["2021", "llama", "2022", "zero3", "experts"],
+)
 def test_the_mean_error_of_a_table_is_under_10_percent(runs: list[Run]):
     assert statistics.mean(abs(run.error()) for run in runs) < 0.10
 
@@ -32,10 +37,27 @@ def test_a_run_with_zero_3_has_the_parameters_that_its_table_says(run: Run):
     assert run.shape.num_parameters == pytest.approx(run.parameters, rel=1e-3)
 
 
-@pytest.mark.parametrize("run", [*MEGATRON, *LLAMA, *SHARDED], ids=lambda run: run.name)
+def test_grok_has_the_314_billion_parameters_that_its_name_says():
+    assert EXPERTS[-1].shape.num_parameters == pytest.approx(314e9, rel=0.01)
+
+
+def test_runs_with_a_ring_are_predicted_too_low_by_about_the_same_share():
+    errors = [run.error() for run in RING]
+    assert min(errors) > -0.17 and max(errors) - min(errors) < 0.06 and max(errors) < 0
+
+
+def test_the_seconds_of_experts_explain_what_runs_with_eight_expert_ranks_take():
+    for run in EXPERTS[2:]:
+        model = TimeModel(run.shape, run.machine, run.batch)
+        seconds = model.predict(run.sizes)
+        without = model.utilisation(run.sizes, seconds.total - seconds.experts)
+        assert abs(without / run.utilisation - 1) > 0.05 > abs(run.error()), run.name
+
+
+@pytest.mark.parametrize("run", [*MEGATRON, *LLAMA, *SHARDED, *RING, *EXPERTS], ids=lambda run: run.name)
 def test_a_published_run_fits_into_its_devices(run: Run):
     sizes = replace(run.sizes, zero=2) if run in LLAMA else run.sizes  # it also divides the gradients
-    memory = predict_memory(run.shape, sizes, run.batch, run.context)
+    memory = predict_memory(run.shape, sizes, run.batch)
     assert memory.total < run.machine.device.memory_bytes
 
 

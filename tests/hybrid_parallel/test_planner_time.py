@@ -9,10 +9,11 @@ from comm import cost
 from comm.cost import Link
 from hybrid_parallel.machine import MACHINES, Device, Machine, machine_of
 from hybrid_parallel.memory_model import parameters_of
+from hybrid_parallel.replica_time import ADAM_BYTES
 from hybrid_parallel.seconds import Seconds
 from hybrid_parallel.shapes import SHAPES, ModelShape
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import ADAM_BYTES, TimeModel
+from hybrid_parallel.time_model import TimeModel
 from lab.errors import WorkbookError
 from lab.threads import own_cores
 from pipeline_parallel import theory
@@ -26,10 +27,8 @@ FREE = Machine(CLOCK, 8, NO_LINK, NO_LINK)
 SHAPE = ModelShape(12, 4096, 8, vocab_size=1, sequence_length=1, positions=1)
 
 
-def predict(
-    sizes: ParallelSizes, machine: Machine = FREE, batch: int = 48, shape=SHAPE, context=1
-) -> Seconds:
-    return TimeModel(shape, machine, batch, context).predict(sizes)
+def predict(sizes: ParallelSizes, machine: Machine = FREE, batch: int = 48, shape=SHAPE) -> Seconds:
+    return TimeModel(shape, machine, batch).predict(sizes)
 
 
 def test_one_process_takes_the_operations_of_the_model_over_its_rate():
@@ -156,15 +155,6 @@ def test_the_overhead_is_a_share_of_the_step():
     machine = replace(FREE, device=replace(CLOCK, overhead=0.2))
     seconds = predict(ParallelSizes(), machine)
     assert seconds.overhead / seconds.total == pytest.approx(0.2)
-
-
-def test_a_context_axis_divides_tokens_and_gathers_keys_and_values():
-    shape = replace(SHAPE, sequence_length=64, num_kv_heads=2)
-    machine = Machine(CLOCK, 1, NO_LINK, Link(0.0, 1.0))
-    alone, apart = (predict(ParallelSizes(), machine, shape=shape, context=n) for n in (1, 4))
-    assert apart.compute == pytest.approx(alone.compute / 4)
-    of_layer = cost.seconds("all_gather", "ring", 48 * 64 * 2 * 1024 * 4, 4, machine.outer)
-    assert apart.tensor == pytest.approx(2 * 12 * of_layer)
 
 
 def test_this_machine_is_measured_and_shared_by_its_ranks():
