@@ -11,6 +11,7 @@ from exercises.relations import relation
 # The tied embedding, and what the ranks of a tensor group do not divide.
 _TIED = re.compile(r"(token_embedding|head)\.weight")
 _UNDIVIDED = re.compile(r"norm|position|bias")
+_EXPERT = re.compile(r"blocks\.\d+\.mlp\.experts\.\d+\..*")
 
 
 def mixed_up_microbatches(e: Evidence) -> str | None:
@@ -160,6 +161,36 @@ def completed_along_one_axis_too_few(e: Evidence) -> str | None:
     return None
 
 
+def cut_sequence_on_a_mesh(e: Evidence) -> str | None:
+    """Point to what is different for a part of a sequence, where the loss of the first step is wrong."""
+    if e.lesson != "hybrid_parallel" or not e.first or not e.first.what.startswith("loss of step 0"):
+        return None
+    if "(context)" not in e.first.what:
+        return None
+    return (
+        "The first loss is wrong where sequences are cut. Does each token get its own position in the full "
+        "sequence, and its own target? Does attention meet the keys of all ranks?"
+    )
+
+
+def experts_on_a_mesh(e: Evidence) -> str | None:
+    """Find out whether the gradients of experts are wrong, and no others."""
+    if e.lesson != "hybrid_parallel" or not e.first or not e.first.what.startswith("gradient of step"):
+        return None
+    if not e.wrong or not all(map(_EXPERT.fullmatch, e.wrong)):
+        return None
+    factors = {round(one.factor, 4) for one in e.wrong.values()}
+    if e.kinds == {"factor"} and len(factors) == 1 and factors.pop() > 1:
+        return (
+            "Only the gradients of experts are wrong, and as many times too large as ranks share the "
+            "experts: tokens of all these ranks add up in a gradient, so it is a sum where a mean is due."
+        )
+    return (
+        "Only the gradients of experts are wrong. They are averaged over copies of an expert, and those of "
+        "other experts must not mix with them: which replicas hold the same one?"
+    )
+
+
 def scaled(e: Evidence) -> str | None:
     """Find out whether a step went wrong after its gradients and their norm were right."""
     if not e.first or "its gradients and norm were right" not in e.first.what:
@@ -204,4 +235,9 @@ IN_LESSONS: tuple[Callable[[Evidence], str | None], ...] = (
 )
 
 # They come before what is said of any lesson: the names on a mesh say more than how the ranks differ.
-ON_A_MESH: tuple[Callable[[Evidence], str | None], ...] = (completed_along_one_axis_too_few, scaled)
+ON_A_MESH: tuple[Callable[[Evidence], str | None], ...] = (
+    completed_along_one_axis_too_few,
+    cut_sequence_on_a_mesh,
+    experts_on_a_mesh,
+    scaled,
+)

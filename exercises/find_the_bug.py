@@ -41,7 +41,10 @@ WRONG_IN_WHAT_WAY = (
         "It works as long as there is no error, and is wrong where there is one.",
     ),
     (
-        ("training.checkpoint.", "training.range_checkpoint.", "hybrid_parallel.checkpoint."),
+        (
+            *("training.checkpoint.", "training.range_checkpoint."),
+            *("hybrid_parallel.checkpoint.", "hybrid_parallel.state."),
+        ),
         "It saves and loads checkpoints, and it is wrong.",
     ),
     (

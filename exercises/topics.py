@@ -183,6 +183,11 @@ MESSAGES = (
         "its own stages, microbatches and groups, and nothing of another rank?",
     ),
     (
+        "is saved by no rank",
+        "A checkpoint needs each element of the model once: is it saved by a rank that holds it, also what "
+        "only some ranks hold, such as an expert?",
+    ),
+    (
         "still held",
         "Something is needed no longer and still referred to: does a computed gradient keep its graph, or a "
         "list or dict its entry?",

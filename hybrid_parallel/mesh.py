@@ -30,7 +30,7 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 2021, https://arxiv.org/abs/2104.04473, section 3.
 """
 
-from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -58,20 +58,17 @@ def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
 
     Each list is in the order of the places, and the lists are in the order of their first ranks.
     """
-    return _groups_along([axis], sizes)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(sizes.world_size):
+        others = tuple(place for name, place in coordinates_of(rank, sizes).items() if name != axis)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
 
 
 def replicas_of(sizes: ParallelSizes) -> list[list[int]]:
     """Return the groups of ranks that differ in their places along the data and context axes only."""
-    return _groups_along(["data", "context"], sizes)
-
-
-def _groups_along(axes: Collection[str], sizes: ParallelSizes) -> list[list[int]]:
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(sizes.world_size):
-        others = tuple(place for name, place in coordinates_of(rank, sizes).items() if name not in axes)
-        groups.setdefault(others, []).append(rank)
-    return list(groups.values())
+    # The context axis lies next to the data axis, so together they are one axis.
+    return groups_of("data", replace(sizes, data=sizes.replicas, context=1))
 
 
 class Mesh:

@@ -19,6 +19,7 @@ EXERCISES = (
             MESH + "test_neighbours_are_in_one_tensor_group_and_stages_are_the_farthest_apart",
             MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[pipeline]",
             MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[data]",
+            MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[context]",
             MESH + "test_each_rank_is_in_one_group_of_an_axis_at_its_place[tensor]",
             MESH + "test_torchs_own_device_mesh_has_the_same_groups",
             ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
@@ -26,20 +27,22 @@ EXERCISES = (
         difficulty=1,
         minutes=20,
         doc="""
-            Return a rank's place along each axis, from 0, as a dictionary of "pipeline", "data" and "tensor".
+            Return a rank's place along each axis, from 0, as a dictionary.
 
-            The ranks of a tensor group are neighbours, because they send the most, and a launcher numbers the
-            ranks of one machine one after the other. After them come the other replicas of the same stage,
-            and then the next stage. `sizes.pipeline`, `sizes.data` and `sizes.tensor` are the numbers of
-            places. With 2 x 2 x 2 ranks, rank 5 has the places {"pipeline": 1, "data": 0, "tensor": 1}.
+            Its keys are "pipeline", "data", "context" and "tensor". The ranks of a tensor group are
+            neighbours, because they send the most, and a launcher numbers the ranks of one machine one after
+            the other. After them come the ranks with other tokens of the same examples (context), then those
+            with other examples (data), and then the next stage. `sizes.pipeline`, `sizes.data`,
+            `sizes.context` and `sizes.tensor` are the numbers of places. With 2 x 2 x 1 x 2 ranks, rank 5 has
+            the places {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}.
         """,
         hints=(
             "Think of a clock: hours, minutes, seconds. The place along the tensor axis changes with every "
-            "rank, the place along the data axis each time that the tensor axis begins again.",
+            "rank, the place along the context axis each time that the tensor axis begins again, and so on.",
             "divmod(rank, sizes.tensor) gives the number of complete tensor groups before this rank, and the "
-            "place in its own. Do the same with the first number and sizes.data.",
+            "place in its own. Do the same with the first number and sizes.context, then with sizes.data.",
             "groups_of: go through all ranks in order, and collect in a dictionary the ranks that have the "
-            "same places along the two other axes. Its values are the groups, already in the right order.",
+            "same places along all other axes. Its values are the groups, already in the right order.",
         ),
     ),
     Exercise(
@@ -59,13 +62,14 @@ EXERCISES = (
         doc="""
             Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
-            `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3: one for each
-            axis, or None for an axis of one rank. Their method `finish_gradient_sync()` completes the
-            gradients along that axis. With ZeRO, `self.data` leaves this rank's shard of a gradient only, so
-            the order of the three matters. `self._through_stages(x, y)` runs all microbatches through a
-            pipeline, and `self._in_one_stage(x, y)` runs them without one: both add the gradients of this
-            rank, and return the loss, which in a pipeline is zero on all stages but the last. Only they run
-            in `with self.in_precision():`.
+            `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3, or None where
+            there is nothing to complete. Their method `finish_gradient_sync()` completes the gradients: over
+            the stages of a pipeline, over the replicas, which differ along the data and context axes, and
+            over the ranks of the tensor axis. With ZeRO, `self.data` leaves this rank's shard of a gradient
+            only, so the order of the three matters. `self._through_stages(x, y)` runs all microbatches
+            through a pipeline, and `self._in_one_stage(x, y)` runs them without one: both add the gradients
+            of this rank, and return the loss, which in a pipeline is zero on all stages but the last. Only
+            they run in `with self.in_precision():`.
         """,
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "

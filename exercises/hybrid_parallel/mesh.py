@@ -5,10 +5,12 @@ the solution. All that you need is in this file, in the notebook and in the hint
 
 You may use:
 
-    ParallelSizes(pipeline: int = 1, data: int = 1, tensor: int = 1, zero: Zero = 0, sequence_parallel:
-            bool = False, schedule: Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute:
-            bool = False, precision: Precision = 'float32', pattern: str | None = None)
+    ParallelSizes(pipeline: int = 1, data: int = 1, context: int = 1, tensor: int = 1, expert_ranks: int =
+            1, zero: Zero = 0, attention: Attention = 'ring', sequence_parallel: bool = False, schedule:
+            Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute: bool = False, precision:
+            Precision = 'float32', pattern: str | None = None)
         Holds the number of ranks along each axis, and what the ranks of an axis do.
+    sizes.context: int
     sizes.data: int
     sizes.tensor: int
     sizes.world_size: int
@@ -21,12 +23,14 @@ from hybrid_parallel.sizes import ParallelSizes
 
 
 def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
-    """Return a rank's place along each axis, from 0, as a dictionary of "pipeline", "data" and "tensor".
+    """Return a rank's place along each axis, from 0, as a dictionary.
 
-    The ranks of a tensor group are neighbours, because they send the most, and a launcher numbers the
-    ranks of one machine one after the other. After them come the other replicas of the same stage,
-    and then the next stage. `sizes.pipeline`, `sizes.data` and `sizes.tensor` are the numbers of
-    places. With 2 x 2 x 2 ranks, rank 5 has the places {"pipeline": 1, "data": 0, "tensor": 1}.
+    Its keys are "pipeline", "data", "context" and "tensor". The ranks of a tensor group are
+    neighbours, because they send the most, and a launcher numbers the ranks of one machine one after
+    the other. After them come the ranks with other tokens of the same examples (context), then those
+    with other examples (data), and then the next stage. `sizes.pipeline`, `sizes.data`,
+    `sizes.context` and `sizes.tensor` are the numbers of places. With 2 x 2 x 1 x 2 ranks, rank 5 has
+    the places {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}.
     """
     raise NotImplementedError("Laying out the mesh is not written yet: `coordinates_of` has no body.")
 

@@ -10,4 +10,5 @@ SYMPTOM = "With top-k 1 training equals one process, and with top-k 2 it does no
 
 def mutant(self, y_td: Tensor, y_ad: Tensor, weights_tk: Tensor, assignments: Tensor) -> Tensor:
     weights_a = weights_tk.flatten()[assignments]
-    return y_td.index_add(0, assignments % len(y_td), y_ad * weights_a.unsqueeze(1))
+    terms_ad = (y_ad * weights_a.unsqueeze(1)).to(y_td.dtype)
+    return y_td.index_add(0, assignments % len(y_td), terms_ad)

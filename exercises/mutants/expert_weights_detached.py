@@ -10,6 +10,5 @@ SYMPTOM = "The loss falls, and a few experts get nearly all tokens from the firs
 
 def mutant(self, x_td: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     probabilities_tE = (x_td @ self.weight.T).softmax(-1)
-    scores_tE = probabilities_tE.detach() + self.bias_E
-    experts_tk = scores_tE.topk(self.top_k).indices
+    experts_tk = (probabilities_tE.detach() + self.bias_E).topk(self.top_k).indices
     return probabilities_tE, probabilities_tE.detach().gather(1, experts_tk), experts_tk

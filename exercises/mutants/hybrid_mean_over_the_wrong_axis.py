@@ -6,6 +6,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
 from data_parallel.train_zero3 import FullyShardedDataParallel
+from hybrid_parallel.expert_axis import ReplicatedExperts
 from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
 
 TARGET = "hybrid_parallel.hybrid.HybridParallel._replicate"
@@ -14,16 +15,18 @@ CAUSE = "never pass from one group of ranks to the other"
 
 
 def mutant(self: HybridParallel, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
-    group, pattern, zero = self.mesh.data, self.pattern, self.sizes.zero
+    group, pattern, zero = self.mesh.replicas, self.pattern, self.sizes.zero
+    self.data: Any
     if zero in (1, 2):
         sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
-        self.data = self.optimizer = sharded(
-            self.module.parameters(), optimizer_class, group, pattern, **options
-        )
+        parameters = self.module.parameters()
+        self.data = self.optimizer = sharded(parameters, optimizer_class, group, pattern, **options)
         return
     if zero == 3:
         self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
-    elif self.sizes.data > 1:
+    elif self.sizes.replicas > 1 and self.experts is not None:
+        self.data = ReplicatedExperts(self.module, self.experts.groups, pattern)
+    elif self.sizes.replicas > 1:
         self.data = BucketDataParallel(self.module, group, pattern)
         self.data.group = self.mesh.tensor
     else:

@@ -8,4 +8,4 @@ CAUSE = "must draw the same mask"
 
 
 def mutant(rank: int, sizes: ParallelSizes) -> int:
-    return rank // (sizes.tensor * sizes.data)
+    return rank // (sizes.tensor * sizes.replicas)

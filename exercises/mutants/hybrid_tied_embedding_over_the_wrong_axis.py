@@ -15,7 +15,7 @@ def mutant(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:
         loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
     if self.pipeline is not None:
         for parameter, _ in self.pipeline._shared():
-            all_reduce(parameter.grad, op="mean", group=self.mesh.data)
+            all_reduce(parameter.grad, op="mean", group=self.mesh.replicas)
         self.pipeline._new.forget()
     if self.data is not None:
         self.data.finish_gradient_sync()

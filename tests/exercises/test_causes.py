@@ -251,6 +251,12 @@ def test_schedules_with_chunks_are_compared_too():
             "before the mean",
         ),
         ("gradient of step 0, 1 (pipeline) x 2 (tensor), zero 0, sequence parallel", "o_proj.bias", "tokens"),
+        ("loss of step 0, 2 ranks = 1 (pipeline) x 1 (data) x 2 (context) x 1 (tensor)", "loss", "position"),
+        (
+            "gradient of step 0, 2 ranks = 1 (pipeline) x 2 (data) x 1 (tensor), experts on 2",
+            "blocks.0.mlp.experts.3.up_proj.bias",
+            "hold the same one",
+        ),
         (
             "parameter after step 0 (its gradients and norm were right), zero 0",
             "weight",
@@ -261,6 +267,13 @@ def test_schedules_with_chunks_are_compared_too():
 def test_on_a_mesh_the_names_of_wrong_values_say_what_is_not_completed(what, name, words):
     found = on_ranks(RIGHT + NOISE, RIGHT - 2 * NOISE, what=what, name=name)
     assert words in likely_cause(Evidence("", "", found, lesson="hybrid_parallel"))
+
+
+def test_the_gradient_of_an_expert_may_be_a_sum_over_the_ranks_that_share_experts():
+    name, what = "blocks.0.mlp.experts.3.up_proj.bias", "gradient of step 0, experts on 2"
+    found = on_ranks(RIGHT * 2, RIGHT * 2, what=what, name=name)
+    cause = likely_cause(Evidence("", "", found, lesson="hybrid_parallel"))
+    assert "as many times too large as ranks share the experts" in cause
 
 
 def test_a_wrong_factor_is_not_called_rounding_because_another_value_is_rounded():

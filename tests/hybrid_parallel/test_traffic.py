@@ -5,9 +5,9 @@ import torch
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.mesh import AXES, Mesh
+from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.traffic import ByAxis, traffic_of_axes
+from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic
 from lab.cluster import Cluster
 from lab.ledger import LEDGER, Entry, Traffic
@@ -19,12 +19,14 @@ def test_each_message_counts_for_the_axis_along_which_it_travels():
     def counted(cluster: Cluster) -> None:
         for pattern in ("pipelined_ring", "tree", "torch"):
             all_reduce(torch.ones(3), pattern=pattern)  # connects all ranks, before the group gets a name
-        square, line = (
-            Mesh(cluster, ParallelSizes(pipeline=2, tensor=2)),
-            Mesh(cluster, ParallelSizes(data=4)),
-        )
-        for axis in AXES:
-            group = (line if axis == "data" else square).group(axis)
+        square = Mesh(cluster, ParallelSizes(pipeline=2, tensor=2))
+        groups = {"pipeline": square.pipeline, "tensor": square.tensor}
+        cut = Mesh(cluster, ParallelSizes(data=2, context=2, expert_ranks=2))
+        groups |= {"data": cut.data, "context": cut.context, "expert": cut.expert_groups().experts}
+        # Ranks that average gradients, all of them or those of an expert, communicate along the data axis.
+        along = [*groups.items(), ("data", cut.replicas), ("data", cut.expert_groups().replicas)]
+        assert {axis for axis, _ in along} == set(AXES)
+        for axis, group in along:
             for pattern in ("pipelined_ring", "tree", "torch"):
                 LEDGER.clear()
                 all_reduce(torch.ones(3), group=group, pattern=pattern)
