@@ -34,7 +34,7 @@ def test_both_sides_train_the_same():
     for rank in run_ranks(losses, RANKS):
         for what, (mesh, lesson) in rank.items():
             factor = RANKS if what in TERMS else 1
-            assert mesh == pytest.approx([factor * loss for loss in lesson], rel=1e-4), what
+            assert mesh == pytest.approx([factor * loss for loss in lesson], rel=1e-6), what  # float32
             assert mesh[-1] < mesh[0]
 
 
