@@ -10,10 +10,18 @@ from benchmarks import side_by_side
 from benchmarks.pipeline_steps import model_as_made, text
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import all_reduce
+from context_parallel.parallel_model import ContextParallel
+from context_parallel.sequence_cut import SequenceCut
+from context_parallel.train_all_to_all_attention import all_to_all_attention
+from context_parallel.train_ring_attention import ring_attention
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_zero1 import ZeroOptimizer
 from data_parallel.train_zero2 import ZeroGradientOptimizer
 from data_parallel.train_zero3 import FullyShardedDataParallel
+from expert_parallel.config import MoEConfig
+from expert_parallel.groups import form_groups
+from expert_parallel.train_moe import ExpertParallel
+from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
@@ -32,9 +40,18 @@ LESSONS = {  # by what is compared: the lesson's run mode
     "tensor": "tensor_parallel",
     "sequence": "sequence_parallel",
     "pipeline": "1f1b",
+    "context ring": "context_ring",
+    "context all_to_all": "context_all_to_all",
+    "experts": "expert_parallel",
 }
-Step = Callable[[], object]
+Step = Callable[[], Tensor]  # returns the loss
 LR = 1e-3
+ATTENTIONS = {
+    "context ring": (ring_attention, SequenceCut.zigzag),
+    "context all_to_all": (all_to_all_attention, SequenceCut.contiguous),
+}
+MOE = MoEConfig(num_experts=4, top_k=2)
+AUX_WEIGHT = 0.01
 
 
 def sizes_of(what: str, ranks: int) -> ParallelSizes:
@@ -43,6 +60,10 @@ def sizes_of(what: str, ranks: int) -> ParallelSizes:
         return ParallelSizes(pipeline=ranks, microbatches=WINDOWS)
     if what in ("tensor", "sequence"):
         return ParallelSizes(tensor=ranks, sequence_parallel=what == "sequence")
+    if what.startswith("context "):
+        return ParallelSizes(context=ranks, attention=what.removeprefix("context "))  # type: ignore[arg-type]
+    if what == "experts":
+        return ParallelSizes(data=ranks, expert_ranks=ranks)
     return ParallelSizes(data=ranks, zero={"zero1": 1, "zero2": 2, "zero3": 3}.get(what, 0))  # type: ignore[arg-type]
 
 
@@ -58,13 +79,15 @@ def on_a_mesh(cluster: Cluster, what: str) -> Step:
     """Return the step of train_hybrid.py."""
     sizes, (x, y) = sizes_of(what, cluster.world_size), batch_of(cluster, what)
     example = x[: len(x) // sizes.microbatches]
-    hybrid = HybridParallel(copy.deepcopy(model_as_made()), Mesh(cluster, sizes), example, lr=LR)
+    experts = Experts(MOE, AUX_WEIGHT) if what == "experts" else None
+    model = copy.deepcopy(model_as_made())
+    hybrid = HybridParallel(model, Mesh(cluster, sizes), example, experts=experts, lr=LR)
 
-    def step() -> None:
+    def step() -> Tensor:
         hybrid.optimizer.zero_grad()
         loss = hybrid.backward(x, y)
         hybrid.optimizer.step()
-        hybrid.mean_loss(loss)
+        return hybrid.mean_loss(loss)
 
     return step
 
@@ -82,18 +105,24 @@ def of_the_lesson(cluster: Cluster, what: str) -> Step:
         if what in ("tensor", "sequence"):
             model = finisher = parallelize(model, sequence_parallel=what == "sequence")
             loss_function = model.loss
+        elif what.startswith("context "):
+            model = finisher = ContextParallel(model, *ATTENTIONS[what])
+            loss_function = model.loss
+        elif what == "experts":
+            model = finisher = ExpertParallel(model, MOE, form_groups(cluster.world_size))
         else:
             wrapper = FullyShardedDataParallel if what == "zero3" else BucketDataParallel
             model = finisher = wrapper(model, pattern=pattern)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 
-    def step() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad()
         loss = loss_function(model(x), y)
-        loss.backward()
+        balanced = loss + AUX_WEIGHT * model.auxiliary_loss() if what == "experts" else loss
+        balanced.backward()
         finisher.finish_gradient_sync()
         optimizer.step()
-        _mean(loss, pattern)
+        return _mean(loss, pattern)
 
     return step
 
@@ -103,19 +132,22 @@ def _pipeline_step(cluster: Cluster, model: torch.nn.Module, x: Tensor, y: Tenso
     pipeline = Pipeline(model, table, loss_of, x[:1])
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=LR)
 
-    def step() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad()
         outcome = pipeline.step(x, y)
         pipeline.finish_gradient_sync()
         optimizer.step()
-        _mean(torch.zeros(()) if outcome.loss is None else outcome.loss, chosen_pattern("all_reduce"))
+        loss = torch.zeros(()) if outcome.loss is None else outcome.loss
+        return _mean(loss, chosen_pattern("all_reduce"))
 
     return step
 
 
-def _mean(loss: Tensor, pattern: str) -> None:
-    """Reduce the loss as training.run does for the report."""
-    all_reduce(loss.detach().float().clone(), op="mean", pattern=pattern)
+def _mean(loss: Tensor, pattern: str) -> Tensor:
+    """Reduce the loss as training.run does for the report: return its mean over ranks."""
+    mean = loss.detach().float().clone()
+    all_reduce(mean, op="mean", pattern=pattern)
+    return mean
 
 
 def alternate(

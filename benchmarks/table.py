@@ -1,6 +1,6 @@
 """Measure every technique in the same training, and write the tables and pictures of the READMEs.
 
-    python benchmarks/table.py                      15 minutes: writes results/, README.md and the pictures
+    python benchmarks/table.py                      17 minutes: writes results/, README.md and the pictures
     python benchmarks/table.py --quick              few rows, 2 workers, 1 run: prints a table, writes nothing
     python benchmarks/table.py --only zero-3 1f1b   these techniques only: prints a table, writes nothing
     python benchmarks/table.py --from FILE          writes README.md and the pictures from stored results
@@ -8,9 +8,10 @@
 
 Every technique trains the same GPT on the same global batch, by its own train script, with 1, 2 and 4
 workers, on loopback and on a software link of 1 Gbit/s (table_runs.py). `vanilla` is one process without any
-wrapper (vanilla.py), and a speed-up is the tokens per second over those of vanilla. `memory` is the largest
-peak of a rank, less what it held before the training. The JSON line has `ours` and `theirs`, the mean tokens
-per second of the technique and of vanilla, and the figures of each run.
+wrapper (vanilla.py), and a speed-up is the tokens per second over those of vanilla. `experts` alone trains
+another model, so its speed-up is over its own run with one worker. `memory` is the largest peak of a rank,
+less what it held before the training. The JSON line has `ours` and `theirs`, the mean tokens per second of
+the technique and of what it is compared with, and the figures of each run.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ from benchmarks.side_by_side import row
 from benchmarks.table_runs import (
     BATCH_SIZE,
     LINKS,
+    MOE,
     QUICK,
     RUNS,
     SIZE,
@@ -45,9 +47,12 @@ from benchmarks.table_runs import (
     VANILLA,
     WORKERS,
     Job,
+    Technique,
     jobs_of,
     measure,
 )
+from expert_parallel.config import make_expert
+from expert_parallel.train_moe import Router
 from lab.errors import WorkbookError, reason
 from lab.model import GPT, GPTConfig
 from lab.threads import own_cores
@@ -102,7 +107,7 @@ def chosen(args: Args) -> list[Job]:
         raise WorkbookError("--runs and --steps are numbers of at least 1.")
     techniques = [one for name, one in known.items() if one == VANILLA or name in names]
     jobs = jobs_of(techniques, WORKERS, LINKS)
-    return [job for job in jobs if job.technique == VANILLA or not args.quick or job.workers == 2]
+    return [job for job in jobs if job.is_baseline or not args.quick or job.workers == 2]
 
 
 def results_of(jobs: list[Job], args: Args) -> dict[str, Any]:
@@ -116,28 +121,54 @@ def results_of(jobs: list[Job], args: Args) -> dict[str, Any]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=runs * len(jobs))
         found = measure(jobs, runs, args.steps, lambda job: bar.advance(task))
-    [vanilla] = [figures for job, figures in found.items() if job.technique == VANILLA]
-    theirs = mean(vanilla, "tokens_per_second")
+    baselines = {
+        job.technique: mean(figures, "tokens_per_second") for job, figures in found.items() if job.is_baseline
+    }
     config = GPTConfig.named(SIZE)
     setting = {
         "size": SIZE,
-        "parameters": sum(p.numel() for p in GPT(config).parameters()),
+        "parameters": numel(GPT(config)),
+        "experts": {
+            "number": MOE.num_experts,
+            "top_k": MOE.top_k,
+            "parameters": numel_with_experts(config),
+        },
         "batch_size": BATCH_SIZE,
         "block_size": config.block_size,
         "steps": args.steps,
         "timed_steps": args.steps - min(WARMUP_STEPS, args.steps // 2),
         "runs": runs,
     }
-    rows = [row_of(job, figures, theirs, args.steps) for job, figures in found.items()]
+    rows = [row_of(job, figures, baselines, args.steps) for job, figures in found.items()]
     return {"benchmark": "table", "machine": machine, "setting": setting, "rows": rows}
 
 
-def row_of(job: Job, figures: list[dict[str, Any]], theirs: float, steps: int) -> dict[str, Any]:
-    """Return a row as all benchmarks have it, with the figures of each run and the plans of the planner."""
+def numel(module: torch.nn.Module) -> int:
+    """Return the number of parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def numel_with_experts(config: GPTConfig) -> int:
+    """Return the number of parameters of a GPT in which a router and experts replace each block's MLP."""
+    mlp, router = numel(make_expert(config, 0, 0, 0)), numel(Router(config.width, MOE.num_experts, MOE.top_k))
+    return numel(GPT(config)) + config.num_layers * ((MOE.num_experts - 1) * mlp + router)
+
+
+def row_of(
+    job: Job, figures: list[dict[str, Any]], baselines: dict[Technique, float], steps: int
+) -> dict[str, Any]:
+    """Return a row as all benchmarks have it, with the figures of each run and the plans of the planner.
+
+    `baselines` has the tokens per second of vanilla, and of techniques that are compared with themselves.
+    """
     ours = mean(figures, "tokens_per_second")
+    is_own = job.technique.is_other_model
+    against = f"{job.technique.name} with 1 worker" if is_own else VANILLA.name
+    theirs = baselines[job.technique if is_own else VANILLA]
     names = [name for name in figures[0] if name != "plan"]
-    place = (job.technique.name, VANILLA.name, job.link)
-    return row(*place, ours, theirs, world_size=job.workers, unit="tokens/s") | {
+    return row(
+        job.technique.name, against, job.link, ours, theirs, world_size=job.workers, unit="tokens/s"
+    ) | {
         "run_mode": job.technique.run_mode,
         "command": job.command(steps),
         "runs": {name: [one[name] for one in figures] for name in names},

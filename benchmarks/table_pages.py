@@ -74,6 +74,7 @@ def short_page(results: dict[str, Any]) -> str:
     parts = [
         _setting(results),
         _paragraph(meaning),
+        *_other_model(results),
         _table(header, lines),
         _limits_in_short(results),
         picture,
@@ -83,7 +84,7 @@ def short_page(results: dict[str, Any]) -> str:
 
 def full_page(results: dict[str, Any]) -> str:
     """Return the section of benchmarks/README.md: all figures, the notes, the commands, the pictures."""
-    rows, parts = results["rows"], [_setting(results)]
+    rows, parts = results["rows"], [_setting(results), *_other_model(results)]
     letters = {limit: chr(ord("a") + i) for i, limit in enumerate(_all_limits(results))}
     header = ["technique", "samples/s", "tokens/s", "speed-up", "step", "memory of a rank", "sent in a step"]
     for (number, link), found in _cells(rows).items():
@@ -115,7 +116,7 @@ def full_page(results: dict[str, Any]) -> str:
 def figures(row: Row) -> list[str]:
     """Return a row's tokens per second, speed-up, step time, memory of a rank, and bytes sent in a step."""
     step = units.show_seconds(_mean(row, "step_seconds"))
-    return [_tokens(row), f"{row['ratio']:.2f}", step, _mean_bytes(row), _sent(row)]
+    return [_tokens(row), _speed_up(row), step, _mean_bytes(row), _sent(row)]
 
 
 def limits(row: Row, cores: int) -> list[str]:
@@ -176,6 +177,29 @@ def _setting(results: dict[str, Any]) -> str:
     return "\n\n".join(map(_paragraph, [training, where] + [loaded] * is_loaded(machine)))
 
 
+def _other_model(results: dict[str, Any]) -> list[str]:
+    """Return a paragraph on the rows that are not compared with vanilla, if there are any."""
+    others = [row for row in results["rows"] if not is_against_vanilla(row)]
+    if not others:
+        return []
+    experts, one = results["setting"]["experts"], others[0]
+    return [
+        _paragraph(
+            f"An asterisk marks a speed-up over another run: `{one['what']}` trains another model. "
+            f"{experts['number']} experts take the place of the MLP in each block, and a token passes "
+            f"{experts['top_k']} of them. So the model has {experts['parameters'] / 1e6:.1f} million "
+            "parameters, and a token costs more. Its tokens per second and its memory cannot be compared "
+            f"with those of the other rows. Its speed-up is over its own run with 1 worker, which trains "
+            f"{one['theirs']:,.0f} tokens per second."
+        )
+    ]
+
+
+def is_against_vanilla(row: Row) -> bool:
+    """Return whether the row's speed-up is over vanilla."""
+    return row["against"] == "vanilla"
+
+
 def is_loaded(machine: dict[str, Any]) -> bool:
     """Return whether other programs ran on the machine when the measurement began."""
     return machine["load"] > 0.5
@@ -215,7 +239,11 @@ def _place(number: int, link: str) -> str:
 
 
 def _speed(row: Row | None) -> str:
-    return "-" if row is None else f"{_tokens(row)} ({row['ratio']:.2f})"
+    return "-" if row is None else f"{_tokens(row)} ({_speed_up(row)})"
+
+
+def _speed_up(row: Row) -> str:
+    return f"{row['ratio']:.2f}" + "*" * (not is_against_vanilla(row))
 
 
 def _tokens(row: Row) -> str:
@@ -245,7 +273,7 @@ def _alternative(results: dict[str, Any], picture: str) -> str:
     """Return the text that stands for a picture."""
     if picture == "memory.svg":
         return "Memory of a rank, and bytes that a rank sends in a step, for each technique"
-    best = max(results["rows"], key=lambda row: row["ratio"])
+    best = max(filter(is_against_vanilla, results["rows"]), key=lambda row: row["ratio"])
     place = _place(best["world_size"], best["link"])
     fastest = f"{best['what']} ({place}), {best['ratio']:.2f} times as fast as vanilla"
     return f"Tokens per second for each technique; the fastest is {fastest}"

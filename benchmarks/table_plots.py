@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.table_pages import LINK_NAMES
+from benchmarks.table_pages import LINK_NAMES, is_against_vanilla
 
 Row = dict[str, Any]
 _COLORS, _HATCHES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7"), ("", "///", "...", "xx")
@@ -69,8 +69,9 @@ def draw(results: dict[str, Any], folder: Path) -> None:
 
 
 def _bars(axes: Axes, panel: Panel, rows: list[Row]) -> None:
-    """Draw a bar for each technique and number of workers, and a line for one process."""
+    """Draw a bar for each technique and number of workers, and lines for one process."""
     [vanilla] = [row for row in rows if row["what"] == "vanilla"]
+    alone = [row for row in rows if not is_against_vanilla(row) and row["world_size"] == 1]
     rows = [row for row in rows if row["link"] == panel.link and row["world_size"] > 1]
     numbers = sorted({row["world_size"] for row in rows})
     names = list(dict.fromkeys(row["what"] for row in rows))
@@ -83,6 +84,10 @@ def _bars(axes: Axes, panel: Panel, rows: list[Row]) -> None:
         axes.barh(places, means, height, xerr=deviations, label=f"{number} workers", **style)
     line = _mean_and_deviation(vanilla, panel)[0]
     axes.axvline(line, color="black", linestyle="--", label="vanilla, one process")
+    for row in alone:  # another model, so the line of vanilla says nothing about its bars
+        line, place = _mean_and_deviation(row, panel)[0], names.index(row["what"])
+        label = f"{row['what']}, one process"
+        axes.vlines(line, place - 0.5, place + 0.5, color="black", linewidth=2, label=label)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_title(panel.title)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 import tyro
 
+from expert_parallel.config import MoEConfig
 from hybrid_parallel.auto import read_arguments
 from lab import timeline
 from lab.allocator import return_freed_memory
@@ -40,7 +41,11 @@ _TIMEOUT = 300.0  # seconds of a job
 
 
 class Technique(NamedTuple):
-    """Holds a row of the table: a script with its options, and the least and largest number of workers."""
+    """Holds a row of the table: a script with its options, and the least and largest number of workers.
+
+    Where `is_other_model`, the script trains another model than vanilla, so the table compares it with its
+    own run on one worker.
+    """
 
     name: str
     run_mode: str
@@ -48,6 +53,7 @@ class Technique(NamedTuple):
     options: str = ""
     least: int = 2
     most: int = 1 << 20
+    is_other_model: bool = False
 
     @property
     def is_pipeline(self) -> bool:
@@ -57,6 +63,8 @@ class Technique(NamedTuple):
 VANILLA = Technique("vanilla", "vanilla", "benchmarks/vanilla.py", least=1, most=1)
 _DATA, _PIPELINE = "data_parallel/train_", "pipeline_parallel/train_"
 _STAGES = "--layers 8 --microbatches 8"
+_LENGTH = "--length 48"  # that of all other techniques
+MOE = MoEConfig(num_experts=8, top_k=2)
 TECHNIQUES = (
     VANILLA,
     Technique("naive", "data_parallel_naive", f"{_DATA}naive.py", least=1),
@@ -77,6 +85,22 @@ TECHNIQUES = (
     Technique("interleaved", "pipeline_interleaved", f"{_PIPELINE}interleaved.py", _STAGES),
     Technique("ZB-H1", "pipeline_zero_bubble", f"{_PIPELINE}zero_bubble.py", _STAGES),
     Technique("ZB-V", "pipeline_zero_bubble", f"{_PIPELINE}zero_bubble.py", f"{_STAGES} --schedule zb_v"),
+    Technique("ring attention", "context_ring", "context_parallel/train_ring_attention.py", _LENGTH, least=1),
+    Technique(
+        "all-to-all attention",
+        "context_all_to_all",
+        "context_parallel/train_all_to_all_attention.py",
+        _LENGTH,
+        least=1,
+    ),
+    Technique(
+        "experts",
+        "expert_parallel",
+        "expert_parallel/train_moe.py",
+        f"--experts {MOE.num_experts} --top-k {MOE.top_k}",
+        least=1,
+        is_other_model=True,
+    ),
     Technique(
         "auto", "hybrid", "hybrid_parallel/train_hybrid.py", "--config configs/auto.yaml --pattern None"
     ),
@@ -90,6 +114,11 @@ class Job(NamedTuple):
     technique: Technique
     workers: int
     link: str
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return whether other cells are compared with this one."""
+        return self.technique == VANILLA or (self.technique.is_other_model and self.workers == 1)
 
     def options(self, steps: int) -> list[str]:
         """Return the options of the script."""

@@ -4,18 +4,35 @@ import copy
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
+import tyro
 
-from benchmarks import table, table_pages, table_runs
+from benchmarks import table, table_pages, table_plots, table_runs
 from benchmarks.table import Args, chosen, main, plan_in_words
 from benchmarks.table_pages import full_page, limits, short_page
-from benchmarks.table_runs import LINKS, MAXIMA, TECHNIQUES, VANILLA, Job, jobs_of, run_job, tokens_per_step
+from benchmarks.table_runs import (
+    BATCH_SIZE,
+    LINKS,
+    MAXIMA,
+    MOE,
+    SIZE,
+    TECHNIQUES,
+    VANILLA,
+    Job,
+    jobs_of,
+    run_job,
+    tokens_per_step,
+)
+from expert_parallel.groups import form_groups
+from expert_parallel.train_moe import ExpertParallel
+from lab.cluster import Cluster
 from lab.errors import WorkbookError
 from lab.model import GPT, GPTConfig
-from lab.ranks import RankError
+from lab.ranks import RankError, run_ranks
 from tests.benchmarks.table_results import AXES, made_up
-from tests.run_modes import SCRIPTS
+from tests.run_modes import SCRIPTS, start_of
 
 NAIVE = next(one for one in TECHNIQUES if one.run_mode == "data_parallel_naive")
 
@@ -71,15 +88,60 @@ def test_a_run_that_fails_is_named_by_its_command(monkeypatch):
         run_job(Job(NAIVE, 2, "1gbit"), steps=4)
 
 
+def test_all_techniques_train_the_same_global_batch():
+    block_size = GPTConfig.named(SIZE).block_size
+    for job in jobs_of(TECHNIQUES, (2,), ["loopback"]):
+        options = job.options(steps=4)
+        if "--config" in options:
+            continue  # its batch size is that of a device
+        args = tyro.cli(start_of(job.technique.run_mode).arguments, args=options)
+        assert (args.size, args.batch_size) == (SIZE, BATCH_SIZE)
+        assert getattr(args, "length", block_size) == block_size
+
+
+def test_the_parameters_with_experts_are_those_of_the_model_that_is_trained():
+    def count(_: Cluster) -> int:
+        return table.numel(ExpertParallel(GPT(GPTConfig.named("tiny")), MOE, form_groups(1)))
+
+    assert run_ranks(count, 1) == [table.numel_with_experts(GPTConfig.named("tiny"))]
+
+
 def test_the_table_compares_every_row_with_one_process():
     results = made_up()
     [vanilla] = [row for row in results["rows"] if row["what"] == "vanilla"]
     for row in results["rows"]:
-        assert row["ratio"] == row["ours"] / row["theirs"] and row["against"] == "vanilla"
-        assert row["theirs"] == 1000.0
+        assert row["ratio"] == row["ours"] / row["theirs"]
+        if row["what"] == "experts":
+            assert (row["against"], row["theirs"]) == ("experts with 1 worker", 500.0)
+        else:
+            assert (row["against"], row["theirs"]) == ("vanilla", 1000.0)
     page = short_page(results)
     assert f"| {1000 + 20 * 4 + 2:,} ± 2 (1.08) |" in page  # naive with 2 workers at 1 Gbit/s is the fourth
     assert f"{vanilla['ours']:,.0f} ± 2 tokens per second" in page
+
+
+def test_a_technique_that_trains_another_model_is_compared_with_its_own_run_on_one_worker():
+    results = made_up()
+    [alone, *others] = [row for row in results["rows"] if row["what"] == "experts"]
+    assert alone["world_size"] == 1 and {row["world_size"] for row in others} == {2, 4}
+    for page in (short_page(results), full_page(results)):
+        assert "`experts` trains another model" in page and "500 tokens per second" in page
+        marked = [line for line in page.splitlines() if line.startswith("|") and "*" in line]
+        assert marked and all(line.startswith("| experts |") for line in marked)
+        assert "as fast as vanilla" in page and "the fastest is auto" in page  # though experts have more
+    quick = {(job.technique.name, job.workers) for job in chosen(Args(only=("experts",), quick=True))}
+    assert quick == {("vanilla", 1), ("experts", 1), ("experts", 2)}
+
+
+def test_results_from_before_a_technique_was_added_can_still_be_shown(tmp_path: Path):
+    results = made_up()
+    results["rows"] = [row for row in results["rows"] if row["what"] not in ("experts", "ring attention")]
+    del results["setting"]["experts"]
+    for page in (short_page(results), full_page(results)):
+        assert "experts" not in page and "*" not in page and "all-to-all attention" in page
+    table_plots.draw(results, tmp_path)
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert "all-to-all attention" in drawn and "experts" not in drawn
 
 
 def test_the_full_page_has_a_row_for_every_technique_at_every_place():
