@@ -1,4 +1,4 @@
-"""Train with pipeline, data and tensor parallelism at once, on one mesh of ranks.
+"""Train with pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks.
 
     torchrun --nproc-per-node=8 hybrid_parallel/train_hybrid.py --pipeline 2 --tensor 2 --microbatches 4
     bash scripts/launch_training.sh --config configs/config.yaml
@@ -12,10 +12,11 @@
 
 What to read, in this order:
   1. mesh.py: which ranks form which group, and why the axes have this order.
-  2. hybrid.py: `HybridParallel` puts the classes of lessons 2 to 4 around one model, each with its group.
+  2. hybrid.py: `HybridParallel` puts the classes of the other lessons around one model, each with its group.
   3. clipping.py: the norm of all gradients, in which each number counts once.
   4. traffic.py: what each axis sends in a step.
   5. `main` below, which is the loop of the other lessons.
+  6. After lessons 6 and 7, context_axis.py, which cuts sequences, and expert_axis.py, which divides experts.
 
 sizes.py says which sizes make sense together.
 """

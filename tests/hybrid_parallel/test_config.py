@@ -44,8 +44,8 @@ def test_a_configuration_of_the_repository_makes_sense(path: Path):
     assert config.num_processes in (4, 8)
     assert config.auto == (path.stem == "auto")
     if not config.auto:
-        sizes = sizes_of(config.args, config.num_processes)
-        refuse_sizes(sizes, model_of(config.args), config.args.batch_size, config.num_processes)
+        args, number = config.args, config.num_processes
+        refuse_sizes(sizes_of(args, number), model_of(args), args.batch_size, number, args.experts)
 
 
 def test_the_configurations_of_the_repository_are_what_their_names_say():
@@ -54,6 +54,7 @@ def test_the_configurations_of_the_repository_are_what_their_names_say():
     assert sizes == {
         "auto": (1, None, 1, 0),  # still open
         "config": (2, 2, 2, 1),
+        "context_and_experts": (2, 2, 1, 0),  # and 2 along context
         "data_parallel": (1, 4, 1, 0),
         "pipeline_and_data": (2, 2, 1, 1),
         "three_axes": (2, 2, 2, 1),
