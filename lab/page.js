@@ -76,7 +76,7 @@ function fieldsOf(described, values) {
       const { label, units: [[unit]], limits, isWhole } = field;
       const size = sizeOf(name, field);
       const value = typed($(name).value, limits.map((limit) => limit / size), NaN);
-      const isWrong = Number.isNaN(value) || (isWhole && !Number.isInteger(value));
+      const isWrong = Number.isNaN(value) || (Boolean(isWhole) && !Number.isInteger(value));
       $(name).setAttribute("aria-invalid", isWrong);
       if (!isWrong) values[name] = value * size;
       else if (!$(name).closest("[hidden]")) {

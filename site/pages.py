@@ -6,7 +6,7 @@ python site/pages.py --out FOLDER
 import argparse
 from pathlib import Path
 
-from lab.gantt import COLORS
+from lab.gantt import COLORS, OTHER_COLORS, readable_on
 from lab.page import PLAYER, Page
 from pipeline_parallel import page as schedules
 
@@ -17,7 +17,12 @@ PAGES = {
     "pipeline_parallel/page.html": "schedules.html",
     "site/all_reduce/page.html": "all_reduce.html",
     "site/calculator/page.html": "calculator.html",
+    "site/context/page.html": "context.html",
 }
+
+# The colours of up to 8 ranks: neighbours differ most.
+_NAMES = ("compute", "data", "backward", "optimizer", "forward", "communication", "weight")
+RANKS = [*(COLORS[name] for name in _NAMES), OTHER_COLORS[4]]
 
 
 def _page(folder: str, *scripts: str, shared: tuple[Path, ...] = ()) -> Page:
@@ -27,11 +32,16 @@ def _page(folder: str, *scripts: str, shared: tuple[Path, ...] = ()) -> Page:
 
 ALL_REDUCE = _page("all_reduce", "algorithms.js", "messages.js", "page.js", "sizes.js", shared=(PLAYER,))
 CALCULATOR = _page("calculator", "formulas.js", "page.js", "tables.js", "splits.js")
+CONTEXT = _page(
+    "context",
+    *("cut.js", "times.js", "traffic.js", "page.js", "timeline.js", "moment.js", "tables.js"),
+    shared=(PLAYER,),
+)
 
 
 def lessons() -> set[str]:
     """Return the lessons' files to which the pages link."""
-    return set().union(*(page.lessons() for page in (schedules.PAGE, ALL_REDUCE, CALCULATOR)))
+    return set().union(*(page.lessons() for page in (schedules.PAGE, ALL_REDUCE, CALCULATOR, CONTEXT)))
 
 
 def write_pages(folder: Path, root: str | None = None) -> None:
@@ -40,6 +50,7 @@ def write_pages(folder: Path, root: str | None = None) -> None:
     schedules.write_page(folder / "schedules.html", root=root)
     write_all_reduce(folder / "all_reduce.html", root)
     write_calculator(folder / "calculator.html", root)
+    write_context(folder / "context.html", root)
 
 
 def write_all_reduce(path: Path, root: str | None) -> None:
@@ -70,6 +81,15 @@ def write_calculator(path: Path, root: str | None) -> None:
         "communication": "communication",
     }
     CALCULATOR.write(path, rules=_variables(colors), root=root)
+
+
+def write_context(path: Path, root: str | None) -> None:
+    """Write the page of ring attention."""
+    rules = (
+        f".rank{rank} {{ --fill: {color}; --ink-on: {readable_on(color)}; }}\n"
+        for rank, color in enumerate(RANKS)
+    )
+    CONTEXT.write(path, rules="".join(rules), root=root)
 
 
 def _variables(colors: dict[str, str]) -> str:
