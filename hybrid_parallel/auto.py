@@ -10,12 +10,12 @@ from comm.collectives import default_pattern
 from comm.cost import Link
 from comm.exchange import on_main
 from comm.transport import slow_link
-from hybrid_parallel.arguments import HybridArgs, model_of
+from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import read_command_line
 from hybrid_parallel.machine import MACHINES, Machine, machine_of, this_machine
 from hybrid_parallel.measured import measure_handling
 from hybrid_parallel.planner import choose, plans
-from hybrid_parallel.shapes import shape_of_config
+from hybrid_parallel.shapes import AnyShape, shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.errors import WorkbookError
@@ -25,6 +25,12 @@ from training.calibrate import measure_all_reduce
 def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
     """Return the arguments of train_hybrid.py. All ranks must call it."""
     return read_command_line(words, cluster.world_size, Planner(cluster))
+
+
+def planned_shape(args: HybridArgs) -> AnyShape:
+    """Return the shape of the model that the arguments ask for."""
+    moe = moe_of(args)
+    return shape_of_config(model_of(args), *((1, 1) if moe is None else (moe.num_experts, moe.top_k)))
 
 
 class Planner:
@@ -41,7 +47,7 @@ class Planner:
         machine = measured_machine(self._cluster, link)
 
         def chosen() -> dict[str, Any]:
-            shape = shape_of_config(model_of(args))
+            shape = planned_shape(args)
             found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
             return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from expert_parallel.config import MoEConfig
 from hybrid_parallel import planner
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
+from hybrid_parallel.auto import planned_shape
 from hybrid_parallel.config import load
 from hybrid_parallel.machine import machine_of
 from hybrid_parallel.run import Run
-from hybrid_parallel.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis
@@ -87,7 +87,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 
 def choose(args: HybridArgs, num_processes: int, given: dict[str, Any]) -> ParallelSizes:
     """Return the planner's choice for a machine whose speed need not be measured."""
-    shape, machine = shape_of_config(model_of(args)), machine_of("h100")
+    shape, machine = planned_shape(args), machine_of("h100")
     found = planner.plans(shape, machine, num_processes, args.batch_size, args.precision, given)
     return planner.choose(found, machine.device.memory_bytes).sizes
 
