@@ -13,7 +13,7 @@
 #
 # **Question.** A large model is trained with pipeline, data and tensor parallelism at the same time. Each rank then belongs
 # to three groups. Which ranks form which group, which of the three may use a slow link, and who decides how many ranks each
-# of them gets?
+# of them gets? At the end, two more kinds of parallelism join these: those of notebooks 11 and 12.
 #
 # You need about 40 minutes. The lesson beside this notebook is [hybrid_parallel](../hybrid_parallel/README.md). It adds no
 # technique: it puts the classes of notebooks 05 to 08 together. You need to know the techniques of those notebooks, and
@@ -44,9 +44,10 @@ partner = predict("With which rank does rank 5 average its gradients?", example=
 
 # %%
 # %%ranks
-from hybrid_parallel.mesh import AXES, Mesh
+from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
 
+AXES = ("pipeline", "data", "tensor")
 sizes = ParallelSizes(pipeline=2, data=2, tensor=2, microbatches=4, pattern="ring")
 mesh = Mesh(cluster, sizes)
 groups = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
@@ -458,7 +459,65 @@ for axis in AXES:
 # The three axes are in the right order, and a choice needs no more. The seconds are less exact, because a step of such a small
 # model has many short operations and messages. The lesson's [README](../hybrid_parallel/README.md#5-plans) compares the planner
 # with measurements of larger steps and with published runs.
+
+# %% [markdown]
+# ## After notebooks 11 and 12: sequences and experts
 #
+# Leave this section out for now, and come back to it after notebook 12. The mesh has a fourth axis, *context*, along which
+# each sequence is cut. It lies between data and tensor, so the digits of a rank are stage, example, tokens, part of a layer.
+# Experts have no digit of their own: ranks that have the same parameters and different tokens, the *replicas*, divide them.
+# For this it does not matter whether the tokens are of different examples or of the same ones.
+#
+# Take 2 (data) · 2 (context) · 2 (tensor) ranks, and four experts in each block that neighbouring replicas divide, two on
+# each. Rank 0 averages the gradients of its LayerNorms with its replicas: ranks 2, 4 and 6. **Predict**: with which of these
+# does it average the gradients of its experts?
+
+# %%
+print(drawn(ParallelSizes(data=2, context=2, tensor=2)))
+same = predict("With which rank does rank 0 average the gradients of its experts?", example=2)
+
+# %%
+# %%ranks
+from expert_parallel.config import MoEConfig
+from hybrid_parallel.expert_axis import Experts
+from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.traffic_report import counted_by_axis
+
+sizes = ParallelSizes(data=2, context=2, tensor=2, expert_ranks=2, pattern="ring")
+mesh = Mesh(cluster, sizes)
+x, y = batch_of(mesh, config, examples=16)
+hybrid = HybridParallel(GPT(config), mesh, x, experts=Experts(MoEConfig(num_experts=4, top_k=2)))
+LEDGER.clear()
+hybrid.mean_loss(hybrid.backward(x, y))
+
+groups = {"replicas": mesh.replicas, "context": mesh.context}
+groups |= {"expert": hybrid.experts.groups.experts, "same experts": hybrid.experts.groups.replicas}
+groups = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+counted, formula = counted_by_axis(LEDGER.rows()), traffic_of_axes(hybrid, is_clipped=False)
+axes = ("data", "context", "expert", "tensor")
+sent = {axis: (counted[axis].bytes_sent, formula[axis].bytes_sent) for axis in axes}
+
+# %%
+from lab.units import show_bytes
+
+for name, ranks in pull("groups")[0].items():
+    print(f"{name:<13} {ranks}")
+for axis, (counted, formula) in pull("sent")[0].items():
+    print(f"{axis:<13} {show_bytes(counted):>9} sent by rank 0      {show_bytes(formula):>9} by formula")
+[other] = [rank for rank in pull("groups")[0]["same experts"] if rank != 0]
+same.compare(other)
+
+# %% [markdown]
+# Ranks 0 and 2 cut the same sequences, hold different experts, and send tokens to each other. Ranks 4 and 6 do the same with
+# other examples. Rank 4 has the same experts as rank 0, so these two average their gradients. All four replicas average
+# everything else, because rank 2 has other tokens than rank 0, as rank 4 has. A rank has half of the tokens of its examples,
+# so each message of the tensor axis is half as large as without the context axis. Experts add to them: each expert is
+# divided, too, and a token passes two of them. What goes to experts depends on the routers, so its formula takes the numbers
+# of tokens from the run itself. The lesson's
+# [README](../hybrid_parallel/README.md#after-lessons-6-and-7-sequences-and-experts) has the formulas, and tells which gradient
+# is completed in which group.
+
+# %% [markdown]
 # ## On a real cluster
 #
 # The same script, [train_hybrid.py](../hybrid_parallel/train_hybrid.py), runs there with the same kind of file. What changes is
