@@ -9,8 +9,8 @@ const AS_IT_OPENS = {
 };
 /** What to try: the settings that differ from those with which the page opens, a title, and what can be seen. */
 const TRIES = [
-  [{}, "Contiguous pieces", "Press Play. After its first step rank 0 computes nothing and waits for rank 3, which computes in"
-    + " every step. The forward takes <b>(2n-1)/n = 1.75</b> times as long as a balanced one."],
+  [{}, "Contiguous pieces", "Press Play. After its first step rank 0 computes nothing and waits for rank 3, which always"
+    + " computes. The forward takes <b>(2n-1)/n = 1.75</b> times as long as a balanced one."],
   [{ cut: "zigzag" }, "The zigzag cut", "Press Play. All ranks compute equally long in each step, and no rank waits. The ratio"
     + " is 1."],
   [{ cut: "zigzag", rate: 40 }, "A slow link", "A message now takes longer than a step computes, and all ranks wait for"

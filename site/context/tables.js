@@ -40,13 +40,14 @@ function drawTechniques() {
     "all-reduce of the gradients", "all bytes"];
   $("techniques").innerHTML = table(heads, rows);
   const [few, quick, least] = [sent, time, total].map((value) => leastOf(found, value).title);
-  $("least").innerHTML = `For these sizes <b>${few}</b> sends least in attention${few === quick ? "" : `, <b>${quick}</b>`} and`
+  $("least").innerHTML = `For these sizes <b>${few}</b> sends least in attention${few === quick ? " and" : `, and <b>${quick}</b>`}`
     + ` takes least time by formula. With the all-reduce of the gradients, <b>${least}</b> sends least.`;
   const [w, kv] = [state.heads * state.headWidth, state.kvHeads * state.headWidth];
   $("limits").innerHTML = `Here T = ${count(state.batch * state.length)}, w = ${count(w)} and w<sub>kv</sub> = ${count(kv)}. The ring`
-    + ` sends less than all-to-all attention on fewer than 2/3 (1 + w/w<sub>kv</sub>) = ${number(ringLeastBelow(w, kv))} ranks. All`
-    + " parameters are on each rank, so both also all-reduce the gradients, once in a step. So they send less than sequence"
+    + ` sends less than all-to-all attention on fewer than 2/3 (1 + w/w<sub>kv</sub>) = ${number(ringLeastBelow(w, kv))} ranks. In`
+    + " both, each rank has all parameters, and their gradients are all-reduced once in a step. So they send less than sequence"
     + ` parallelism only with more tokens in a step: the ring with more than ${count(tokensFrom("ring", n, w, kv))}, all-to-all`
     + ` attention with more than ${count(tokensFrom("allToAll", n, w, kv))}. Sequence parallelism sends its`
-    + " bytes for attention and MLP. They are those of --no-overlap: by default lesson 3 gathers twice more, 10 (n-1)/n T w.";
+    + " bytes for attention and MLP. The table has those of --no-overlap. By default the backward of lesson 3"
+    + " gathers two times more: 10 (n-1)/n T w.";
 }

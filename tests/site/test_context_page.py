@@ -155,6 +155,13 @@ def test_a_link_that_is_slow_exposes_messages_whatever_the_cut(browser: Browser,
     assert float(fact(browser, "ratio")) > 4
 
 
+def test_a_message_of_the_formula_has_the_longest_block(browser: Browser, page: Path):
+    browser.open(page, "ranks=7&cut=contiguous&length=16&alpha=0&rate=1&compute=0.001")
+    block = 3 * TOKEN_BYTES  # two ranks have three tokens, the others two
+    assert {row[2] for row in rows_of(browser, "steps")[:-1]} == {f"{block * 8e-9 * 1e6:.4g} µs"}
+    assert f"{block / 1e3:.4g} kB" in said(browser, "given")
+
+
 def test_the_table_names_what_is_least_and_what_is_not_possible(browser: Browser, page: Path):
     browser.open(page, "ranks=3&heads=32&kvHeads=8")
     ring, exchange, sequence = rows_of(browser, "techniques")
@@ -166,8 +173,14 @@ def test_the_table_names_what_is_least_and_what_is_not_possible(browser: Browser
     assert sequence[2] == f"{8 * 3 / 4 * LENGTH * 4096 * 2 / 1e9:.4g} GB"
     assert sequence[4] == "in part" and exchange[4] == "0 s" and sequence[7] == "none"
     assert "all-to-all attention sends least in attention" in said(browser, "least")
-    browser.open(page, "ranks=2&heads=32&kvHeads=8")
-    assert "ring attention sends least in attention" in said(browser, "least")
+    browser.open(page, "ranks=2&heads=32&kvHeads=8&cut=zigzag")
+    assert said(browser, "least").startswith(
+        "For these sizes ring attention sends least in attention and takes least time by formula."
+    )
+    browser.open(page, "ranks=2&heads=32&kvHeads=8&cut=contiguous&compute=1")
+    assert said(browser, "least").startswith(
+        "For these sizes ring attention sends least in attention, and all-to-all attention takes least time"
+    )
 
 
 def test_what_to_try_sets_all_settings_and_says_what_can_be_seen(browser: Browser, page: Path):
