@@ -10,7 +10,7 @@ a rank sends in a layer, forward and backward together:
 
       ring          6 (n-1)/n T w_kv numbers
       all-to-all    4 (n-1)/n^2 T (w + w_kv) numbers
-      sequence parallelism (lesson 3)    8 (n-1)/n T w numbers
+      sequence parallelism (lesson 3)    8 (n-1)/n T w numbers with --no-overlap, else 10 (n-1)/n T w
 
 The functions below hold for any lengths. All-to-alls also send headers (comm/cost.py).
 """

@@ -6,7 +6,8 @@
 c_s is the time of the attention that the busiest rank computes in step s of the ring, m that of a message of
 keys and values. In the backward keys are under way in each step but the last, and gradients from step 2 on.
 The backward of attention is taken to compute twice as long as its forward. The sum of maxima is exact if the
-same rank is busiest in each step, as under a causal mask.
+same rank is busiest in each step, as with contiguous pieces under a causal mask, or if all are equally busy,
+as with the zigzag cut of a length that 2n divides. Else it is an upper bound.
 """
 
 from collections.abc import Sequence

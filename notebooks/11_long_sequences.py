@@ -624,7 +624,7 @@ show(
 # same ranks.
 #
 # Compare this with the sequence parallelism of [notebook 07](07_tensor_and_sequence_parallel.ipynb), which divides tokens,
-# too. There the ranks also divide the weights, and they send activations in every layer, 8 (n-1)/n T w numbers. Here the
+# too. There the ranks also divide the weights, and they send activations in every layer, 8 to 10 (n-1)/n T w numbers. Here the
 # ranks send less in a layer, but also all gradients once in a step. For long sequences that is less in total.
 #
 # One problem remains. With twice as many ranks, a sequence of twice the length fits. But its attention has four times as
