@@ -49,7 +49,8 @@ class HybridArgs(ClipArgs, TrainArgs):
     top_k: int = 2
     """Number of experts that a token passes, where there are several."""
     capacity: float | None = None
-    """Limit of what a rank sends to an expert, as a multiple of the mean. None: no token is dropped."""
+    """Number times the mean of what a rank sends to an expert: the limit above which tokens are dropped. None:
+    no token is dropped."""
     expert_ranks: int = 1
     """Number of replicas, along the data and context axes, among which the experts of a block are divided."""
     aux_weight: float = 0.01

@@ -189,7 +189,11 @@ class Run(training.run.Run):
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Report the full model, put together from all axes. All ranks must call it."""
-        full = FullModel(self._hybrid.full_state_dict())
+        state = self._hybrid.full_state_dict()
+        full: nn.Module = FullModel(state)
+        if self._args.experts == 1:
+            full = self._built()
+            full.load_state_dict(state)
         sizes = {f"axis_{name}": value for name, value in dataclasses.asdict(self.sizes).items()}
         assert self._meter is not None, "there was no step"
         sent = figures(counted_by_axis(self._meter.traffic), self._expected_of_axes, self.sizes)

@@ -84,9 +84,10 @@ def test_without_any_variable_one_process_is_a_group_of_its_own():
 
 
 def test_missing_ranks_are_named_on_all_others_also_while_these_wait(capfd):
-    texts = meet(*places([0, 1, 3], 5, JOIN_TIMEOUT=1))
+    # On a busy machine a rank may start a second later than another one, and must still find the store.
+    texts = meet(*places([0, 1, 3], 5, JOIN_TIMEOUT=4))
     assert len(set(texts)) == 1
-    assert "ranks 2, 4 of 5 did not join within 1 s" in texts[0]
+    assert "ranks 2, 4 of 5 did not join within 4 s" in texts[0]
     told = capfd.readouterr().err
     for rank in (0, 1, 3):
         assert f"rank {rank} of 5: still waiting for ranks 2, 4" in told
