@@ -49,12 +49,12 @@ class HybridArgs(ClipArgs, TrainArgs):
     top_k: int = 2
     """Number of experts that a token passes, where there are several."""
     capacity: float | None = None
-    """Number times the mean of what a rank sends to an expert: the limit above which tokens are dropped. None:
-    no token is dropped."""
+    """Let a rank send an expert at most this number times the mean, its tokens * top_k / experts, and drop
+    the others. None: no token is dropped."""
     expert_ranks: int = 1
     """Number of replicas, along the data and context axes, among which the experts of a block are divided."""
     aux_weight: float = 0.01
-    """Weight of the term of the loss that keeps experts equally busy. 0: no such term."""
+    """Number by which the term of the loss that keeps experts equally busy is multiplied. 0: no such term."""
     sequence_parallel: bool = False
     """Divide norms, dropout and residuals by tokens among the ranks of the tensor axis."""
     schedule: Schedule = "1f1b"
