@@ -3,8 +3,9 @@
     a layer        matrix products and attention: operations / rate; norms, activation functions, residuals
                    and masks: bytes / bandwidth; as long for a forward as for the gradients of inputs and for
                    those of weights; recomputation adds a forward
-    tensor axis    2 all-reduces in the forward and 2 in the backward of a layer, or as many gathers and
-                   scatters with sequence parallelism; hidden only on this machine, in part (`_exposed`)
+    tensor axis    2 all-reduces in the forward and 2 in the backward of a layer, with experts 1 for attention
+                   and 1 for each expert of a token; or as many gathers and scatters with sequence
+                   parallelism; hidden only on this machine, in part (`_exposed`)
     context axis   keys and values of other ranks' tokens (context_time.py)
     experts        tokens on their way to experts and back (expert_time.py)
     pipeline       microbatches * slowest rank, and the idle time of the schedule from the simulator; for long
