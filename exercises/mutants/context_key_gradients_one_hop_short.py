@@ -30,7 +30,8 @@ def mutant(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
                     dy_own, q_own, *kv[:, :, :, keys], y_own, lse_own, part
                 )
                 dq[:, :, rows] += dq_term
-                dkv[:, :, :, keys] += torch.stack(dkv_terms)
+                dkv[0][:, :, keys] += dkv_terms[0]
+                dkv[1][:, :, keys] += dkv_terms[1]
         if source == sequence.rank:
             own_dkv = dkv  # it waits here for the terms of the other ranks
             continue
