@@ -171,8 +171,13 @@ def _refuse_context(sizes: ParallelSizes, config: GPTConfig) -> None:
 def _refuse_experts(sizes: ParallelSizes, num_experts: int) -> None:
     """Refuse experts that cannot be divided as asked."""
     if num_experts % sizes.expert_ranks:
-        what = f"{num_experts} experts in a layer" if num_experts > 1 else "model, which has no experts"
-        raise WorkbookError(f"expert_ranks is {sizes.expert_ranks}; it must divide the {what}.")
+        if num_experts == 1:
+            raise WorkbookError(
+                f"expert_ranks is {sizes.expert_ranks}, and the model has no experts; ask for some."
+            )
+        raise WorkbookError(
+            f"expert_ranks is {sizes.expert_ranks}; it must divide the {num_experts} experts in a layer."
+        )
     if sizes.replicas % sizes.expert_ranks:
         raise WorkbookError(
             f"expert_ranks is {sizes.expert_ranks}; it must divide the {sizes.replicas} replicas, which are "

@@ -550,7 +550,7 @@ from exercises.notebook import check
 
 
 def coordinates_of(rank, sizes):
-    ...  # {"pipeline": ..., "data": ..., "tensor": ...}; sizes.tensor is the number of places along that axis
+    ...  # {"pipeline": ..., "data": ..., "context": ..., "tensor": ...}; sizes.tensor is the number of places there
 
 
 def groups_of(axis, sizes):
