@@ -205,7 +205,7 @@ def test_sequences_that_cannot_be_cut_are_refused_in_a_sentence(
     ("sizes", "num_experts", "message"),
     [
         (ParallelSizes(data=4, expert_ranks=0), 4, "expert_ranks is 0; it must be at least 1."),
-        (ParallelSizes(data=4, expert_ranks=2), 1, "expert_ranks is 2; .*the model.* has no experts"),
+        (ParallelSizes(data=4, expert_ranks=2), 1, "expert_ranks is 2, and the model has no experts"),
         (ParallelSizes(data=4, expert_ranks=2), 3, "expert_ranks is 2; it must divide the 3 experts"),
         (
             ParallelSizes(data=2, tensor=2, expert_ranks=4),
@@ -247,7 +247,7 @@ def test_experts_that_cannot_be_divided_are_refused_in_a_sentence(
             "sequence_parallel divides tokens, and an MLP has none; leave it out.",
         ),
         (ParallelSizes(data=4, recompute=True), 1, "recompute would save no memory"),
-        (ParallelSizes(data=4, expert_ranks=2), 1, "expert_ranks is 2; .*the model.* has no experts"),
+        (ParallelSizes(data=4, expert_ranks=2), 1, "expert_ranks is 2, and the model has no experts"),
     ],
 )
 def test_what_an_mlp_does_not_have_is_refused_in_a_sentence(
