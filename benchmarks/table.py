@@ -1,6 +1,6 @@
 """Measure every technique in the same training, and write the tables and pictures of the READMEs.
 
-    python benchmarks/table.py                      17 minutes: writes results/, README.md and the pictures
+    python benchmarks/table.py                      15 minutes: writes results/, README.md and the pictures
     python benchmarks/table.py --quick              few rows, 2 workers, 1 run: prints a table, writes nothing
     python benchmarks/table.py --only zero-3 1f1b   these techniques only: prints a table, writes nothing
     python benchmarks/table.py --from FILE          writes README.md and the pictures from stored results
