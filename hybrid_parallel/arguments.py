@@ -16,7 +16,7 @@ MOST = 4096  # layers, microbatches or chunks, as in the pipeline lesson
 
 @dataclasses.dataclass
 class HybridArgs(ClipArgs, TrainArgs):
-    """Train a small model with pipeline, data and tensor parallelism together."""
+    """Train a small model with several kinds of parallelism together, on one mesh of ranks."""
 
     config: str | None = None
     """YAML file with the run's configuration, such as configs/config.yaml. The other options then change its
