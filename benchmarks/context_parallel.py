@@ -9,13 +9,15 @@
 - `ring`: the same on a slow link, against the formula (context_parallel/predict.py), where computing takes
   longer than a message, and where it takes less.
 - `activations`: what autograd keeps on a rank for 8192 tokens, against one process.
-- `step`: forward, backward and the sum of gradients of a GPT with ring attention, with all-to-all attention,
-  and with the sequence parallelism of lesson 3, on the same sequence. PyTorch has a context parallelism of
-  its own, which does not run on CPUs.
+- `formula`, `sent`, `step`: bytes by formula, bytes and seconds of forward, backward and the sum of gradients
+  of a GPT with ring attention, with all-to-all attention, and with the sequence parallelism of lesson 3. They
+  have the same sequence of T tokens, on both sides of the formulas' crossover. PyTorch has a context
+  parallelism of its own, which does not run on CPUs.
 """
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 if __name__ == "__main__":
@@ -30,13 +32,14 @@ from comm.transport import slow_link
 from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.run import CUTS
 from lab.forked import preload
-from lab.model import GPTConfig
+from lab.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 
 Rows = list[dict[str, Any]]
 LINK = "1gbit"
 LENGTH, HEADS = 4096, 8  # of the clocked attention; a head has 64 numbers
 CONFIG = GPTConfig(block_size=8192, num_layers=2, num_heads=8, width=256)
+LENGTHS = [256, 2048]  # of the sequence of a step
 
 
 @dataclasses.dataclass
@@ -95,26 +98,58 @@ def activation_rows() -> Rows:
     ]
 
 
-def step_rows(runs: int) -> Rows:
-    """Return steps of a GPT, against sequence parallelism."""
-    rows, links = [], ["loopback", LINK]
+def step_rows(runs: int, lengths: Sequence[int]) -> Rows:
+    """Return bytes and seconds of a GPT's step on both sides of the formulas' crossover."""
+    rows: Rows = []
     for ranks in (2, 4):
-        by_rank = run_ranks(steps, ranks, CONFIG, 2048, links, runs, timeout=600)
-        for i, link in enumerate(links):
-            seconds = medians([times[i] for times in by_rank])
-            theirs = seconds.pop("sequence_parallel")
-            rows += [
-                row(f"{name} step", "sequence_parallel", link, ours, theirs, world_size=ranks)
-                for name, ours in seconds.items()
-            ]
-    return rows
+        for length in lengths:
+            config = dataclasses.replace(CONFIG, block_size=length)
+            predicted = bytes_by_formula(config, ranks)
+            rows += compared(config, ranks, f"T={length}", "sequence_parallel", predicted, runs)
+    # Four query heads share a head of keys and values, so on 2 ranks the ring sends less than all-to-alls.
+    grouped = dataclasses.replace(CONFIG, block_size=max(lengths), num_kv_heads=CONFIG.num_heads // 4)
+    predicted = bytes_by_formula(grouped, 2)
+    return rows + compared(grouped, 2, f"T={max(lengths)} grouped", "all_to_all", predicted, runs)
+
+
+def compared(
+    config: GPTConfig, ranks: int, what: str, against: str, predicted: dict[str, float], runs: int
+) -> Rows:
+    """Return the rows of all techniques against one of them."""
+    links = ["loopback", LINK]
+    by_rank = run_ranks(steps, ranks, config, links, runs, timeout=600)
+    sent = {name: max(bytes_sent[name] for _, bytes_sent in by_rank) for name in predicted}
+    kinds = [("formula", "any", predicted, "bytes"), ("sent", "any", sent, "bytes")]
+    for i, link in enumerate(links):
+        kinds.append(("step", link, medians([seconds[i] for seconds, _ in by_rank]), "s"))
+    names = [name for name in ("ring", "all_to_all") if name != against]
+    return [
+        row(f"{name} {kind} {what}", against, link, by[name], by[against], world_size=ranks, unit=unit)
+        for name in names
+        for kind, link, by, unit in kinds
+    ]
+
+
+def bytes_by_formula(config: GPTConfig, n: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step, by the formulas of context_parallel/README.md.
+
+    Sequence parallelism is lesson 3's default, whose backward gathers two times more. What it sends for
+    embedding, head and norms is left out.
+    """
+    tokens, w = config.block_size, config.width
+    w_kv = w // config.num_heads * config.kv_heads
+    gradients = 2 * sum(parameter.numel() for parameter in GPT(config).parameters())
+    layer = {"ring": 6 * tokens * w_kv, "all_to_all": 4 / n * tokens * (w + w_kv)}
+    numbers = {name: config.num_layers * each + gradients for name, each in layer.items()}
+    numbers["sequence_parallel"] = config.num_layers * 10 * tokens * w
+    return {name: 4 * (n - 1) / n * number for name, number in numbers.items()}
 
 
 def main(args: Args) -> None:
     preload("benchmarks.context_parallel_steps")  # ranks are forked, so they start with all modules imported
     runs = 3 if args.quick else 7
     rows = makespan_rows(2) + ring_rows(2, (4,)) if args.quick else makespan_rows(5) + ring_rows(5, (2, 4))
-    rows += [*activation_rows(), *step_rows(runs)]
+    rows += [*activation_rows(), *step_rows(runs, LENGTHS[1:] if args.quick else LENGTHS)]
     if args.json:
         side_by_side.show("context_parallel", rows, True, "")
         return

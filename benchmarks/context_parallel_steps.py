@@ -1,6 +1,7 @@
 """Run the ranks' part of benchmarks/context_parallel.py: attention by a clock, steps, activations."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
 import torch
@@ -16,6 +17,7 @@ from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
+from lab.ledger import LEDGER
 from lab.memory import saved_activations
 from lab.model import GPT, GPTConfig, loss_of
 from tensor_parallel.parallelize import parallelize
@@ -44,9 +46,14 @@ def clocked(cluster: Cluster, cut: str, length: int, seconds: float, heads: int,
     return {"ring": spent[1:]}
 
 
-def steps(cluster: Cluster, config: GPTConfig, length: int, links: List[str], runs: int) -> list[By]:
-    """Return, for each link, the seconds of each step of each technique on this rank."""
-    x, y = text(length)
+def steps(
+    cluster: Cluster, config: GPTConfig, links: List[str], runs: int
+) -> tuple[list[By], dict[str, int]]:
+    """Return the seconds of each step of each technique on this rank, for each link, and the bytes of a step.
+
+    A step has one sequence of `config.block_size` tokens.
+    """
+    x, y = text(config.block_size)
     ring = ContextParallel(GPT(config), ring_attention)
     exchange = ContextParallel(GPT(config), all_to_all_attention, SequenceCut.contiguous)
     sequence = parallelize(GPT(config), sequence_parallel=True)
@@ -61,8 +68,17 @@ def steps(cluster: Cluster, config: GPTConfig, length: int, links: List[str], ru
         "all_to_all": lambda: step(exchange),
         "sequence_parallel": lambda: step(sequence),
     }
+    sent = {name: bytes_sent_in(variant) for name, variant in variants.items()}
     parsed = [None if link == "loopback" else slow_link.parse(link) for link in links]
-    return [side_by_side.alternate(variants, runs, link, warmup=1) for link in parsed]
+    return [side_by_side.alternate(variants, runs, link, warmup=1) for link in parsed], sent
+
+
+def bytes_sent_in(step: Callable[[], None]) -> int:
+    """Return the bytes that this rank sends in a step; the first one is not counted."""
+    step()
+    before = LEDGER.total()
+    step()
+    return (LEDGER.total() - before).bytes_sent
 
 
 def activations(cluster: Cluster, config: GPTConfig, length: int) -> dict[str, int]:

@@ -51,8 +51,8 @@ class AddToLoss(torch.autograd.Function):
 class BalancedExperts(MixtureOfExperts):
     """A mixture of experts that adds `weight` times its auxiliary loss to the loss.
 
-    `sent` has, for each forward in training mode since it was last cleared, how many tokens each rank has
-    sent to each expert.
+    `chosen` and `sent` have, for each forward in training mode since `forget`, how many tokens of each rank
+    have chosen each expert, and how many it has sent there.
     """
 
     def __init__(
@@ -60,7 +60,13 @@ class BalancedExperts(MixtureOfExperts):
     ) -> None:
         super().__init__(config, moe, groups, seed, layer)
         self._weight = weight
+        self.chosen: list[Tensor] = []
         self.sent: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Forget the counts of earlier forwards."""
+        self.chosen.clear()
+        self.sent.clear()
 
     def forward(self, x_btd: Tensor) -> Tensor:
         if x_btd.is_meta:  # a pipeline finds out shapes
@@ -77,6 +83,7 @@ class BalancedExperts(MixtureOfExperts):
         # Here, because a forward that is recomputed may stop before its end.
         chosen_rE, sent_rE = super().count(experts_tk)
         if self.training:
+            self.chosen.append(chosen_rE)
             self.sent.append(sent_rE)
         return chosen_rE, sent_rE
 

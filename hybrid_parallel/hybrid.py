@@ -133,7 +133,7 @@ class HybridParallel:
         pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
         """
         for layer in layers_of(self.module):
-            layer.sent.clear()
+            layer.forget()
         with adding_to_earlier(self.optimizer):
             return self._one_backward(self.own_tokens(x), self.own_tokens(y))
 

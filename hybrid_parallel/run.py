@@ -14,6 +14,7 @@ from expert_parallel.full_state import FullModel
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, refuse_options, sizes_of
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.expert_axis import Experts
+from hybrid_parallel.expert_report import expert_figures
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh, coordinates_of, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
@@ -197,4 +198,6 @@ class Run(training.run.Run):
         sizes = {f"axis_{name}": value for name, value in dataclasses.asdict(self.sizes).items()}
         assert self._meter is not None, "there was no step"
         sent = figures(counted_by_axis(self._meter.traffic), self._expected_of_axes, self.sizes)
+        if self._args.experts > 1:
+            extras |= expert_figures(self._hybrid)
         return super().finish(full, **sizes, **sent, **extras)

@@ -59,6 +59,24 @@ def test_every_way_trains_the_same_model():
             assert one[loss] == pytest.approx(alone[loss], rel=1e-4), one
 
 
+def test_the_report_counts_the_same_choices_and_dropped_tokens_on_every_mesh_with_the_same_replicas():
+    experts = {"experts": 4, "capacity": 0.8, "recompute": False}
+    more = {"pipeline": 2, "microbatches": 1}
+    ways = {
+        1: [experts, experts | {"recompute": True}],
+        2: [experts | {"tensor": 2}, experts | more, experts | more | {"recompute": True}],
+    }
+    alone, *others = [one for n, some in ways.items() for one in summaries(n, some)]
+    assert alone["dropped_tokens"] > 0 and alone["imbalance"] > 1
+    for one in others:
+        assert_equal_replicas_and_traffic(one)
+        assert (one["dropped_tokens"], one["imbalance"]) == (alone["dropped_tokens"], alone["imbalance"]), one
+        assert one["last_loss"] == pytest.approx(alone["last_loss"], rel=1e-4)
+    [divided] = summaries(2, [{"experts": 4, "expert_ranks": 2}])
+    [dense] = summaries(1, [{}])
+    assert divided["dropped_tokens"] == 0 and "imbalance" not in dense
+
+
 def test_the_mlp_trains_the_same_in_every_way():
     ways = {1: [{}], 2: [{"zero": 3}], 4: [{"pipeline": 2, "tensor": 2, "microbatches": 2}]}
     mlp = {"model": "mlp", "size": "small"}
