@@ -36,7 +36,7 @@ run: export RUN_MODE := $(RUN_MODE)
 run: export WORLD_SIZE := $(WORLD_SIZE)
 run: export ARGS := $(ARGS)
 run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
-	@exec env TORCHRUN='$(PY) -m lab.torchrun' bash entrypoint.sh
+	@exec env TORCHRUN='$(PY) -m lab.launch.torchrun' bash entrypoint.sh
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)

@@ -18,10 +18,10 @@ data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulati
 data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce for each parameter, hidden behind the backward
 data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large all-reduces, each as early as it can start
 data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop
-zero1                                  data_parallel/train_zero1.py                    ZeRO 1: each rank keeps its shard of the optimizer's state
-zero2                                  data_parallel/train_zero2.py                    ZeRO 2: each rank keeps its shard of the optimizer's state and of the gradients
-zero3                                  data_parallel/train_zero3.py                    ZeRO 3: each rank keeps its shard of state, gradients and parameters, and gathers a block to use it
-fsdp                                   data_parallel/train_fsdp.py                     PyTorch's own fully_shard (FSDP2) in the same loop
+zero1                                  zero/train_zero1.py                    ZeRO 1: each rank keeps its shard of the optimizer's state
+zero2                                  zero/train_zero2.py                    ZeRO 2: each rank keeps its shard of the optimizer's state and of the gradients
+zero3                                  zero/train_zero3.py                    ZeRO 3: each rank keeps its shard of state, gradients and parameters, and gathers a block to use it
+fsdp                                   zero/train_fsdp.py                     PyTorch's own fully_shard (FSDP2) in the same loop
 tensor_parallel                        tensor_parallel/train_tensor_parallel.py        every layer is cut among the ranks, which work on the same examples
 sequence_parallel                      tensor_parallel/train_sequence_parallel.py      tensor parallel, and norms, dropout and residuals are cut by tokens
 tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module (DTensor) in the same loop
@@ -35,8 +35,8 @@ context_ring                           context_parallel/train_ring_attention.py 
 context_all_to_all                     context_parallel/train_all_to_all_attention.py  a sequence is cut everywhere but in attention, where the heads are cut: an all-to-all on each side
 expert_parallel                        expert_parallel/train_moe.py                    a token passes only a few of many experts, and the experts lie on different ranks
 hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks
-hybrid_elastic                         hybrid_parallel/train_elastic.py              a rank dies, and the others go on in the same processes with a smaller group
-hybrid_elastic_mesh                    hybrid_parallel/train_elastic_mesh.py         a rank of a mesh dies, and the others go on, on another mesh, from the last checkpoint
+hybrid_elastic                         hybrid_parallel/elastic/train_elastic.py              a rank dies, and the others go on in the same processes with a smaller group
+hybrid_elastic_mesh                    hybrid_parallel/elastic/train_elastic_mesh.py         a rank of a mesh dies, and the others go on, on another mesh, from the last checkpoint
 TABLE
 }
 

@@ -23,9 +23,11 @@ INSTALLED = {root!r}
 def checkout_of_script(arguments: list[str]) -> str | None:
     """Return the checkout that holds the script on this command line, or None if there is no such script."""
     for argument in arguments:
-        root = os.path.dirname(os.path.dirname(os.path.realpath(argument)))
-        if argument.endswith(".py") and os.path.isfile(os.path.join(root, "comm", "rendezvous.py")):
-            return root
+        root = os.path.dirname(os.path.realpath(argument))
+        for _ in range(2):  # a script lies in a lesson's folder, or in a folder of that
+            root = os.path.dirname(root)
+            if argument.endswith(".py") and os.path.isfile(os.path.join(root, "comm", "rendezvous.py")):
+                return root
     return None
 
 

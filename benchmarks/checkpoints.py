@@ -38,10 +38,10 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.state import first_names, optimizer_steps, pieces_of
 from lab.cluster import Cluster
-from lab.forked import preload
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
+from lab.models.text import load_corpus
 from lab.ranks import run_ranks
-from lab.text import load_corpus
+from lab.ranks.forked import preload
 
 RANKS = 2
 CONFIG = GPTConfig.named("13m")

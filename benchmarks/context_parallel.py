@@ -31,9 +31,9 @@ from benchmarks.side_by_side import medians, row
 from comm.transport import slow_link
 from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.run import CUTS
-from lab.forked import preload
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
 
 Rows = list[dict[str, Any]]
 LINK = "1gbit"

@@ -17,9 +17,9 @@ from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.memory import saved_activations
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.trace.ledger import LEDGER
+from lab.trace.memory import saved_activations
 from tensor_parallel.parallelize import parallelize
 
 By = dict[str, list[float]]

@@ -33,9 +33,9 @@ from comm import cost
 from comm.transport import slow_link
 from data_parallel.flat import fill
 from data_parallel.predict import step_seconds
-from lab.forked import preload
-from lab.model import GPT
+from lab.models.model import GPT
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
 
 RANKS = 2
 PLOT_CAPS = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]  # MiB

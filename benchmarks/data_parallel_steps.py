@@ -19,11 +19,11 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
-from lab import meter, timeline
 from lab.cluster import Cluster
-from lab.metronome import metronome_of
-from lab.model import GPT, GPTConfig, loss_of
-from lab.overlap import overlap_of
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.trace import meter, timeline
+from lab.trace.metronome import metronome_of
+from lab.trace.overlap import overlap_of
 
 CONFIG = GPTConfig.named("13m")
 CAP_MB = 4.0

@@ -56,7 +56,7 @@ class Args:
     runs: int = 3
     """Number of runs of each way; they take turns."""
     size: str = "small"
-    """Size of the GPT (lab/model.py)."""
+    """Size of the GPT (lab/models/model.py)."""
     quick: bool = False
     """Run each way once, with 2 ranks and a tiny model."""
     json: bool = False
@@ -81,7 +81,7 @@ def one_run(way: str, args: Args) -> dict[str, float]:
 
 
 def _train_here(ranks: int, options: list[str], variables: dict[str, str]) -> None:
-    launch = [sys.executable, "-m", "lab.torchrun", f"--nproc-per-node={ranks}", "--max-restarts=1"]
+    launch = [sys.executable, "-m", "lab.launch.torchrun", f"--nproc-per-node={ranks}", "--max-restarts=1"]
     script = str(Path(__file__).with_name("elastic_steps.py"))
     # The last variable keeps the script's folder from sys.path.
     env = os.environ | variables | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}

@@ -10,14 +10,14 @@ from typing import Any
 
 from comm.errors import CommError
 from comm.script import command_line, start
-from hybrid_parallel import train_elastic, train_elastic_mesh, train_hybrid
+from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.checkpoint_folder import complete_steps
-from hybrid_parallel.elastic import ElasticReplica
+from hybrid_parallel.elastic.elastic import ElasticReplica, train_elastic, train_elastic_mesh
+from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.elastic.train_elastic import ElasticArgs
+from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.run import Run
-from hybrid_parallel.survivors import Survivors
-from hybrid_parallel.train_elastic import ElasticArgs
-from hybrid_parallel.train_elastic_mesh import ElasticMeshArgs
 from lab.cluster import Cluster
 
 KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost

@@ -28,10 +28,10 @@ from expert_parallel.groups import form_groups
 from expert_parallel.run import Args as TrainArgs
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
-from lab.gantt import COLORS, readable_on
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus, rank_slice
 from lab.ranks import run_ranks
-from lab.text import global_batch, load_corpus, rank_slice
+from lab.trace.gantt import COLORS, readable_on
 from training.arguments import Size
 
 WAYS = {"none": "no balancing", "aux": "a term of the loss (aux)", "bias": "a bias of the choice (bias)"}
@@ -50,7 +50,7 @@ class Args:
     steps: int = 200
     """Number of steps of each training."""
     size: Size = "tiny"
-    """Size of the GPT (lab/model.py)."""
+    """Size of the GPT (lab/models/model.py)."""
 
 
 def train(cluster: Cluster, way: str, size: Size, steps: int) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ import tyro
 from benchmarks import side_by_side
 from benchmarks.expert_parallel_steps import MOE, steps
 from benchmarks.side_by_side import medians, row
-from lab.forked import preload
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
 
 Rows = list[dict[str, Any]]
 LINKS = ["loopback", "1gbit"]

@@ -12,8 +12,8 @@ from expert_parallel.expected_traffic import traffic_per_step
 from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import global_batch, load_corpus
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus
 
 By = dict[str, list[float]]
 CONFIG = GPTConfig(block_size=256, num_layers=2, num_heads=4)

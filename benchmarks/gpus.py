@@ -30,12 +30,12 @@ from comm.script import start
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import GPT, GPTConfig, loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, GPTConfig, loss_of
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 BUCKET_MB = 25.0  # DDP's default
 OURS = {

@@ -20,8 +20,8 @@ import tyro
 from benchmarks import side_by_side
 from benchmarks.hybrid_steps import LESSONS, alternate
 from benchmarks.side_by_side import medians
-from lab.forked import preload
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
 
 
 @dataclasses.dataclass

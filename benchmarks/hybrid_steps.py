@@ -15,9 +15,6 @@ from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
 from expert_parallel.config import MoEConfig
 from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
@@ -26,10 +23,13 @@ from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import parallelize
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 WINDOWS = 8  # of text in a step, over all ranks
 LESSONS = {  # by what is compared: the lesson's run mode

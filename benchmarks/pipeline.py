@@ -46,11 +46,11 @@ from benchmarks.pipeline_steps import (
     recomputation,
 )
 from benchmarks.side_by_side import medians
-from lab.forked import preload
 from lab.ranks import run_ranks
-from pipeline_parallel import theory
+from lab.ranks.forked import preload
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import stages_per_rank, table_of
-from pipeline_parallel.simulate import Costs, simulate
 from training.validate import tick_seconds
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")

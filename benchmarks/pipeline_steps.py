@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks import side_by_side
 from comm import collectives
-from lab import meter, timeline
 from lab.cluster import Cluster
-from lab.model import GPT, MLP, GPTConfig, loss_of
+from lab.models.model import GPT, MLP, GPTConfig, loss_of
+from lab.trace import meter, timeline
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import stages_per_rank, table_of

@@ -37,12 +37,12 @@ from benchmarks import side_by_side
 from benchmarks.planner_steps import Config, Measured, calibrate, measure, screen
 from comm.transport import slow_link
 from hybrid_parallel.mesh import AXES
-from hybrid_parallel.plan import Plan, best_by_division, describe
-from hybrid_parallel.planner import plans
-from hybrid_parallel.shapes import shape_of_config
-from lab.forked import preload
-from lab.model import GPTConfig, MLPConfig
+from hybrid_parallel.planner.plan import Plan, best_by_division, describe
+from hybrid_parallel.planner.search import plans
+from hybrid_parallel.planner.shapes import shape_of_config
+from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
 from lab.units import show_bytes, show_seconds
 
 RANKS = 4

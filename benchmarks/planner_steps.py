@@ -11,16 +11,16 @@ import torch
 from benchmarks.side_by_side import timed
 from comm.cost import Link
 from comm.transport import slow_link
-from hybrid_parallel.auto import measured_machine
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.machine import Machine
 from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.planner.auto import measured_machine
+from hybrid_parallel.planner.machine import Machine
 from hybrid_parallel.sizes import ParallelSizes
-from lab import meter
-from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
-from lab.memory import resident_bytes
-from lab.model import GPT, MLP, GPTConfig, MLPConfig
+from lab.launch.allocator import keep_freed_memory
+from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
+from lab.trace import meter
+from lab.trace.memory import resident_bytes
 
 Config = GPTConfig | MLPConfig
 

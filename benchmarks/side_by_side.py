@@ -27,7 +27,7 @@ from lab.units import KIB, MIB
 
 
 def leave_gloo_as_it_is() -> None:
-    """Leave gloo's threads as PyTorch starts them (lab/gloo_threads.py), unless GLOO_SCHED is set.
+    """Leave gloo's threads as PyTorch starts them (lab/launch/gloo_threads.py), unless GLOO_SCHED is set.
 
     Call it before the first ranks start, which inherit the setting.
     """

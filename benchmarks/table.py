@@ -53,9 +53,9 @@ from benchmarks.table_runs import (
 )
 from expert_parallel.config import make_expert
 from expert_parallel.train_moe import Router
-from lab.errors import WorkbookError, reason
-from lab.model import GPT, GPTConfig
-from lab.threads import own_cores
+from lab.launch.errors import WorkbookError, reason
+from lab.launch.threads import own_cores
+from lab.models.model import GPT, GPTConfig
 from training.run import WARMUP_STEPS
 
 RESULTS = Path(__file__).resolve().parent / "results" / "table.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import units
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP, FULL = ROOT / "README.md", ROOT / "benchmarks" / "README.md"

@@ -7,7 +7,7 @@ turns, so other load on the machine slows all of them:
       round 2   naive 2 1gbit | naive 4 loopback | ...                             and so on, one further
 
 The tokens per second of a run are those of the global batch, from the moment when the first rank began its
-first timed step to the moment when the last rank ended its last one, on one clock (lab/timeline.py).
+first timed step to the moment when the last rank ended its last one, on one clock (lab/trace/timeline.py).
 """
 
 import importlib
@@ -21,17 +21,17 @@ import torch
 import tyro
 
 from expert_parallel.config import MoEConfig
-from hybrid_parallel.auto import read_arguments
-from lab import timeline
-from lab.allocator import return_freed_memory
+from hybrid_parallel.planner.auto import read_arguments
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.forked import preload
-from lab.memory import resident_bytes
-from lab.meter import Meter
-from lab.model import GPT, GPTConfig, loss_of
+from lab.launch.allocator import return_freed_memory
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.ranks import RankError, run_ranks
+from lab.ranks.forked import preload
 from lab.replace import replaced
+from lab.trace import timeline
+from lab.trace.memory import resident_bytes
+from lab.trace.meter import Meter
 from training.run import WARMUP_STEPS
 
 SIZE, BATCH_SIZE, STEPS, RUNS = "8layers", 16, 4, 5
@@ -214,7 +214,7 @@ def _run_rank(cluster: Cluster, module: str, given: Any) -> dict[str, Any]:
         args = read_arguments(given, cluster) if isinstance(given, list) else given
         return_freed_memory()  # the planner has measured this machine
         before = resident_bytes()
-        with replaced("lab.meter.Meter.finish", noting):
+        with replaced("lab.trace.meter.Meter.finish", noting):
             importlib.import_module(module).main(cluster, args)
     [(report, windows)] = caught
     timed = windows[min(WARMUP_STEPS, len(windows) // 2) :]

@@ -33,8 +33,8 @@ import tyro
 from benchmarks import side_by_side
 from benchmarks.side_by_side import medians
 from benchmarks.tensor_parallel_steps import MODES, alternate, loss_peak, losses
-from lab.forked import preload
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
 
 Rows = list[dict[str, Any]]
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, Step, text
 from comm.transport import slow_link
-from lab import meter
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.model import GPT, loss_of
+from lab.models.model import GPT, loss_of
+from lab.trace import meter
+from lab.trace.ledger import LEDGER
 from tensor_parallel import train_dtensor
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.parallelize import parallelize

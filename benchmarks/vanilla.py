@@ -5,8 +5,8 @@ python benchmarks/vanilla.py --size 8layers
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from training.arguments import TrainArgs
 from training.run import Run
 

@@ -7,7 +7,7 @@
 2 and 4 ranks train a GPT of 12.9 million parameters with AdamW. All variants share one process group and take
 turns, step by step (benchmarks/side_by_side.py). The slow link is a software link
 (comm/transport/slow_link.py), the same for all variants. On loopback `fsdp2` is unchanged FSDP2. On the slow
-link FSDP2 sends through comm (data_parallel/train_fsdp.py), because only comm can be slowed down; gloo still
+link FSDP2 sends through comm (zero/train_fsdp.py), because only comm can be slowed down; gloo still
 moves the bytes.
 
 `peak memory` is the peak of the process. Most of it is Python and torch, so `above start` is the memory that
@@ -38,10 +38,10 @@ from matplotlib.figure import Figure
 from benchmarks import side_by_side
 from benchmarks.side_by_side import medians
 from benchmarks.zero_steps import CONFIG, STAGES, alternate, held, peak, zero3_at_its_peak
-from data_parallel.zero_memory import FORMULAS, Held, formula
-from lab.forked import preload
-from lab.model import GPT
+from lab.models.model import GPT
 from lab.ranks import run_ranks
+from lab.ranks.forked import preload
+from zero.memory import FORMULAS, Held, formula
 
 LINKS = ("loopback", "1gbit")
 PASSES = {"naive": 2, "bucket_overlap": 2, "zero1": 2, "zero2": 2, "zero3": 3, "fsdp2": 3}  # times P (n-1)/n

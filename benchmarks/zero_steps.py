@@ -16,18 +16,18 @@ from torch.optim import AdamW, Optimizer
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CAP_MB, CONFIG, Turns, text
 from comm.transport import slow_link
-from data_parallel import train_fsdp
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
-from data_parallel.zero_memory import Held, MemoryReport
-from lab import meter
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.memory import live_bytes
-from lab.model import GPT, loss_of
+from lab.models.model import GPT, loss_of
+from lab.trace import meter
+from lab.trace.ledger import LEDGER
+from lab.trace.memory import live_bytes
+from zero import train_fsdp
+from zero.memory import Held, MemoryReport
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3}
 WINDOWS = 1  # windows of text for each rank and step

@@ -31,7 +31,7 @@ from comm.transport import slow_link
 from comm.transport.choice import chosen_transport
 from comm.transport.wire import Group, group_of
 from lab import units
-from lab.ledger import LEDGER
+from lab.trace.ledger import LEDGER
 
 SIZES = (64, 64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes of the full tensor
 RUNS = (21, 21, 11, 7, 5)

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from comm.algorithms.hierarchical import ranks_by_host
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.transport.handshake import ROW_BYTES
-from lab.ledger import Traffic
+from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
 

@@ -1,6 +1,6 @@
 """The errors that communication raises."""
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 class CommError(WorkbookError):

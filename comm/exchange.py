@@ -26,7 +26,7 @@ from comm.errors import CommError
 from comm.transport import slow_link
 from comm.transport.wire import Group, is_lost_connection
 from lab.cluster import Cluster
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 
 T = TypeVar("T")
 

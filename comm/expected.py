@@ -6,7 +6,7 @@ from comm import cost
 from comm.collectives import pattern_for
 from comm.transport.hosts import known_hosts
 from comm.transport.wire import Group
-from lab.ledger import Traffic
+from lab.trace.ledger import Traffic
 
 
 def expected(

@@ -38,9 +38,9 @@ from comm.transport.messages import AnyTransfer, irecv, isend
 from comm.transport.wire import Group, message_device, peer_wire
 from lab import units
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.same_start import check_same_start
-from lab.stream_clock import time_when_done
+from lab.launch.errors import WorkbookError
+from lab.launch.same_start import check_same_start
+from lab.trace.stream_clock import time_when_done
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:

@@ -36,13 +36,13 @@ from comm.membership import gpus, liveness, meeting
 from comm.membership.settings import check_interface, master, number, rank_and_world_size, seconds
 from comm.membership.store import meeting_store
 from comm.membership.watched_store import WatchedStore
-from lab.allocator import keep_freed_memory
 from lab.cluster import Cluster
-from lab.gloo_threads import keep_from_preempting
-from lab.interface import LOOPBACK, own_interface
-from lab.launcher import end_with_launcher, restart_count
-from lab.threads import choose_vector_math, cores_id, share_cores
-from lab.torch_log import hide_torch_warnings
+from lab.launch.allocator import keep_freed_memory
+from lab.launch.gloo_threads import keep_from_preempting
+from lab.launch.interface import LOOPBACK, own_interface
+from lab.launch.launcher import end_with_launcher, restart_count
+from lab.launch.threads import choose_vector_math, cores_id, share_cores
+from lab.launch.torch_log import hide_torch_warnings
 
 _POLL = 0.05  # seconds between two checks of the other ranks while the group forms
 

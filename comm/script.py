@@ -18,9 +18,9 @@ from comm.membership import liveness
 from comm.rendezvous import join, leave
 from comm.transport.wire import is_lost_connection
 from lab.cluster import Cluster
-from lab.errors import WorkbookError, reason
-from lab.launcher import run_in_a_child
-from lab.rank_output import is_in_a_notebook
+from lab.launch.errors import WorkbookError, reason
+from lab.launch.launcher import run_in_a_child
+from lab.ranks.output import is_in_a_notebook
 
 Arguments = TypeVar("Arguments")
 
@@ -42,7 +42,7 @@ def start(
     """Join the other ranks, read the command line, call `main(cluster, arguments)`, and leave together.
 
     `read(words, cluster)` reads the command line in place of `command_line`. With `in_a_child` torchrun does
-    not notice if the rank is killed (lab/launcher.py).
+    not notice if the rank is killed (lab/launch/launcher.py).
     """
     if in_a_child:
         run_in_a_child()

@@ -39,11 +39,11 @@ from comm.shards import shard_sizes
 from comm.transport.wire import message_device
 from lab import units
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.interface import interface_bytes_sent
-from lab.ledger import LEDGER
-from lab.same_start import check_same_start
-from lab.stream_clock import time_when_done
+from lab.launch.errors import WorkbookError
+from lab.launch.interface import interface_bytes_sent
+from lab.launch.same_start import check_same_start
+from lab.trace.ledger import LEDGER
+from lab.trace.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
 

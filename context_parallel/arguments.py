@@ -1,7 +1,7 @@
 """Validate what context parallel scripts and functions are given."""
 
 from context_parallel.sequence_cut import SequenceCut
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 MAX_LENGTH = 1 << 20
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from context_parallel.sequence_cut import Part
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 
 
 class Clock:

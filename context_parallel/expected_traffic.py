@@ -20,7 +20,7 @@ from collections.abc import Sequence as List
 from comm.chosen_pattern import chosen_pattern
 from comm.cost import header_traffic, pairwise_traffic
 from context_parallel.parallel_model import ContextParallel, SharedSequence
-from lab.ledger import Traffic
+from lab.trace.ledger import Traffic
 
 
 def ring_traffic(model: ContextParallel, shape: List[int]) -> Traffic:

@@ -22,9 +22,9 @@ from comm.collectives import Group, all_reduce, broadcast
 from comm.expected import expected
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.sequence_cut import Part, SequenceCut
-from lab.errors import WorkbookError
-from lab.ledger import Traffic
-from lab.model import GPT, Attention
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, Attention
+from lab.trace.ledger import Traffic
 
 Cut = Callable[[int, int], SequenceCut]  # from a sequence's length and the number of ranks
 

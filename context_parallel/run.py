@@ -17,8 +17,8 @@ from context_parallel.clock import Clock, ClockedGPT
 from context_parallel.parallel_model import ContextParallel, Cut
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
-from lab.memory import saved_activations
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
+from lab.trace.memory import saved_activations
 from training.arguments import NotOffered, Size
 from training.evaluation import Sums, sums_of
 
@@ -33,8 +33,8 @@ class Args(training.arguments.Args):
     batch_size: int = 2
     """Number of sequences in a step. All ranks work on all of them."""
     size: Size = "24heads"
-    """Size of the GPT (lab/model.py). All-to-all attention needs a number of ranks that divides its number of
-    heads: tiny and small have 4, 8layers and 13m have 8, 24heads has 24."""
+    """Size of the GPT (lab/models/model.py). All-to-all attention needs a number of ranks that divides its
+    number of heads: tiny and small have 4, 8layers and 13m have 8, 24heads has 24."""
     length: int = 1024
     """Number of tokens of a sequence. The number of ranks need not divide it."""
     documents: bool = False

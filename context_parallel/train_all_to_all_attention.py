@@ -33,7 +33,7 @@ from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.run import Args, Run
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def all_to_all_attention(

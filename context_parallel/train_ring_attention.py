@@ -51,7 +51,7 @@ from context_parallel.expected_traffic import ring_traffic
 from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.run import RingArgs, Run
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def ring_attention(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from comm import shared_tensors
 from comm.transport.wire import Group
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 class OwnMemory:

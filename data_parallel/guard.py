@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from data_parallel.hook_gradients import NO_SPARSE, HookGradients
 from data_parallel.no_sync import NoSync
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 _hooks = WeakTensorKeyDictionary()  # of each parameter, the hook of its last wrapper
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 NO_SPARSE = (
     "it has another size on each rank, so it cannot be averaged here; leave sparse=True out, or take torch's "

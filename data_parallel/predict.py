@@ -13,8 +13,8 @@ Compute, and the latency and speed of the link, are measured. The rest follows f
 import statistics
 from collections.abc import Callable, Sequence
 
-from lab.gantt import MAIN_LANE, Event
-from lab.overlap import BLOCKED, busy, difference, intersection, total
+from lab.trace.gantt import MAIN_LANE, Event
+from lab.trace.overlap import BLOCKED, busy, difference, intersection, total
 
 Message = tuple[float, int]  # seconds of computing before it is ready, and its bytes
 

@@ -4,7 +4,7 @@ import training.run
 from comm import cost
 from comm.collectives import pattern_for
 from data_parallel.predict import median_step_seconds
-from lab.gantt import Event
+from lab.trace.gantt import Event
 from training.calibrate import LARGE_BYTES
 
 

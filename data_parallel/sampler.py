@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from comm.collectives import Group, all_gather
 from comm.transport.wire import message_device
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 Uneven = Literal["pad", "drop", "keep"]
 

@@ -28,11 +28,11 @@ from comm.exchange import exchange
 from comm.script import start
 from data_parallel.sampler import DistributedSampler
 from lab.cluster import Cluster
-from lab.digits import load_digits
-from lab.errors import WorkbookError
-from lab.meter import Meter
-from lab.model import BabyCNN
-from lab.same_start import check_same_start
+from lab.launch.errors import WorkbookError
+from lab.launch.same_start import check_same_start
+from lab.models.digits import load_digits
+from lab.models.model import BabyCNN
+from lab.trace.meter import Meter
 from training.arguments import given
 from training.replicas import replicas_equal
 from training.validate import validate_numbers, validate_shares

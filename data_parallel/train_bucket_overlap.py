@@ -45,10 +45,10 @@ from data_parallel.run import Run
 from data_parallel.used_parameters import note_used, used_on_any_rank
 from data_parallel.wire_format import WIRE_DTYPES, RoundedAllReduce, size_on_wire
 from lab.cluster import Cluster
-from lab.ledger import Traffic
-from lab.model import loss_of
-from lab.text import microbatches
-from lab.timeline import span
+from lab.models.model import loss_of
+from lab.models.text import microbatches
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
 from lab.units import MIB
 from training.arguments import AccumulationArgs
 

@@ -32,13 +32,13 @@ from comm import cost
 from comm.collectives import CommError, Group, all_reduce
 from comm.script import start
 from data_parallel.run import Run
-from lab import timeline
 from lab.cluster import Cluster
-from lab.gantt import MAIN_LANE
-from lab.ledger import Traffic
-from lab.model import loss_of
-from lab.text import microbatches
-from lab.timeline import span
+from lab.models.model import loss_of
+from lab.models.text import microbatches
+from lab.trace import timeline
+from lab.trace.gantt import MAIN_LANE
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
 
 

@@ -30,9 +30,9 @@ from comm.script import start
 from data_parallel.guard import ReplicaGuard
 from data_parallel.run import Run
 from lab.cluster import Cluster
-from lab.ledger import Traffic
-from lab.model import loss_of
-from lab.timeline import span
+from lab.models.model import loss_of
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
 from training.arguments import Args
 
 

@@ -25,9 +25,9 @@ from comm.script import start
 from data_parallel.run import Run
 from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
 from lab.cluster import Cluster
-from lab.model import loss_of
-from lab.text import microbatches
-from lab.timeline import span
+from lab.models.model import loss_of
+from lab.models.text import microbatches
+from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
 
 

@@ -32,10 +32,10 @@ from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.ordered_launcher import OrderedLauncher
 from data_parallel.run import Run
 from lab.cluster import Cluster
-from lab.ledger import Traffic
-from lab.model import loss_of
-from lab.text import microbatches
-from lab.timeline import span
+from lab.models.model import loss_of
+from lab.models.text import microbatches
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from exercises.relations import Relation, wrong_values
-from lab.compared import Compared
+from lab.ranks.compared import Compared
 
 _NAMES_VALUES = re.compile(r"\b(not|expected|got|instead of)\b")
 CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")

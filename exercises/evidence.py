@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from exercises.relations import Relation, across_ranks, wrong_values
-from lab.compared import Compared
-from lab.waiting import Wait
+from lab.ranks.compared import Compared
+from lab.ranks.waiting import Wait
 
 _WAITED = re.compile(r"rank (\d+) could not (send to|receive from) rank (\d+): it waited until the timeout")
 

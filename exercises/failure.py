@@ -8,9 +8,9 @@ from exercises.causes import likely_cause
 from exercises.difference import shown_difference
 from exercises.evidence import Evidence
 from exercises.explain import name_of
-from lab.compared import compared_in
 from lab.ranks import RankError
-from lab.waiting import drawn
+from lab.ranks.compared import compared_in
+from lab.ranks.waiting import drawn
 
 _LESSON = re.compile(r"\btests[./](\w+)")
 

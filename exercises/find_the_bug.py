@@ -24,7 +24,7 @@ EQUIPMENT = ("lab.", "comm.rendezvous.keep_from_preempting")  # what helps the l
 MAX_TESTS = 4
 FIELDS = {"TARGET", "KILLER", "FAILS_WITH", "CAUSE", "SYMPTOM"}
 TOOLS = (
-    "Tools: the checker says which rank, which value and by how much; lab/ranks.py shows where ranks hang;\n"
+    "Tools: the checker says which rank, which value and by how much; lab/ranks shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
 )
 # By what TARGET begins with, what is true of an implementation with a mistake. The first entry counts.
@@ -48,7 +48,11 @@ WRONG_IN_WHAT_WAY = (
         "It saves and loads checkpoints, and it is wrong.",
     ),
     (
-        ("hybrid_parallel.memory_model.", "hybrid_parallel.time_model.", "hybrid_parallel.machine."),
+        (
+            "hybrid_parallel.planner.memory_model.",
+            "hybrid_parallel.planner.time_model.",
+            "hybrid_parallel.planner.machine.",
+        ),
         "It chooses a plan, and its numbers are wrong.",
     ),
     (("training.evaluation.",), "It reports numbers, and they are wrong."),

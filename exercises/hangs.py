@@ -3,7 +3,7 @@
 import re
 
 from exercises.evidence import Evidence
-from lab.waiting import chain
+from lab.ranks.waiting import chain
 
 _STARTS_TO_RECEIVE = re.compile(r"rank (\d+) is stuck at \S*wire\.py:\d+ in irecv\b")
 

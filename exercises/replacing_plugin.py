@@ -25,8 +25,7 @@ from exercises.failure import failure_of
 from exercises.find_the_bug import Bug
 from exercises.names import exercise_named
 from exercises.schedule_table import originals, wrong_table
-from lab import forked
-from lab.ranks import run_ranks
+from lab.ranks import forked, run_ranks
 from lab.replace import apply
 
 PICKLE = ".pickle"  # of functions that were defined in a notebook

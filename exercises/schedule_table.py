@@ -9,7 +9,7 @@ from typing import Any
 
 from exercises.catalog import Exercise
 from pipeline_parallel.actions import Action, Table
-from pipeline_parallel.validate import grid
+from pipeline_parallel.analysis.validate import grid
 
 SCHEDULES = "pipeline_parallel.schedules"
 SIZES = ((1, 1), (2, 2), (2, 3), (3, 4), (4, 2), (4, 6))  # ranks, microbatches

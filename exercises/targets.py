@@ -24,26 +24,26 @@ from comm.transport import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
 from data_parallel.train_overlap import OverlapDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
-from data_parallel.zero_memory import FORMULAS, Held, formula
 from exercises.outcome import Outcome
 from exercises.targets_on_a_mesh import messages_of_clipping, predictions_of_the_planner
-from lab import timeline
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Traffic
-from lab.memory import live_bytes, saved_activations
-from lab.metronome import Metronome
-from lab.model import MLP
-from lab.overlap import overlap_of
+from lab.models.model import MLP
+from lab.models.text import microbatches
 from lab.ranks import run_ranks
-from lab.text import microbatches
+from lab.trace import timeline
+from lab.trace.ledger import LEDGER, Traffic
+from lab.trace.memory import live_bytes, saved_activations
+from lab.trace.metronome import Metronome
+from lab.trace.overlap import overlap_of
 from lab.units import MIB, show_bytes
-from pipeline_parallel import theory
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import stages_per_rank, table_of
-from pipeline_parallel.simulate import Costs, simulate
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from zero.memory import FORMULAS, Held, formula
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 RANKS, NUMEL = 4, 1_000_000
 

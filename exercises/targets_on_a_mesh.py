@@ -6,15 +6,16 @@ import torch
 
 from comm.collectives import all_reduce
 from exercises.outcome import Outcome
-from hybrid_parallel import clipping, planner
-from hybrid_parallel.machine import MACHINES
+from hybrid_parallel import clipping
 from hybrid_parallel.mesh import Mesh
-from hybrid_parallel.shapes import SHAPES
+from hybrid_parallel.planner.machine import MACHINES
+from hybrid_parallel.planner.search import search as planner
+from hybrid_parallel.planner.shapes import SHAPES
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 
 
 def messages_of_clipping() -> Outcome:

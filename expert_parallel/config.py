@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lab.errors import WorkbookError
-from lab.model import FeedForward, GPTConfig, seeded
+from lab.launch.errors import WorkbookError
+from lab.models.model import FeedForward, GPTConfig, seeded
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def random_numbers_of(seed: int, layer: int, part: int | str) -> AbstractContext
 
 
 def make_expert(config: GPTConfig, seed: int, layer: int, expert: int | str) -> FeedForward:
-    """Return an expert with the initialisation of lab.model.GPT."""
+    """Return an expert with the initialisation of lab.models.model.GPT."""
     with random_numbers_of(seed, layer, expert):
         made = FeedForward(config)
         for name, parameter in made.named_parameters():

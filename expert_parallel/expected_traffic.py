@@ -19,7 +19,7 @@ from comm.collectives import Group
 from comm.cost import header_traffic, pairwise_traffic
 from comm.expected import expected
 from expert_parallel.groups import ExpertGroups
-from lab.ledger import Traffic
+from lab.trace.ledger import Traffic
 
 
 def exchange_traffic(sent_rr: Tensor, width: int, itemsize: int, group: Group) -> Traffic:

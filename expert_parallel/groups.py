@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from comm.collectives import Group
-from lab.gloo_threads import keep_from_preempting
+from lab.launch.gloo_threads import keep_from_preempting
 
 
 @dataclass(frozen=True)

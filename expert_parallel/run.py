@@ -21,7 +21,7 @@ from expert_parallel.full_state import (
 )
 from expert_parallel.groups import form_groups
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from training.arguments import NotOffered, TrainArgs
 from training.checkpoint import FullState
 

@@ -49,8 +49,8 @@ from expert_parallel.expected_traffic import traffic_per_step
 from expert_parallel.groups import ExpertGroups
 from expert_parallel.run import Args, Run
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig, loss_of
-from lab.timeline import span
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.trace.timeline import span
 
 
 class Router(nn.Module):

@@ -6,8 +6,8 @@ from typing import Literal
 
 from expert_parallel.config import MoEConfig, refuse_choice
 from hybrid_parallel.sizes import Attention, ParallelSizes, Precision, Schedule, Zero
-from lab.errors import WorkbookError
-from lab.model import GPTConfig, MLPConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig, MLPConfig
 from training.arguments import ClipArgs, TrainArgs
 
 Pattern = Literal["ring", "tree", "auto", "torch"]

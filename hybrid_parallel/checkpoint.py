@@ -47,7 +47,7 @@ from hybrid_parallel.checkpoint_pieces import Part, Piece
 from hybrid_parallel.checkpoint_reading import fill, refuse_other_tensors
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 from training.validate import validate_shared_folder
 
 _POLL = 0.01  # seconds between two looks at the store

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hybrid_parallel.checkpoint_pieces import Line, Part
 from lab import checkpoint
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 FORMAT = "distributed training workbook, checkpoint of hybrid_parallel, version 1"
 MANIFEST = "manifest"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 Box = tuple[tuple[int, int], ...]  # for each dimension the first index, and the one after the last
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_parallel.checkpoint_folder import WAY_OUT, Manifest, SavedPart
 from hybrid_parallel.checkpoint_pieces import Piece
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 def fill(folder: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:

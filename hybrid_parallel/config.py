@@ -1,6 +1,6 @@
 """Read a run's configuration: a YAML file, and `--key value` of a command line, which overrides the file.
 
-    model: small                    a GPT's size, or mlp (lab/model.py)
+    model: small                    a GPT's size, or mlp (lab/models/model.py)
     batch_size: 8                   examples per device: a step has batch_size x data
     num_gpus: 8                     number of processes, on GPUs or not
     pipeline_parallelism: True      True | False | number of stages
@@ -27,7 +27,7 @@ from hybrid_parallel.config_file import allowed
 from hybrid_parallel.mesh import AXES
 from hybrid_parallel.settings import KEYS, OPTIONS, Settings
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from training.validate import MAX_BATCH, validate_arguments
 
 BATCH_SIZE = 8  # examples per device

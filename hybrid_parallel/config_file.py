@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 
 MAX_BYTES = 1 << 20
 _SCALARS = yaml.SafeLoader("")  # decides what a plain text means, such as True or 8

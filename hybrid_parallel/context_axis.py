@@ -22,9 +22,9 @@ from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from hybrid_parallel.sizes import ParallelSizes
-from lab.errors import WorkbookError
-from lab.ledger import Traffic
-from lab.model import GPT, Attention, GPTConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, Attention, GPTConfig
+from lab.trace.ledger import Traffic
 
 ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 CUTS = {"ring": SequenceCut.zigzag, "all_to_all": SequenceCut.contiguous}

@@ -30,8 +30,8 @@ from expert_parallel.config import MoEConfig
 from expert_parallel.expected_traffic import exchange_traffic, tokens_between
 from expert_parallel.groups import ExpertGroups
 from expert_parallel.train_moe import MixtureOfExperts
-from lab.ledger import Traffic
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
+from lab.trace.ledger import Traffic
 
 
 class AddToLoss(torch.autograd.Function):

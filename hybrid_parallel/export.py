@@ -28,7 +28,7 @@ from torch import Tensor
 from hybrid_parallel import checkpoint_folder as files
 from hybrid_parallel.checkpoint_pieces import Part, Piece
 from hybrid_parallel.checkpoint_reading import fill
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 
 MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
 

@@ -35,24 +35,24 @@ from comm.chosen_pattern import chosen_pattern, use_pattern
 from comm.collectives import all_reduce
 from data_parallel.flat import Piece
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
-from data_parallel.zero_run import recompute_blocks
 from expert_parallel.full_state import full_state
 from hybrid_parallel.accumulation import adding_to_earlier
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
-from lab.model import GPT, MLP, loss_of
-from lab.text import microbatches
-from lab.timeline import span
+from lab.models.model import GPT, MLP, loss_of
+from lab.models.text import microbatches
+from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.pieces import TermsInPieces
+from zero.run import recompute_blocks
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 OptimizerClass = type[torch.optim.Optimizer]
 

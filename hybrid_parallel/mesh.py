@@ -40,7 +40,7 @@ from comm.transport.wire import name_axis
 from expert_parallel.groups import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
-from lab.gloo_threads import keep_from_preempting
+from lab.launch.gloo_threads import keep_from_preempting
 
 AXES = ("pipeline", "data", "context", "tensor")
 

@@ -22,11 +22,11 @@ from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_o
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic, figures
 from lab.cluster import Cluster
-from lab.errors import Complete, Stopped, WorkbookError
-from lab.interrupt import StopRequest
-from lab.launcher import restart_count
-from lab.ledger import Traffic
-from lab.model import GPT, MLP, MLPConfig
+from lab.launch.errors import Complete, Stopped, WorkbookError
+from lab.launch.interrupt import StopRequest
+from lab.launch.launcher import restart_count
+from lab.models.model import GPT, MLP, MLPConfig
+from lab.trace.ledger import Traffic
 from training.arguments import TrainArgs
 from training.evaluation import Sums, sums_of
 from training.validate import validate_arguments

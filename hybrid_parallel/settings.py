@@ -14,7 +14,7 @@ from hybrid_parallel.config_file import (
     read_value,
     validate_key,
 )
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from training.arguments import Size
 
 FIELDS = {"model": "size", "pipeline_parallelism": "pipeline", "zero_redundancy": "zero"}

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.errors import WorkbookError
-from lab.model import GPTConfig, MLPConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig, MLPConfig
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]

@@ -23,8 +23,8 @@ from hybrid_parallel.checkpoint_pieces import Box, Piece
 from hybrid_parallel.clipping import counted_elsewhere
 from hybrid_parallel.expert_axis import experts_of
 from hybrid_parallel.hybrid import HybridParallel
-from lab.errors import WorkbookError
-from lab.model import GPT
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT
 
 STATES = ("exp_avg", "exp_avg_sq")  # of AdamW, one number for each of the parameter's
 

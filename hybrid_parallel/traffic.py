@@ -39,7 +39,7 @@ from hybrid_parallel.expert_axis import (
     tokens_traffic,
 )
 from hybrid_parallel.hybrid import HybridParallel
-from lab.ledger import Traffic
+from lab.trace.ledger import Traffic
 from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
 
 ByAxis = dict[str, Traffic]

@@ -14,8 +14,8 @@ from comm.exchange import exchange
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import AXES, ByAxis, expected_of_tensor, itemsize_of
-from lab.ledger import Entry, Traffic
-from lab.model import MLP
+from lab.models.model import MLP
+from lab.trace.ledger import Entry, Traffic
 from lab.units import show_bytes
 
 

@@ -23,11 +23,11 @@ sizes.py says which sizes make sense together.
 
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs
-from hybrid_parallel.auto import read_arguments
+from hybrid_parallel.planner.auto import read_arguments
 from hybrid_parallel.run import Run
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def main(cluster: Cluster, args: HybridArgs) -> None:

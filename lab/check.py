@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 Tensors = Mapping[str, Tensor | None]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 
 try:
     import fcntl

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lab import checkpoint
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 @dataclass(frozen=True, eq=False)

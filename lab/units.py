@@ -8,7 +8,7 @@ import re
 
 from rich import filesize
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 KIB, MIB = 1 << 10, 1 << 20  # bytes
 MAX_SECONDS = 7 * 24 * 3600  # the longest timeout: torch counts milliseconds in 32 bits, which is 25 days

@@ -45,7 +45,7 @@ f"I am rank {rank} of {world_size}, my device is the {device}"
 # gradients and the state of the optimizer Adam together? (This leaves out what the forward keeps for the backward.)
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 memory = predict("How many GB do weights, gradients and Adam's state take?", example=28, unit="GB")
 
@@ -56,7 +56,7 @@ memory = predict("How many GB do weights, gradients and Adam's state take?", exa
 # %%
 import torch
 
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 
 model = GPT(GPTConfig.named("small"))
 optimizer = torch.optim.Adam(model.parameters())
@@ -141,13 +141,13 @@ all_batches = predict("All eight batches are how many", example=4, unit="times a
 # %% [markdown]
 # Four ranks that compute on a laptop with two cores would disturb each other. So here a clock replaces the computing:
 # each layer sleeps for as long as it would compute, as if every rank had a device of its own. We call this model a
-# *metronome* ([lab/metronome.py](../lab/metronome.py)). You will meet it wherever a laptop would hide the point.
+# *metronome* ([lab/trace/metronome.py](../lab/trace/metronome.py)). You will meet it wherever a laptop would hide the point.
 
 # %%
 # %%ranks
-from lab import timeline
-from lab.metronome import metronome_of
-from lab.model import GPT, GPTConfig, loss_of
+from lab.trace import timeline
+from lab.trace.metronome import metronome_of
+from lab.models.model import GPT, GPTConfig, loss_of
 
 BATCHES = 8
 model = metronome_of(GPT(GPTConfig.named("small")), seconds=0.005)  # 4 layers, 3 * 5 ms each
@@ -169,7 +169,7 @@ together = train(range(rank, BATCHES, world_size))
 # %%
 import statistics
 
-from lab.picture import COLORS, show, show_events
+from lab.notebook.picture import COLORS, show, show_events
 
 
 def latency(events):
@@ -305,7 +305,7 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path.cwd().parent
-TORCHRUN = [sys.executable, "-m", "lab.torchrun", "--nproc-per-node=2"]  # what `make run` calls
+TORCHRUN = [sys.executable, "-m", "lab.launch.torchrun", "--nproc-per-node=2"]  # what `make run` calls
 
 
 def train_script(script: str, *options: str) -> dict:
@@ -398,7 +398,7 @@ def who(cluster):
 run_ranks(who, 3)
 
 # %% [markdown]
-# The three runs of the triangle were started in the second way: `make run` calls the same launcher, `lab.torchrun`.
+# The three runs of the triangle were started in the second way: `make run` calls the same launcher, `lab.launch.torchrun`.
 #
 # ## CPU, CUDA, ROCm
 #

@@ -39,7 +39,7 @@ f"rank {rank} of {world_size}"
 # `x` on rank 0 afterwards?
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 x_on_rank_0 = predict("What is x on rank 0?", example=5)
 
@@ -314,7 +314,7 @@ dist.get_backend(), str(device)
 # laptop. If you ask for nccl here, without a GPU, you get a sentence:
 
 # %%
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 
 try:
@@ -416,7 +416,7 @@ orders.compare(len({str(share) for share in pull("without")[0]}))
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from lab.picture import COLORS, show
+from lab.notebook.picture import COLORS, show
 
 RANK_COLORS = [COLORS[kind] for kind in ("forward", "communication", "backward", "weight")]
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained", sharey=True)

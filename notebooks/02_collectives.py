@@ -15,7 +15,7 @@
 # what happens to them in the backward?
 #
 # You need about 40 minutes. Each cell that begins with `%%ranks` runs on all four ranks at once; variables stay from
-# cell to cell ([lab/notebook.py](../lab/notebook.py)). In other cells `pull("x")` returns the value of `x` on each
+# cell to cell ([lab/notebook/magics.py](../lab/notebook/magics.py)). In other cells `pull("x")` returns the value of `x` on each
 # rank. The lesson beside this notebook is [comm/tour.py](../comm/tour.py), and each algorithm is a file in
 # [comm/algorithms](../comm/algorithms). These files contain the solutions of the exercises, so do the exercises first.
 
@@ -24,7 +24,7 @@
 # %ranks 4
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # In this notebook every number tells where it comes from: rank 2 begins with 20, 21, 22 and 23. Two small functions
@@ -203,7 +203,7 @@ last.compare(pull("out[3].item()")[1])
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
-from lab.picture import COLORS, show
+from lab.notebook.picture import COLORS, show
 
 RANK_COLORS = [COLORS[kind] for kind in ("forward", "communication", "backward", "weight")]
 pictures = pull("pictures")
@@ -315,7 +315,7 @@ sent = predict("How many MB does each rank send?", example=12.0, unit="MB")
 
 # %%
 # %%ranks
-from lab.ledger import LEDGER
+from lab.trace.ledger import LEDGER
 
 start = LEDGER.total()
 collectives.all_reduce(torch.ones(1_000_000), pattern="ring")

@@ -24,7 +24,7 @@
 # %ranks 8
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## One message
@@ -91,7 +91,7 @@ print(f"beta  {beta * 1e9:.4f} ns for each byte, so {1e-9 / beta:.2f} GB/s")
 # %%
 import matplotlib.pyplot as plt
 
-from lab.picture import COLORS, show, show_events
+from lab.notebook.picture import COLORS, show, show_events
 
 figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
 axes.loglog(sizes, times, "o", color=COLORS["communication"], label="measured")
@@ -135,7 +135,7 @@ show(
 # %%ranks
 from comm.cost import Link
 from comm.transport.wire import peer_wire
-from lab import timeline
+from lab.trace import timeline
 
 LINK = Link(alpha=10e-3, beta=8 / 100e6)  # seconds for each message, seconds for each byte
 now = timeline.now  # nanoseconds
@@ -369,7 +369,7 @@ ring_bytes = predict("How many MB does a rank of 8 send in a ring?", example=7, 
 
 # %%
 # %%ranks
-from lab.ledger import LEDGER
+from lab.trace.ledger import LEDGER
 
 sent = {}
 LINK = Link(alpha=0, beta=0)  # the bytes are the same on a fast link

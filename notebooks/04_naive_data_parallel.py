@@ -41,8 +41,8 @@
 import torch
 from matplotlib import pyplot as plt
 
-from lab.picture import COLORS, show, show_events
-from lab.prediction import predict
+from lab.notebook.picture import COLORS, show, show_events
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## One weight, four examples
@@ -108,7 +108,7 @@ mean
 
 # %%
 # %%ranks
-from lab.model import BabyCNN, loss_of
+from lab.models.model import BabyCNN, loss_of
 
 torch.set_printoptions(precision=2)
 model = BabyCNN(seed=rank).double()
@@ -131,8 +131,8 @@ model.conv1.weight.detach()[0, 0].float()
 
 # %%
 # %%ranks
-from lab.digits import load_digits
-from lab.text import rank_slice
+from lab.models.digits import load_digits
+from lab.models.text import rank_slice
 
 images, labels, test_images, test_labels = load_digits()
 x = rank_slice(images[:8], rank, world_size).double()
@@ -165,8 +165,8 @@ model.linear2.bias.grad[:4].float()
 
 # %%
 from lab.check import assert_same, reference_gradients
-from lab.digits import load_digits
-from lab.model import BabyCNN, loss_of
+from lab.models.digits import load_digits
+from lab.models.model import BabyCNN, loss_of
 
 images, labels, *_ = load_digits()
 alone = BabyCNN(seed=0).double()
@@ -203,8 +203,8 @@ print(
 # %%
 # %%ranks
 from comm.transport import slow_link
-from lab import timeline
-from lab.timeline import span
+from lab.trace import timeline
+from lab.trace.timeline import span
 
 slow_link.use(slow_link.parse("100mbit,1ms"))
 x = rank_slice(images[:192], rank, world_size).double()
@@ -406,8 +406,8 @@ bytes_sent = predict("How many times the bytes?", example=1, unit="times")
 # %%
 # %%ranks
 from data_parallel.train_naive_grad_accumulation import accumulate
-from lab.ledger import LEDGER
-from lab.text import microbatches
+from lab.trace.ledger import LEDGER
+from lab.models.text import microbatches
 
 
 def step_of(sync_each):
@@ -448,7 +448,7 @@ bytes_sent.compare(pull("bytes_each / bytes_once")[0])
 # fewer of them.
 
 # %%
-from lab.memory import saved_activations
+from lab.trace.memory import saved_activations
 
 sizes = {}
 for num_microbatches in (1, 2, 4, 8):
@@ -473,13 +473,13 @@ show(
 # ## "Tokens per second went up"
 #
 # Of one rank, or of all ranks together? And which watch has measured it? To see the two traps, every rank gets a *metronome*
-# instead of a model: a layer that sleeps for a fixed time and computes nothing ([lab/metronome.py](../lab/metronome.py)). So
+# instead of a model: a layer that sleeps for a fixed time and computes nothing ([lab/trace/metronome.py](../lab/trace/metronome.py)). So
 # four ranks do not disturb each other on a laptop's few cores. Each rank takes its time twice: when its own backward has ended,
 # and when `finish_gradient_sync()` has ended. First, all devices are equally fast.
 
 # %%
 # %%ranks
-from lab.metronome import Metronome
+from lab.trace.metronome import Metronome
 
 
 def speeds(seconds, steps=3):
@@ -527,7 +527,7 @@ speed.compare(sum(pull("rate").values()) / pull("job_rate")[0])
 # slowest rank's, so the job is worth 4 devices at half speed, which is 2. The ratio is 3.5 / 2 = 1.75. Each rank's watch was
 # right, and their sum is the speed of nothing. A rate of a job is: *all tokens of the global batch*, divided by the time
 # between two moments that *all ranks* have reached. `tokens_per_second` in the report of every lesson is that
-# ([lab/meter.py](../lab/meter.py)).
+# ([lab/trace/meter.py](../lab/trace/meter.py)).
 #
 # A watch can also stop before the work is done. An asynchronous call returns when the work has been *started*:
 

@@ -32,8 +32,8 @@
 import torch
 from matplotlib import pyplot as plt
 
-from lab.picture import COLORS, show, show_events
-from lab.prediction import predict
+from lab.notebook.picture import COLORS, show, show_events
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## What a hook is
@@ -80,11 +80,11 @@ import time
 
 from comm.collectives import all_reduce
 from comm.transport import slow_link
-from lab import timeline
-from lab.metronome import metronome_of
-from lab.model import GPT, GPTConfig, loss_of
-from lab.overlap import overlap_of
-from lab.timeline import span
+from lab.trace import timeline
+from lab.trace.metronome import metronome_of
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.trace.overlap import overlap_of
+from lab.trace.timeline import span
 
 LINK = slow_link.parse("400mbit,1ms")
 
@@ -167,7 +167,7 @@ show_events(
 
 # %% [markdown]
 # A profiler that shows one long bar "backward" makes this bug invisible: the communication lies within the time of the
-# backward, and so it looks hidden. [lab/overlap.py](../lab/overlap.py) counts it as *blocking*.
+# backward, and so it looks hidden. [lab/trace/overlap.py](../lab/trace/overlap.py) counts it as *blocking*.
 #
 # ## Asynchronous handles
 #
@@ -341,9 +341,9 @@ equal.compare(sum(by_rank[0][name] == by_rank[1][name] for name in "abc"))
 
 # %%
 # %%ranks
-from lab.digits import load_digits
-from lab.model import BabyCNN
-from lab.text import rank_slice
+from lab.models.digits import load_digits
+from lab.models.model import BabyCNN
+from lab.models.text import rank_slice
 
 images, labels, *_ = load_digits()
 
@@ -578,7 +578,7 @@ print("backward() has returned")
 
 # %%
 # %%ranks
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 model = BabyCNN(seed=0)
 parallel, optimizer = BucketDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)

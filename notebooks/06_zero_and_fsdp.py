@@ -14,9 +14,9 @@
 # **Question.** In data parallel every rank holds the same weights, the same gradients and the same optimizer state. What can
 # be divided among the ranks instead, how much memory does that save, and what does it cost?
 #
-# You need about 40 minutes. The lessons beside this notebook are [train_zero1.py](../data_parallel/train_zero1.py),
-# [train_zero2.py](../data_parallel/train_zero2.py), [train_zero3.py](../data_parallel/train_zero3.py) and
-# [train_fsdp.py](../data_parallel/train_fsdp.py). You should know reduce-scatter and all-gather (notebook 02), and how a hook
+# You need about 40 minutes. The lessons beside this notebook are [train_zero1.py](../zero/train_zero1.py),
+# [train_zero2.py](../zero/train_zero2.py), [train_zero3.py](../zero/train_zero3.py) and
+# [train_fsdp.py](../zero/train_fsdp.py). You should know reduce-scatter and all-gather (notebook 02), and how a hook
 # starts communication in the backward (notebook 05).
 
 # %%
@@ -34,8 +34,8 @@
 import torch
 from matplotlib import pyplot as plt
 
-from lab.picture import COLORS, show
-from lab.prediction import predict
+from lab.notebook.picture import COLORS, show
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## The budget
@@ -50,8 +50,8 @@ budget = predict("How many bytes for each parameter?", example=8, unit="bytes")
 # The lab's memory meter adds up the storages of tensors by class. The model is a small GPT of 0.8 million parameters.
 
 # %%
-from lab.memory import live_bytes
-from lab.model import GPT, GPTConfig, loss_of
+from lab.trace.memory import live_bytes
+from lab.models.model import GPT, GPTConfig, loss_of
 
 config = GPTConfig.named("small")
 tokens = torch.arange(4 * 65).view(4, 65) % 256
@@ -152,7 +152,7 @@ all_gather(weights, shard)
 weights
 
 # %% [markdown]
-# This is stage 1 of ZeRO, the *Zero Redundancy Optimizer*. [train_zero1.py](../data_parallel/train_zero1.py) does the
+# This is stage 1 of ZeRO, the *Zero Redundancy Optimizer*. [train_zero1.py](../zero/train_zero1.py) does the
 # same with any model and any optimizer that treats each number on its own.
 
 # %% [markdown]
@@ -169,14 +169,14 @@ weights
 # %%
 # %%ranks
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
-from data_parallel.zero_memory import MemoryReport
-from data_parallel.zero_run import recompute_blocks
-from lab.ledger import LEDGER
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import rank_slice
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
+from zero.memory import MemoryReport
+from zero.run import recompute_blocks
+from lab.trace.ledger import LEDGER
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import rank_slice
 
 AdamW = torch.optim.AdamW
 
@@ -280,7 +280,7 @@ first_stage.compare(sum(held_by[4, 1]))
 # For a short time a rank has more: buckets that are sent, and in stage 3 full parameters of the layer that computes.
 
 # %%
-from data_parallel.zero_memory import Held, formula
+from zero.memory import Held, formula
 
 ranks = [2**k for k in range(7)]
 styles = zip(("compute", "forward", "backward", "communication"), "o^sD", strict=True)
@@ -353,9 +353,9 @@ stage_3.compare(round(sent[4, 3] / sent[4, 0], 2))
 # %%
 # %%ranks
 from comm.transport import slow_link
-from lab import timeline
-from lab.overlap import overlap_of
-from lab.timeline import span
+from lab.trace import timeline
+from lab.trace.overlap import overlap_of
+from lab.trace.timeline import span
 
 batch = rank_slice((torch.arange(32 * 65).view(32, 65) * 7) % 256, rank, world_size)
 
@@ -384,7 +384,7 @@ def shortest_of(wrapper):
 shortest, plain = shortest_of(FullyShardedDataParallel), shortest_of(BucketDataParallel)
 
 # %%
-from lab.picture import show_events
+from lab.notebook.picture import show_events
 
 show_events(
     pull("shortest", [0])[0],
@@ -414,8 +414,8 @@ for name, stage in (("shortest", 3), ("plain", 0)):
 
 # %%
 # %%ranks
-from lab.digits import load_digits
-from lab.model import BabyCNN
+from lab.models.digits import load_digits
+from lab.models.model import BabyCNN
 
 images, labels, *_ = load_digits()
 x, y = rank_slice(images[:64], rank, world_size), rank_slice(labels[:64], rank, world_size)
@@ -481,7 +481,7 @@ peak.compare(round(max(size for *_, size in moments) / number, 2))
 # Nearly everything! Four layers are not four quarters. These are BabyCNN's parameters:
 
 # %%
-from lab.model import BabyCNN
+from lab.models.model import BabyCNN
 
 sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in BabyCNN().named_children()}
 sizes
@@ -546,7 +546,7 @@ for name, (share, messages) in shares.items():
 
 # %%
 # %%ranks
-from data_parallel.train_fsdp import full_state_dict, shard
+from zero.train_fsdp import full_state_dict, shard
 
 sharded = shard(BabyCNN(seed=rank), device)
 {name: list(p.to_local().shape) for name, p in sharded.named_parameters() if "weight" in name}
@@ -562,7 +562,7 @@ from_fsdp = {name: p.grad.full_tensor() for name, p in sharded.named_parameters(
 
 # %%
 from lab.check import reference_gradients
-from lab.digits import load_digits
+from lab.models.digits import load_digits
 
 images, labels, *_ = load_digits()
 expected = reference_gradients(BabyCNN(seed=0), lambda model: loss_of(model(images[:64]), labels[:64]))
@@ -570,7 +570,7 @@ assert_same(pull("from_fsdp", [0])[0], expected, rtol=1e-4)
 print(f"{len(expected)} gradients of FSDP2 agree with those of one process (in float32).")
 
 # %% [markdown]
-# [train_fsdp.py](../data_parallel/train_fsdp.py) has the table of differences.
+# [train_fsdp.py](../zero/train_fsdp.py) has the table of differences.
 #
 # ## What is left: activations
 #
@@ -664,7 +664,7 @@ print({name: f"{number} forwards of blocks" for name, number in forwards.items()
 #
 # ## Further reading
 #
-# - [train_zero1.py](../data_parallel/train_zero1.py): how an ordinary optimizer updates a shard, without knowing it
+# - [train_zero1.py](../zero/train_zero1.py): how an ordinary optimizer updates a shard, without knowing it
 # - Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 #   https://arxiv.org/abs/1910.02054: figure 1 is the plot above
 # - Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,

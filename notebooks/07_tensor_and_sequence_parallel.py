@@ -26,7 +26,7 @@
 # %ranks 2
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## A product by columns, and by rows
@@ -126,8 +126,8 @@ print(f"GELU(a + b) = {gelu(a + b):.3f}, GELU(a) + GELU(b) = {gelu(a) + gelu(b):
 
 # %%
 # %%ranks
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import global_batch, load_corpus
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus
 from tensor_parallel.parallelize import parallelize
 
 config = GPTConfig.named("tiny", num_layers=1)
@@ -308,7 +308,7 @@ loss_MB = predict("MB without gathering them?", example=1, unit="MB")
 
 # %%
 # %%ranks
-from lab.ledger import LEDGER
+from lab.trace.ledger import LEDGER
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 torch.manual_seed(0)
@@ -373,7 +373,7 @@ block_MB.compare(pull("megabytes")[0])
 # %%
 # %%ranks
 from comm.transport import slow_link
-from lab import timeline
+from lab.trace import timeline
 
 config = GPTConfig.named("small", num_layers=2)
 x, y = global_batch(load_corpus(), seed=0, step=0, batch_size=8, block_size=config.block_size)
@@ -392,7 +392,7 @@ with slow_link.slowed(slow_link.parse("1gbit")):
 events = min(steps, key=lambda step: step[-1].end_ns - step[0].start_ns) if rank == 0 else None  # the fastest
 
 # %%
-from lab.picture import show_events
+from lab.notebook.picture import show_events
 
 show_events(
     pull("events")[0],
@@ -416,9 +416,9 @@ show_events(
 # the link to the host has to be fast enough. Measured here, for a GPT of four blocks, in bytes that autograd keeps:
 
 # %%
-from lab.memory import saved_activations
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import global_batch, load_corpus
+from lab.trace.memory import saved_activations
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus
 
 config = GPTConfig.named("24heads")
 x, y = global_batch(load_corpus(), seed=0, step=0, batch_size=4, block_size=config.block_size)
@@ -482,7 +482,7 @@ sequence_MB.compare(sequence[4])
 # %%
 import matplotlib.pyplot as plt
 
-from lab.picture import COLORS, show
+from lab.notebook.picture import COLORS, show
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for shift, (name, values, color) in enumerate(

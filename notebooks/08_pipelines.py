@@ -23,7 +23,7 @@
 # %ranks 3
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## Layers on ranks
@@ -153,8 +153,8 @@ outcome
 
 # %%
 # %%ranks
-from lab import timeline
-from pipeline_parallel.from_events import bubble, makespan
+from lab.trace import timeline
+from pipeline_parallel.analysis.from_events import bubble, makespan
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 
@@ -187,7 +187,7 @@ def play(schedule, microbatches, tick=TICK):
 naive = play("naive", microbatches=1)
 
 # %%
-from lab.picture import show_events
+from lab.notebook.picture import show_events
 
 show_events(
     pull("naive")[0],
@@ -235,7 +235,7 @@ ticks = round(makespan(measured) / TICK) if rank == 0 else None
 
 # %%
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.simulate import Costs, simulate
+from pipeline_parallel.analysis.simulate import Costs, simulate
 
 by_hand = simulate(table_of("gpipe", 3, 2), Costs.equal(3, 0.05, 0.05, 0.05))
 show_events(
@@ -266,8 +266,8 @@ for microbatches in COUNTS:
 # %%
 import matplotlib.pyplot as plt
 
-from lab.picture import COLORS, show
-from pipeline_parallel import theory
+from lab.notebook.picture import COLORS, show
+from pipeline_parallel.analysis import theory
 
 counts, bubbles = pull("COUNTS")[0], pull("bubbles")[0]
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -380,7 +380,7 @@ uneven.compare(round(slow.makespan / 0.05))
 # of each part, or by your own numbers. For a GPT of ten blocks:
 
 # %%
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from pipeline_parallel.split import costs_of, cut
 from pipeline_parallel.stage import parts_of
 
@@ -525,8 +525,8 @@ print(f"with a stage of 60 ms: {speedups[-1]:.2f} times as fast")
 
 # %%
 # %%ranks
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import global_batch, load_corpus
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus
 
 config = GPTConfig.named("tiny", num_layers=6)
 x, y = global_batch(load_corpus(), seed=0, step=0, batch_size=8, block_size=config.block_size)
@@ -576,7 +576,7 @@ def gpipe(stages, microbatches):
 # ## Further reading
 #
 # - [pipeline_parallel/README.md](../pipeline_parallel/README.md): the lesson, in the order in which to read it; and
-#   `.venv/bin/python pipeline_parallel/page.py --out schedules.html`, a page that plays all schedules
+#   `.venv/bin/python pipeline_parallel/analysis/page.py --out schedules.html`, a page that plays all schedules
 # - Huang et al., "GPipe", 2019, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965); Narayanan et al., 2021,
 #   [arXiv:2104.04473](https://arxiv.org/abs/2104.04473) (1F1B and interleaving); Qi et al., "Zero Bubble Pipeline
 #   Parallelism", 2023, [arXiv:2401.10241](https://arxiv.org/abs/2401.10241); DeepSeek-AI, "DeepSeek-V3", 2024,

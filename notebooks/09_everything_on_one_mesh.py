@@ -25,7 +25,7 @@
 # %ranks 8
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## Eight ranks, three groups
@@ -86,9 +86,9 @@ more = predict("Along the tensor axis a rank sends how many times as many bytes?
 # %%
 # %%ranks
 from hybrid_parallel.hybrid import HybridParallel
-from lab.ledger import LEDGER
-from lab.model import GPT, GPTConfig
-from lab.text import global_batch, load_corpus
+from lab.trace.ledger import LEDGER
+from lab.models.model import GPT, GPTConfig
+from lab.models.text import global_batch, load_corpus
 
 config, corpus = GPTConfig.named("small"), load_corpus()
 
@@ -133,7 +133,7 @@ curves = [sent_in_a_step(examples) for examples in EXAMPLES]
 # %%
 import matplotlib.pyplot as plt
 
-from lab.picture import COLORS, show
+from lab.notebook.picture import COLORS, show
 
 examples, curves = pull("EXAMPLES")[0], pull("curves")[0]
 figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -172,9 +172,9 @@ import time
 from comm.transport import slow_link
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
-from lab.text import global_batch, load_corpus
+from lab.models.text import global_batch, load_corpus
 
 CABLE = slow_link.parse("100mbit")
 
@@ -246,7 +246,7 @@ too_large = predict("How many times too large is the norm?", example=1, unit="ti
 
 # %%
 # %%ranks
-from lab.model import loss_of
+from lab.models.model import loss_of
 
 tiny = GPTConfig.named("tiny")
 x, y = batch_of(mesh, tiny, examples=16)
@@ -310,7 +310,7 @@ print("\n".join(line for line in path.read_text().splitlines() if line and not l
 # %% [markdown]
 # | key | what it means |
 # |---|---|
-# | `model` | what is trained, by its name in [lab/model.py](../lab/model.py) |
+# | `model` | what is trained, by its name in [lab/models/model.py](../lab/models/model.py) |
 # | `batch_size` | examples *per device*; the ranks of a pipeline and of a tensor group work on the same ones |
 # | `num_gpus` | number of processes, whether they have GPUs or not |
 # | `pipeline_parallelism` | `False`, a number of stages, or `True`: as few stages as possible, but at least two |
@@ -344,7 +344,7 @@ examples.compare(config.args.batch_size)
 # %%
 import tempfile
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 MISTAKES = ("pipline_parallelism: 2", "tensor: two", "tensor: 3", "zero_redundancy: 4")
 for mistake in MISTAKES:
@@ -361,8 +361,8 @@ for mistake in MISTAKES:
 #
 # `sharding_strategy: auto` asks the planner. It tries every plan on paper, that is, by formulas and without running it: each
 # division of the ranks, with each schedule, stage of ZeRO, number of microbatches and so on. For each plan it predicts the
-# memory of the fullest rank ([memory_model.py](../hybrid_parallel/memory_model.py)) and the seconds of a step
-# ([time_model.py](../hybrid_parallel/time_model.py)), with the formulas of notebooks 03 and 06 to 08. The fastest plan that
+# memory of the fullest rank ([memory_model.py](../hybrid_parallel/planner/memory_model.py)) and the seconds of a step
+# ([time_model.py](../hybrid_parallel/planner/time_model.py)), with the formulas of notebooks 03 and 06 to 08. The fastest plan that
 # fits is the choice. With `auto`, a step has `batch_size` examples for each process, whatever the division, so that all plans
 # train the same batch.
 #
@@ -372,11 +372,11 @@ for mistake in MISTAKES:
 # %%
 from rich.console import Console
 
-from hybrid_parallel.machine import MACHINES
-from hybrid_parallel.plan import best_by_division, table_of
-from hybrid_parallel.planner import plans
-from hybrid_parallel.shapes import SHAPES
-from hybrid_parallel.time_model import TimeModel
+from hybrid_parallel.planner.machine import MACHINES
+from hybrid_parallel.planner.plan import best_by_division, table_of
+from hybrid_parallel.planner.search import plans
+from hybrid_parallel.planner.shapes import SHAPES
+from hybrid_parallel.planner.time_model import TimeModel
 
 llama, h100 = SHAPES["llama-3-8b"], MACHINES["h100"]
 
@@ -447,8 +447,8 @@ show(
 # how fast this machine computes, which takes about a second. For the link it takes the slow cable.
 
 # %%
-from hybrid_parallel.machine import this_machine
-from hybrid_parallel.shapes import workbook_shape
+from hybrid_parallel.planner.machine import this_machine
+from hybrid_parallel.planner.shapes import workbook_shape
 
 model = TimeModel(workbook_shape("small"), this_machine(2, CABLE), batch=16)
 for axis in AXES:

@@ -19,7 +19,7 @@
 # `%%ranks` runs on all ranks.
 #
 # Most of the broken functions run on ranks of their own: `run_ranks` starts them, ends them after a few seconds, and
-# reports what it saw ([lab/ranks.py](../lab/ranks.py)). Such a function takes a `cluster`, which knows the rank and the
+# reports what it saw ([lab/ranks/__init__.py](../lab/ranks/__init__.py)). Such a function takes a `cluster`, which knows the rank and the
 # number of ranks. `attempt` prints the report, without the Python traceback.
 
 # %%
@@ -42,7 +42,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 from lab.ranks import RankError, run_ranks
 
 
@@ -123,11 +123,11 @@ receivers.compare(works.index(True))
 #
 # This time we use PyTorch's *flight recorder*. It keeps the last 2000 collectives of each rank in memory: the
 # operation, the shapes, the line, and whether it has ended. `TORCH_FR_BUFFER_SIZE` sets another number. It does not
-# write them to disk, though, and a rank that hangs cannot. So [lab/black_box.py](../lab/black_box.py) has a thread that
+# write them to disk, though, and a rank that hangs cannot. So [lab/trace/black_box.py](../lab/trace/black_box.py) has a thread that
 # writes them twice a second.
 
 # %%
-from lab.black_box import black_box
+from lab.trace.black_box import black_box
 
 
 def one_call_too_many(cluster, folder):
@@ -144,11 +144,11 @@ attempt(one_call_too_many, 3, dumps);
 
 # %% [markdown]
 # The report names three lines, and all three look right. Which one is wrong? Each of the files has the history of a rank.
-# [lab/flight_recorder.py](../lab/flight_recorder.py) lays them side by side, and finds the first collective at which the
-# ranks differ. In a terminal it is `python -m lab.flight_recorder FOLDER`.
+# [lab/trace/flight_recorder.py](../lab/trace/flight_recorder.py) lays them side by side, and finds the first collective at which the
+# ranks differ. In a terminal it is `python -m lab.trace.flight_recorder FOLDER`.
 
 # %%
-from lab.flight_recorder import analyse, load
+from lab.trace.flight_recorder import analyse, load
 
 print("\n".join(analyse(load(dumps))))
 
@@ -386,8 +386,8 @@ seconds.compare(survivor[0])
 slow = predict("How many ms does the all-reduce take on rank 2?", example=40, unit="ms")
 
 # %%
-from lab import timeline
-from lab.picture import show_events
+from lab.trace import timeline
+from lab.notebook.picture import show_events
 
 
 def one_is_slow(cluster, folder):
@@ -555,7 +555,7 @@ difference.compare(weights[1] - weights[0])
 # %%
 import matplotlib.pyplot as plt
 
-from lab.picture import COLORS, show
+from lab.notebook.picture import COLORS, show
 
 figure, axes = plt.subplots(figsize=(6, 3))
 for (rank, losses), color in zip(pull("losses").items(), ("forward", "backward", "communication"), strict=True):
@@ -610,7 +610,7 @@ print(subprocess.run([sys.executable, "-c", program], env=environment, capture_o
 # | what you see | ask | tool |
 # |---|---|---|
 # | nothing moves | where is each rank? | the report of `run_ranks`, the stop button, `py-spy dump` |
-# | nothing moves, and the lines look right | which collective was the first that differs? | flight recorder, `python -m lab.flight_recorder` |
+# | nothing moves, and the lines look right | which collective was the first that differs? | flight recorder, `python -m lab.trace.flight_recorder` |
 # | nothing moves, one rank is silent | who is missing? | `monitored_barrier` |
 # | a rank was killed by SIGABRT, garbage in a sum | do shapes and dtypes agree? | `TORCH_DISTRIBUTED_DEBUG=DETAIL` |
 # | "Connection closed by peer" | who died first? | the logs of all ranks, by time; the rank that has *no* such error |

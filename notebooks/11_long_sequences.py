@@ -29,7 +29,7 @@
 import torch
 import torch.nn.functional as F
 
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## What grows with the length
@@ -47,7 +47,7 @@ scores_MB = predict("How many MB do the scores of the layer take?", example=134,
 # scores, the softmax and the sum of the values, one after the other. `fused` is PyTorch's attention in one call.
 
 # %%
-from lab.memory import saved_activations
+from lab.trace.memory import saved_activations
 
 
 def plain(q, k, v):
@@ -203,7 +203,7 @@ forward_blocks = predict("How many blocks does a rank send in the forward?", exa
 from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_ring_attention import ring_attention
-from lab.ledger import LEDGER
+from lab.trace.ledger import LEDGER
 
 LENGTH = 1024
 sequence = SharedSequence(None, SequenceCut.contiguous(LENGTH, world_size))  # None: all ranks
@@ -367,7 +367,7 @@ for rank, steps in enumerate(work(SequenceCut.zigzag(LENGTH, RANKS))):
 # %%
 # %%ranks
 from context_parallel.clock import Clock
-from lab import timeline
+from lab.trace import timeline
 
 LENGTH, SECONDS = 4096, 0.8
 
@@ -395,7 +395,7 @@ balanced = 3 * SECONDS / world_size
 times = {name: makespan(one) / 1e9 / balanced for name, one in events.items()} if rank == 0 else None
 
 # %%
-from lab.picture import show_events
+from lab.notebook.picture import show_events
 
 show_events(
     pull("events")[0],
@@ -424,8 +424,8 @@ for name, measured in pull("times")[0].items():
 
 # %%
 # %%ranks
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import global_batch, load_corpus
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus
 
 config = GPTConfig.named("tiny")
 x, y = global_batch(load_corpus(), seed=0, step=0, batch_size=2, block_size=30)
@@ -570,7 +570,7 @@ compared(all_to_all_attention, SequenceCut.contiguous)
 held = predict("How many MB does each of four ranks hold?", example=12.3, unit="MB")
 
 # %%
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 
 config = GPTConfig(block_size=2048, num_layers=2, num_heads=8, width=128)
@@ -603,7 +603,7 @@ held.compare(state + kept["ring"][2])
 # %%
 import matplotlib.pyplot as plt
 
-from lab.picture import COLORS, show
+from lab.notebook.picture import COLORS, show
 
 figure, axes = plt.subplots(figsize=(6, 3.2))
 bottoms = axes.bar(range(3), state, 0.6, color=COLORS["optimizer"], label="weights, gradients, Adam's state")

@@ -26,7 +26,7 @@
 # %ranks 2
 
 # %%
-from lab.prediction import predict
+from lab.notebook.prediction import predict
 
 # %% [markdown]
 # ## More parameters, the same work
@@ -129,8 +129,8 @@ factor = predict("How many times too large is an expert's gradient?", example=1,
 from expert_parallel.config import MoEConfig
 from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import global_batch, load_corpus, rank_slice
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import global_batch, load_corpus, rank_slice
 
 config, moe = GPTConfig.named("tiny"), MoEConfig(num_experts=4)
 groups = form_groups(world_size)
@@ -222,8 +222,8 @@ busiest.compare(round(8 * max(pull("unbalanced")[0][-1])))
 
 # %%
 import matplotlib.pyplot as plt
-from lab.gantt import COLORS
-from lab.picture import show
+from lab.trace.gantt import COLORS
+from lab.notebook.picture import show
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 2.8), sharey=True)
 for axes, shares, title in ((left, pull("unbalanced")[0], "without balancing"), (right, pull("balanced")[0], "with the term")):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F", "B", "I", "W"
 
-# The kinds of lab.gantt and lab.timeline, which choose the colour.
+# The kinds of lab.trace.gantt and lab.trace.timeline, which choose the colour.
 GANTT_KIND = {
     FORWARD: "forward",
     BACKWARD: "backward",

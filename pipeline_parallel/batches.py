@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 def microbatches_of_input(x: Tensor | None, count: int, like: Tensor) -> list[Tensor]:

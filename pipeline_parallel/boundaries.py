@@ -17,7 +17,7 @@ from comm.exchange import on_all
 from comm.point_to_point import recv, send
 from comm.transport.handshake import DTYPES
 from comm.transport.wire import Group
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.split import costs_of, cut, measured_costs, split_as_given
 from pipeline_parallel.stage import Part, Stage, as_sequential, parts_of

@@ -35,7 +35,7 @@ from comm.point_to_point import irecv, isend
 from comm.transport.channels import Channels
 from comm.transport.messages import AnyTransfer
 from comm.transport.wire import Group
-from lab import timeline
+from lab.trace import timeline
 from pipeline_parallel.actions import (
     BACKWARD,
     FORWARD,

@@ -30,7 +30,7 @@ from comm.chosen_pattern import chosen_pattern
 from comm.collectives import all_reduce
 from comm.errors import CommError, Mismatch
 from comm.transport.wire import Group, group_of
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 
 # A NaN if read as 16, 32 or 64 bits, and not the NaN that processors make.

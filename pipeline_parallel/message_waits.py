@@ -7,7 +7,7 @@ from torch import Tensor
 
 from comm.errors import CommError
 from comm.transport.messages import AnyTransfer
-from lab import timeline
+from lab.trace import timeline
 from pipeline_parallel.actions import FORWARD
 from pipeline_parallel.failure import SharedFailure
 from pipeline_parallel.messages import Message

@@ -25,10 +25,10 @@ from comm.collectives import broadcast
 from comm.expected import expected
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport.wire import Group
-from lab.errors import WorkbookError
 from lab.evaluation import evaluating
-from lab.ledger import Traffic
-from lab.timeline import span
+from lab.launch.errors import WorkbookError
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.boundaries import agreed_stages, exchange_boundaries
 from pipeline_parallel.by_hand import ByHand, HandWritten

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from comm.cost import Link
-from lab.gantt import Event
-from pipeline_parallel import from_events, theory
+from lab.trace.gantt import Event
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.activations import ActivationWatch
-from pipeline_parallel.simulate import Costs, Simulation, simulate
+from pipeline_parallel.analysis import from_events, theory
+from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
 
 
 class RankFigures(NamedTuple):

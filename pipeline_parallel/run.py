@@ -17,24 +17,24 @@ from comm.cost import Link
 from comm.exchange import exchange, on_all
 from comm.point_to_point import measure_link
 from comm.transport import slow_link
-from lab import timeline
-from lab.chrome_trace import write_chrome_trace
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.gantt import Event, draw_panels
-from lab.meter import StepRecord
-from lab.model import GPT, BabyCNN, loss_of
-from lab.overlap import per_step
-from pipeline_parallel import from_events
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, BabyCNN, loss_of
+from lab.trace import timeline
+from lab.trace.chrome_trace import write_chrome_trace
+from lab.trace.gantt import Event, draw_panels
+from lab.trace.meter import StepRecord
+from lab.trace.overlap import per_step
 from pipeline_parallel.actions import Table
 from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.analysis import from_events
+from pipeline_parallel.analysis.page import write_page
+from pipeline_parallel.analysis.validate import validate
 from pipeline_parallel.by_hand import HandWritten
 from pipeline_parallel.executor import Outcome
-from pipeline_parallel.page import write_page
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import RankFigures, Report
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.validate import validate
 from training.arguments import TrainArgs
 from training.checkpoint import FullState
 from training.run import RECORDED_STEPS, WARMUP_STEPS

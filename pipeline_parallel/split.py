@@ -16,8 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lab.errors import WorkbookError
-from lab.stream_clock import time_when_done
+from lab.launch.errors import WorkbookError
+from lab.trace.stream_clock import time_when_done
 from pipeline_parallel.stage import Part, Stage, num_parameters, parts_of
 
 

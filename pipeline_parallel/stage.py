@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lab.errors import WorkbookError
-from lab.model import GPT, MLP, BabyCNN
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, MLP, BabyCNN
 
 
 class Part(NamedTuple):

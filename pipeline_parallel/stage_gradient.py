@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 _CLIPPING = (
     "torch's clip_grad_norm_ would take the norm of this rank's stages only: call the pipeline's own "

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 class NewGradients:

@@ -28,7 +28,7 @@ https://arxiv.org/abs/2006.09503.
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 from pipeline_parallel.run import Args, Run
 from pipeline_parallel.schedules import one_f_one_b
 

@@ -33,7 +33,7 @@ import dataclasses
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 from pipeline_parallel.run import ChunkedArgs, Run
 from pipeline_parallel.schedules import interleaved_1f1b
 

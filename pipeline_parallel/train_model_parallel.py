@@ -31,7 +31,7 @@ from torch import Tensor
 from comm import point_to_point
 from comm.script import start
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 from pipeline_parallel.run import Args, Run
 
 

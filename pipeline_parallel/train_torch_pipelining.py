@@ -55,9 +55,9 @@ from comm.transport.channels import Channels
 from comm.transport.messages import AnyTransfer
 from comm.transport.wire import Group
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import loss_of
-from lab.timeline import span
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
+from lab.trace.timeline import span
 from pipeline_parallel.actions import (
     BACKWARD,
     FORWARD,

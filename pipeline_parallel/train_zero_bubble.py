@@ -30,7 +30,7 @@ from typing import Literal
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 from pipeline_parallel.run import Args, Run
 from pipeline_parallel.schedules import zb_h1, zb_v
 

@@ -80,7 +80,7 @@ main() {
         # shellcheck disable=SC2086 # TORCHRUN is several words
         exec $TORCHRUN "${words[@]}"
     fi
-    exec "$python" -P -m lab.torchrun "${words[@]}" # torchrun without its own traceback
+    exec "$python" -P -m lab.launch.torchrun "${words[@]}" # torchrun without its own traceback
 }
 
 check_machines() {

@@ -6,15 +6,15 @@ python site/pages.py --out FOLDER
 import argparse
 from pathlib import Path
 
-from lab.gantt import COLORS, OTHER_COLORS, readable_on
 from lab.page import PLAYER, Page
-from pipeline_parallel import page as schedules
+from lab.trace.gantt import COLORS, OTHER_COLORS, readable_on
+from pipeline_parallel.analysis import page as schedules
 
 SITE = Path(__file__).resolve().parent
 
 # The template of each page, as READMEs link to it, and the name of the page.
 PAGES = {
-    "pipeline_parallel/page.html": "schedules.html",
+    "pipeline_parallel/analysis/page.html": "schedules.html",
     "site/all_reduce/page.html": "all_reduce.html",
     "site/calculator/page.html": "calculator.html",
     "site/context/page.html": "context.html",

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lab.errors import WorkbookError
-from lab.model import GPTConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig
 
 
 def the_tensor_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import Group
 from comm.expected import expected
-from lab.ledger import Traffic
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
+from lab.trace.ledger import Traffic
 
 _LISTS = ("blocks.", "layers.")
 Ops = list[tuple[str, int]]  # collectives, each with the number of elements of its full tensor

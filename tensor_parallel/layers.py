@@ -50,8 +50,8 @@ from comm.functions import (
     split_to_ranks,
     sum_over_ranks,
 )
-from lab.errors import WorkbookError
-from lab.model import seeded
+from lab.launch.errors import WorkbookError
+from lab.models.model import seeded
 from tensor_parallel.overlapped import overlapped_column_parallel
 
 TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)

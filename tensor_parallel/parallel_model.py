@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import Group, all_reduce
 from comm.functions import InFlightAllGather, own_shard
-from lab.errors import WorkbookError
-from lab.ledger import Traffic
-from lab.model import GPT, MLP, FeedForward, loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, MLP, FeedForward, loss_of
+from lab.trace.ledger import Traffic
 from tensor_parallel.accumulation import PartialGradients
 from tensor_parallel.arguments import the_tensor_of
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
 from comm.functions import own_shard
-from lab.errors import WorkbookError
-from lab.model import GPT, MLP, Attention, FeedForward
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, MLP, Attention, FeedForward
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     VocabParallelEmbedding,

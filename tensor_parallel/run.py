@@ -14,9 +14,9 @@ import training.run
 from comm.chosen_pattern import use_pattern
 from comm.functions import InFlightAllGather
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.memory import saved_activations
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
+from lab.trace.ledger import LEDGER
+from lab.trace.memory import saved_activations
 from tensor_parallel.arguments import validate_size
 from tensor_parallel.parallel_model import TensorParallel
 from training.arguments import ClipArgs, NotOffered, Size
@@ -29,8 +29,8 @@ class Args(ClipArgs, training.arguments.Args):
     """Train a small GPT on the source of Python's standard library, its layers divided among the ranks."""
 
     size: Size = "24heads"
-    """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
-    have 4, 8layers and 13m have 8, 24heads has 24."""
+    """Size of the GPT (lab/models/model.py). The number of ranks must divide its number of heads: tiny and
+    small have 4, 8layers and 13m have 8, 24heads has 24."""
     overlap: bool = True
     """Hide the reductions in the backward (overlapped.py); --no-overlap runs what layers.py shows."""
     metronome: NotOffered = None  # it runs no layer, so there is nothing to divide

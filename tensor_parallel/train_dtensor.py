@@ -56,10 +56,10 @@ from comm import cost
 from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, reduce_scatter
 from comm.script import start
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import Traffic
-from lab.model import GPT, loss_of
-from lab.timeline import span
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, loss_of
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
 from tensor_parallel.arguments import validate_size
 from tensor_parallel.layers import TIME
 from training.arguments import NotOffered, Size, TrainArgs
@@ -235,8 +235,8 @@ class Args(TrainArgs):
     """Train by PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
 
     size: Size = "24heads"
-    """Size of the GPT (lab/model.py). The number of ranks must divide its number of heads: tiny and small
-    have 4, 8layers and 13m have 8, 24heads has 24."""
+    """Size of the GPT (lab/models/model.py). The number of ranks must divide its number of heads: tiny and
+    small have 4, 8layers and 13m have 8, 24heads has 24."""
     sequence_parallel: bool = False
     """Also divide norms, dropout and residuals among the ranks, by tokens."""
     pattern: Literal["torch"] = "torch"

@@ -20,7 +20,7 @@ Transformer Models", 2022, https://arxiv.org/abs/2205.05198.
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.run import Args, Run
 

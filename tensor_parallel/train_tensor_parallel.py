@@ -21,7 +21,7 @@ After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.timeline import span
+from lab.trace.timeline import span
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.run import Args, Run
 

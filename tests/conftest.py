@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from lab import forked
+from lab.ranks import forked
 from tests.browser import NAMES, Browser, find_chromium, processes_of
 from tests.passed import PASSED
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.huge_pages import collapse_memory
+from lab.launch.huge_pages import collapse_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 

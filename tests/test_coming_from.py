@@ -17,7 +17,7 @@ from tests.test_help import options_of
 PAGE = (ROOT / "COMING_FROM.md").read_text()
 README = (ROOT / "README.md").read_text()
 TARGETS = set(re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-MAGICS = ast.get_docstring(ast.parse((ROOT / "lab/notebook.py").read_text())) or ""
+MAGICS = ast.get_docstring(ast.parse((ROOT / "lab/notebook/magics.py").read_text())) or ""
 MODES_OF_THE_BLOG = (
     *("comm", "train", "data_parallel_naive", "data_parallel_naive_grad_accumulation"),
     *("data_parallel_overlap", "data_parallel_bucket_overlap", "tensor_parallel"),

@@ -35,7 +35,7 @@ def make_run(checkout: Path, *arguments: str, **env: str) -> list[str]:
 
 
 def test_settings_arrive_as_they_were_given_or_with_their_defaults(checkout):
-    launcher = ".venv/bin/python -m lab.torchrun"
+    launcher = ".venv/bin/python -m lab.launch.torchrun"
     assert make_run(checkout) == ["data_parallel_naive", "2", "", launcher]
     args = """--mb 16 * "two words" 'x' #"""
     assert make_run(checkout, f"ARGS={args}", "WORLD_SIZE=3") == ["data_parallel_naive", "3", args, launcher]

@@ -75,7 +75,7 @@ def test_everything_is_imported_a_script_runs_as_one_process_and_run_ranks_says_
                 for path in sorted((ROOT / folder).glob("[!_]*.py")):
                     importlib.import_module(f"{folder}.{path.stem}")
             get = importlib.import_module
-            with pytest.raises(get("lab.errors").WorkbookError) as refusal:
+            with pytest.raises(get("lab.launch.errors").WorkbookError) as refusal:
                 get("lab.ranks").run_ranks(print, 2)
             with get("comm.script").joined() as cluster:
                 script, arguments = get("data_parallel.train_naive"), get("training.arguments")

@@ -9,7 +9,7 @@ NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
 """The type of an option of the base class that a script does not offer: its command line lacks it."""
 
 Size = Literal["tiny", "small", "24heads", "8layers", "13m"]
-"""The GPTs of lab/model.py."""
+"""The GPTs of lab/models/model.py."""
 
 Transport = Literal["auto", "shared_memory", "sockets", "gloo"]
 """The transports of comm/transport/choice.py."""
@@ -25,8 +25,8 @@ class TrainArgs:
     """Number of examples (windows of text, or images) in a step, over all ranks together. The number of ranks
     does not change what is trained."""
     size: Size = "small"
-    """Size of the GPT (lab/model.py). Millions of parameters: tiny 0.03, small 0.8, 24heads 1.8, 8layers 2.5,
-    13m 12.9."""
+    """Size of the GPT (lab/models/model.py). Millions of parameters: tiny 0.03, small 0.8, 24heads 1.8,
+    8layers 2.5, 13m 12.9."""
     lr: float = 1e-3
     """Learning rate: the factor of the optimizer's update, a number without unit."""
     seed: int = 0

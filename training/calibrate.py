@@ -12,7 +12,7 @@ from comm import collectives, cost
 from comm.cost import Link
 from comm.transport import slow_link
 from comm.transport.wire import Group
-from lab.stream_clock import time_when_done
+from lab.trace.stream_clock import time_when_done
 
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
 TINY_SECONDS, LARGE_SECONDS = 0.5, 1.5  # for all runs of a size; one run may take longer

@@ -21,7 +21,7 @@ from comm.collectives import broadcast
 from comm.exchange import on_all, on_main
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import Complete, WorkbookError
+from lab.launch.errors import Complete, WorkbookError
 from training.validate import validate_folder, validate_shared_folder
 
 Header = dict[str, Any]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.digits import load_digits
-from lab.text import global_batch, load_corpus, split
+from lab.models.digits import load_digits
+from lab.models.text import global_batch, load_corpus, split
 
 VALIDATION_BATCHES = 4  # of text
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from comm.exchange import naming_a_lost_rank, on_all, on_main
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError, reason
 from lab.ranges import Items, LoadPlanner, Reader, SavePlanner, Writer, unpickle
 
 OURS = re.compile(r"checkpoint-(\d+)(\.partial-[0-9a-f]+)?")

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from comm.transport.messages import transports_of_messages
 from comm.transport.streams import transports_of
-from lab.gantt import Event
-from lab.ledger import Entry, Traffic
-from lab.overlap import overlap_of
+from lab.trace.gantt import Event
+from lab.trace.ledger import Entry, Traffic
+from lab.trace.overlap import overlap_of
 
 
 def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]:

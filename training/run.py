@@ -27,20 +27,20 @@ from comm.collectives import all_reduce, default_pattern
 from comm.cost import Link
 from comm.expected import expected
 from comm.transport import choice, slow_link
-from lab import timeline
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
-from lab.errors import Stopped
 from lab.evaluation import evaluating
-from lab.gantt import Event
-from lab.interrupt import StopRequest
-from lab.ledger import LEDGER, Traffic
-from lab.meter import Meter, StepRecord
-from lab.metronome import metronome_of
-from lab.model import GPT, BabyCNN, GPTConfig
-from lab.overlap import per_step
-from lab.same_start import check_same_start
-from lab.text import rank_slice
+from lab.launch.errors import Stopped
+from lab.launch.interrupt import StopRequest
+from lab.launch.same_start import check_same_start
+from lab.models.model import GPT, BabyCNN, GPTConfig
+from lab.models.text import rank_slice
+from lab.trace import timeline
+from lab.trace.gantt import Event
+from lab.trace.ledger import LEDGER, Traffic
+from lab.trace.meter import Meter, StepRecord
+from lab.trace.metronome import metronome_of
+from lab.trace.overlap import per_step
 from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce
 from training.checkpoint import Checkpoint, FullState, State
@@ -227,7 +227,8 @@ class Run:
         return model(x)
 
     def stop_if_asked(self, step: int) -> None:
-        """End the training after this step if a rank was asked to (lab/interrupt.py); only with --checkpoint.
+        """End the training after this step if a rank was asked to (lab/launch/interrupt.py); only with
+        --checkpoint.
 
         Raises Stopped on all ranks: otherwise one would wait in a collective for a rank that has left.
         """

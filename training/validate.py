@@ -11,7 +11,7 @@ from comm.exchange import on_all, on_main
 from lab import units
 from lab.checkpoint import nothing_in
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from training.arguments import TrainArgs
 
 MAX_BUCKET_MB = 1 << 20  # a TiB

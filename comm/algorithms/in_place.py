@@ -21,7 +21,7 @@ from comm.errors import CommError
 from comm.shards import segments_of, shards_of
 from comm.transport.shared_segment import of_all_ranks
 from comm.transport.wire import Wire
-from lab.ledger import LEDGER
+from lab.trace.ledger import LEDGER
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:

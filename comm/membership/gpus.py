@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from comm.errors import CommError
-from lab.devices import device_of, num_gpus
+from lab.launch.devices import device_of, num_gpus
 
 
 def choose_device(local_rank: int) -> tuple[torch.device, str]:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from comm.membership.json_lines import JsonLines, json_line
-from lab.interface import own_address
+from lab.launch.interface import own_address
 
 _KEY = "liveness"
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown

@@ -1,7 +1,8 @@
 """Open the store of a rendezvous on rank 0, on the interface of MASTER_ADDR, and connect the others to it.
 
 Under torchrun the agent has opened a store already. It listens on all interfaces, and the processes that
-torchrun starts cannot change that. The launcher of `make run` opens one on 127.0.0.1 (lab.local_rendezvous).
+torchrun starts cannot change that. The launcher of `make run` opens one on 127.0.0.1
+(lab.launch.local_rendezvous).
 """
 
 import errno
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership.settings import master
-from lab.interface import is_loopback, resolved
-from lab.store import open_store
+from lab.launch.interface import is_loopback, resolved
+from lab.launch.store import open_store
 
 _POLL = 0.05  # seconds between two attempts to connect
 _TELL = 2.0  # seconds between two lines about a store that does not answer

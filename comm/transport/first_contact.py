@@ -23,7 +23,7 @@ import torch
 from comm.errors import CommError
 from comm.transport import segment
 from comm.transport.listener import connect_locally
-from lab.interface import shut_down_connections
+from lab.launch.interface import shut_down_connections
 
 if TYPE_CHECKING:
     from comm.transport.mailbox import Mailbox

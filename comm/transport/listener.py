@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from comm.transport import cross_memory, segment
 from comm.transport.segment import Segment
-from lab.interface import own_address
+from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qqQ")  # token, rank, address of the nonce in the segment
 _TOKEN = struct.Struct("!q")

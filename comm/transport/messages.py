@@ -17,8 +17,8 @@ from comm.transport.message_ends import Message
 from comm.transport.staging import goes_by_host
 from comm.transport.wire import Group, Transfer, axis_of, check_peer, group_of, peer_wire
 from comm.transport.work_queue import queue_of
-from lab.ledger import LEDGER
-from lab.waiting import Wait
+from lab.ranks.waiting import Wait
+from lab.trace.ledger import LEDGER
 
 
 class MailTransfer:
@@ -52,7 +52,7 @@ class MailTransfer:
             place.copy_(self.tensor)
 
     def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/waiting.py)."""
+        """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
         verb, preposition = self._verb.split()
         name = self._mailbox.names[self._peer]
         return Wait(f"{verb} {self.message.num_bytes} bytes {preposition}", name)

@@ -21,8 +21,8 @@ from comm.transport.native_handle import NativeHandle, failed
 from comm.transport.staging import goes_by_host
 from comm.transport.wire import Group, Wire, axis_of
 from comm.transport.work_queue import Handle, queue_of
-from lab import timeline
-from lab.ledger import LEDGER
+from lab.trace import timeline
+from lab.trace.ledger import LEDGER
 
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,

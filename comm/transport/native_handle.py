@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.transport.wire import peer_trouble
-from lab import timeline
+from lab.trace import timeline
 
 
 class NativeHandle:

@@ -26,7 +26,7 @@ from comm.transport.staging import In
 from comm.transport.stream_wire import StreamHandshake, StreamWire
 from comm.transport.wire import Group, Wire, group_of
 from comm.transport.work_queue import GroupQueue, Handle, queue_of
-from lab.timeline import span
+from lab.trace.timeline import span
 
 Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
 

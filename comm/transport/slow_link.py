@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from comm import cost
 from comm.cost import Link
 from comm.transport.work_queue import GroupQueue
-from lab import timeline, units
-from lab.errors import WorkbookError
+from lab import units
+from lab.launch.errors import WorkbookError
+from lab.trace import timeline
 
 _link: Link | None = None
 

@@ -19,8 +19,8 @@ import torch
 from comm.transport.handshake import ROW_BYTES, Header, check_rows, have_even_parts, rows_of
 from comm.transport.streams import Streams, streams_of
 from comm.transport.wire import Group, axis_of, check_peer, group_of
-from lab.ledger import LEDGER
-from lab.waiting import Wait
+from lab.ranks.waiting import Wait
+from lab.trace.ledger import LEDGER
 
 
 class StreamTransfer:
@@ -43,7 +43,7 @@ class StreamTransfer:
             self._wire.streams.move_until(self, self._peer)
 
     def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/waiting.py)."""
+        """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
         verb, preposition = self._verb.split()
         message = "a header" if self._header else f"{self.tensor.nbytes} bytes"
         return Wait(f"{verb} {message} {preposition}", self._wire.streams.names[self._peer], self._wire.op)
@@ -60,7 +60,7 @@ class Rows:
         self._wire.streams.move_until(self, self._peer)
 
     def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/waiting.py)."""
+        """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
         return Wait("receive a header from", self._wire.streams.names[self._peer], self._wire.op)
 
 

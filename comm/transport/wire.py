@@ -28,8 +28,8 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import liveness
 from comm.transport.any_wire import Member
-from lab.ledger import LEDGER
-from lab.waiting import Wait
+from lab.ranks.waiting import Wait
+from lab.trace.ledger import LEDGER
 
 POINT_TO_POINT = "point_to_point"
 Group = dist.ProcessGroup | None
@@ -73,7 +73,7 @@ class Transfer:
             self.copy_to.copy_(self.tensor)
 
     def awaited(self) -> Wait:
-        """Return for whom `wait` blocks: a report of a hang draws who waits for whom (lab/waiting.py)."""
+        """Return for whom `wait` blocks: a report of a hang draws who waits for whom."""
         peer = dist.get_global_rank(self._wire.group, self._peer)
         verb, preposition = self._verb.split()
         message = "a header" if self._header else f"{self.tensor.nbytes} bytes"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError, Mismatch
 from comm.transport.wire import Group, group_of
-from lab.timeline import span
+from lab.trace.timeline import span
 
 COMMUNICATION_THREAD = "communication"
 IDLE_SECONDS = 10.0  # after which a communication thread ends, so that a freed group leaves none behind

@@ -134,7 +134,7 @@ EXERCISES = (
         name="memory_model",
         title="The memory of a rank",
         notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.memory_model.memory_of_rank",
+        target="hybrid_parallel.planner.memory_model.memory_of_rank",
         tests=(
             MEMORY + "test_the_state_of_a_rank_is_the_papers_table[1]",
             MEMORY + "test_microbatches_divide_what_a_step_holds_without_a_pipeline",
@@ -194,8 +194,8 @@ EXERCISES = (
         name="choose_a_plan",
         title="Choosing a plan",
         notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.planner.plans",
-        also=("hybrid_parallel.planner.choose",),
+        target="hybrid_parallel.planner.search.plans",
+        also=("hybrid_parallel.planner.search.choose",),
         tests=(
             PLANNER + "test_plans_come_in_order_and_those_that_do_not_fit_at_the_end",
             PLANNER + "test_less_memory_makes_plans_that_hold_less",

@@ -135,7 +135,7 @@ EXERCISES = (
         title="Simulating a schedule",
         shows_introduction=True,
         notebook="08_pipelines",
-        target="pipeline_parallel.simulate.simulate",
+        target="pipeline_parallel.analysis.simulate.simulate",
         tests=(
             SIMULATE + "test_two_ranks_of_1f1b_by_hand",
             SIMULATE + "test_messages_leave_one_after_the_other_and_computing_goes_on_meanwhile",

@@ -2,18 +2,18 @@
 
 from exercises.catalog.exercise import Exercise
 
-ONE_PROCESS = "tests/data_parallel/test_zero_equals_one_process.py::"
-KILLERS = "tests/data_parallel/test_zero_mutant_killers.py::"
-MEMORY = "tests/data_parallel/test_zero_memory.py::"
-COSTS = "tests/data_parallel/test_zero_costs.py::"
+ONE_PROCESS = "tests/zero/test_zero_equals_one_process.py::"
+KILLERS = "tests/zero/test_zero_mutant_killers.py::"
+MEMORY = "tests/zero/test_zero_memory.py::"
+COSTS = "tests/zero/test_zero_costs.py::"
 
 EXERCISES = (
     Exercise(
         name="memory_formulas",
         title="The memory of each stage",
         notebook="06_zero_and_fsdp",
-        target="data_parallel.zero_memory.formula",
-        also=("data_parallel.zero_memory.of_one_process", "data_parallel.zero_memory.owned"),
+        target="zero.memory.formula",
+        also=("zero.memory.of_one_process", "zero.memory.owned"),
         tests=(
             MEMORY + "test_the_formula_gives_the_gigabytes_of_the_papers_figure_1",
             MEMORY + "test_a_stage_that_does_not_exist_is_refused",
@@ -63,7 +63,7 @@ EXERCISES = (
         tests=(
             ONE_PROCESS + "test_zero1_equals_one_process",
             KILLERS + "test_every_number_of_every_parameter_is_in_one_ranks_shard",
-            "tests/data_parallel/test_zero.py::test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
+            "tests/zero/test_zero.py::test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
             "tests/data_parallel/test_flat.py::test_a_shard_may_begin_and_end_in_the_middle_of_parameters",
         ),
         difficulty=3,
@@ -90,17 +90,17 @@ EXERCISES = (
         name="zero1",
         title="ZeRO 1: an n-th of the optimizer",
         notebook="06_zero_and_fsdp",
-        target="data_parallel.train_zero1.ZeroOptimizer._reduce_scatter",
+        target="zero.train_zero1.ZeroOptimizer._reduce_scatter",
         also=(
-            "data_parallel.train_zero1.ZeroOptimizer.step",
-            "data_parallel.train_zero1.ZeroOptimizer.gather_parameters",
+            "zero.train_zero1.ZeroOptimizer.step",
+            "zero.train_zero1.ZeroOptimizer.gather_parameters",
         ),
         tests=(
             ONE_PROCESS + "test_zero1_equals_one_process",
             KILLERS + "test_a_gradient_is_the_mean_over_ranks_not_their_sum",
             KILLERS + "test_after_a_step_all_ranks_compute_with_the_new_parameters",
             COSTS + "test_stages_1_2_and_3_send_2_2_and_3_times_the_parameters[2]",
-            "tests/data_parallel/test_sharded_loops.py::test_a_step_runs_its_closure_and_synchronises_gradients",
+            "tests/zero/test_sharded_loops.py::test_a_step_runs_its_closure_and_synchronises_gradients",
         ),
         difficulty=3,
         minutes=35,
@@ -145,17 +145,17 @@ EXERCISES = (
         name="zero2",
         title="ZeRO 2: gradients freed as they leave",
         notebook="06_zero_and_fsdp",
-        target="data_parallel.train_zero2.ZeroGradientOptimizer._reduce_scatter",
+        target="zero.train_zero2.ZeroGradientOptimizer._reduce_scatter",
         also=(
-            "data_parallel.train_zero2.ZeroGradientOptimizer._view",
-            "data_parallel.train_zero2.ZeroGradientOptimizer._wait_for_oldest",
+            "zero.train_zero2.ZeroGradientOptimizer._view",
+            "zero.train_zero2.ZeroGradientOptimizer._wait_for_oldest",
         ),
         tests=(
             ONE_PROCESS + "test_zero2_equals_one_process",
             KILLERS + "test_the_gradients_of_all_microbatches_add_up_in_the_shards",
             KILLERS + "test_stage_2_keeps_only_its_shard_of_the_gradient",
             KILLERS + "test_at_most_three_buckets_of_gradients_are_alive",
-            "tests/data_parallel/test_zero.py::test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
+            "tests/zero/test_zero.py::test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
         ),
         difficulty=4,
         minutes=45,
@@ -198,11 +198,11 @@ EXERCISES = (
         name="zero3",
         title="ZeRO 3: gather, use, free",
         notebook="06_zero_and_fsdp",
-        target="data_parallel.train_zero3.Unit.start_gather",
+        target="zero.train_zero3.Unit.start_gather",
         also=(
-            "data_parallel.train_zero3.Unit.gather",
-            "data_parallel.train_zero3.Unit.free",
-            "data_parallel.train_zero3.FullyShardedDataParallel._before_forward",
+            "zero.train_zero3.Unit.gather",
+            "zero.train_zero3.Unit.free",
+            "zero.train_zero3.FullyShardedDataParallel._before_forward",
         ),
         tests=(
             ONE_PROCESS + "test_zero3_equals_one_process",

@@ -41,7 +41,7 @@ from torch import Tensor
 from comm.point_to_point import InFlightShift
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.train_ring_attention import arrived, at_least_float32, visits
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

@@ -47,7 +47,7 @@ from comm.point_to_point import InFlightShift
 from context_parallel.block_attention import NO_KEY, join
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.train_ring_attention import arrived, at_least_float32
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence) -> Tensor:

@@ -17,8 +17,8 @@ Check it with `python -m exercises check accumulation`.
 import torch
 from torch import Tensor, nn
 
-from lab.model import loss_of
-from lab.timeline import span
+from lab.models.model import loss_of
+from lab.trace.timeline import span
 
 
 def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -1,6 +1,6 @@
-"""The memory of each stage. Write `formula`, `of_one_process` and `owned` of data_parallel/zero_memory.py.
+"""The memory of each stage. Write `formula`, `of_one_process` and `owned` of zero/memory.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/zero_memory.py yet: it contains the
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
@@ -22,8 +22,8 @@ Check it with `python -m exercises check memory_formulas`.
 
 from collections.abc import Sequence
 
-from data_parallel.zero_memory import FORMULAS, Held, Share
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
+from zero.memory import FORMULAS, Held, Share
 
 
 def formula(stage: int, full: Held, ranks: int) -> Held:

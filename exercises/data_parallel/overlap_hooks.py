@@ -33,7 +33,7 @@ Check it with `python -m exercises check overlap_hooks`.
 import torch
 
 from comm.collectives import all_reduce
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def _launch(self, i: int) -> None:

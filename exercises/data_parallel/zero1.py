@@ -1,7 +1,7 @@
 """ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._reduce_scatter`, `ZeroOptimizer.step` and
-`ZeroOptimizer.gather_parameters` of data_parallel/train_zero1.py.
+`ZeroOptimizer.gather_parameters` of zero/train_zero1.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/train_zero1.py yet: it contains the
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
@@ -42,7 +42,7 @@ from typing import Any
 
 from comm.collectives import all_gather, reduce_scatter
 from data_parallel.flat import ParameterBucket
-from lab.timeline import span
+from lab.trace.timeline import span
 
 
 def _reduce_scatter(self, bucket: ParameterBucket) -> None:

@@ -1,7 +1,7 @@
 """ZeRO 2: gradients freed as they leave. Write `ZeroGradientOptimizer._reduce_scatter`,
-`ZeroGradientOptimizer._view` and `ZeroGradientOptimizer._wait_for_oldest` of data_parallel/train_zero2.py.
+`ZeroGradientOptimizer._view` and `ZeroGradientOptimizer._wait_for_oldest` of zero/train_zero2.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/train_zero2.py yet: it contains the
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero2.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
@@ -42,8 +42,8 @@ from torch import Tensor
 
 from comm.collectives import reduce_scatter
 from data_parallel.flat import ParameterBucket
-from data_parallel.train_zero2 import MOST_IN_FLIGHT
-from lab.timeline import span
+from lab.trace.timeline import span
+from zero.train_zero2 import MOST_IN_FLIGHT
 
 
 def _reduce_scatter(self, bucket: ParameterBucket) -> None:

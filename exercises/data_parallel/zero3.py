@@ -1,7 +1,7 @@
 """ZeRO 3: gather, use, free. Write `Unit.start_gather`, `Unit.gather`, `Unit.free` and
-`FullyShardedDataParallel._before_forward` of data_parallel/train_zero3.py.
+`FullyShardedDataParallel._before_forward` of zero/train_zero3.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open data_parallel/train_zero3.py yet: it contains the
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero3.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
@@ -40,8 +40,8 @@ Check it with `python -m exercises check zero3`.
 import torch
 
 from comm.collectives import all_gather
-from data_parallel.blocks import ShardedBlock
-from data_parallel.freed import is_in_a_backward
+from zero.blocks import ShardedBlock
+from zero.freed import is_in_a_backward
 
 
 def start_gather(self) -> None:

@@ -1,6 +1,6 @@
-"""Choosing a plan. Write `plans` and `choose` of hybrid_parallel/planner.py.
+"""Choosing a plan. Write `plans` and `choose` of hybrid_parallel/planner/search.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner.py yet: it
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/search.py yet: it
 contains the solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
@@ -58,14 +58,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_parallel.machine import Machine
-from hybrid_parallel.memory_model import predict_memory
-from hybrid_parallel.plan import Plan, reason_of
-from hybrid_parallel.planner import USABLE, _num_kernels, _refuse, candidates
-from hybrid_parallel.shapes import AnyShape
+from hybrid_parallel.planner.machine import Machine
+from hybrid_parallel.planner.memory_model import predict_memory
+from hybrid_parallel.planner.plan import Plan, reason_of
+from hybrid_parallel.planner.search import USABLE, _num_kernels, _refuse, candidates
+from hybrid_parallel.planner.shapes import AnyShape
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import Precision
-from hybrid_parallel.time_model import TimeModel
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.units import show_bytes
 
 

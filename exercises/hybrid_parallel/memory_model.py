@@ -1,7 +1,7 @@
-"""The memory of a rank. Write `memory_of_rank` of hybrid_parallel/memory_model.py.
+"""The memory of a rank. Write `memory_of_rank` of hybrid_parallel/planner/memory_model.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/memory_model.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/memory_model.py yet:
+it contains the solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
@@ -58,8 +58,7 @@ You may use:
 Check it with `python -m exercises check memory_model`.
 """
 
-from data_parallel.zero_memory import Held, formula
-from hybrid_parallel.memory_model import (
+from hybrid_parallel.planner.memory_model import (
     ITEMSIZE,
     Memory,
     has_head,
@@ -69,9 +68,10 @@ from hybrid_parallel.memory_model import (
     state_bytes,
     tokens_of,
 )
-from hybrid_parallel.shapes import AnyShape
+from hybrid_parallel.planner.shapes import AnyShape
 from hybrid_parallel.sizes import ParallelSizes
-from pipeline_parallel import theory
+from pipeline_parallel.analysis import theory
+from zero.memory import Held, formula
 
 
 def memory_of_rank(

@@ -18,7 +18,7 @@ WITHOUT_A_CAUSE = {
     "comm.rendezvous.keep_from_preempting": "It is equipment: gloo's threads change the time, and no result.",
     "comm.transport.": "It is equipment: what goes wrong on the way of bytes depends on the machine and its "
     "devices, and the tensors do not tell it.",
-    "hybrid_parallel.machine.": "It is a formula of the planner: the test's name says which case is wrong.",
-    "hybrid_parallel.memory_model.layer_activations": "It is a formula of the planner: the test's name says "
-    "which term is wrong.",
+    "hybrid_parallel.planner.machine.": "A formula of the planner: the test's name says which case is wrong.",
+    "hybrid_parallel.planner.memory_model.layer_activations": "A formula of the planner: the test's name "
+    "says which term is wrong.",
 }

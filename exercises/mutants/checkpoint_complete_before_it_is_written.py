@@ -3,7 +3,7 @@
 import json
 
 from hybrid_parallel import checkpoint_folder as files
-from lab.errors import reason
+from lab.launch.errors import reason
 
 TARGET = "hybrid_parallel.checkpoint.BackgroundCheckpoints._write"
 KILLER = (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hybrid_parallel.checkpoint_pieces import Piece
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 TARGET = "hybrid_parallel.checkpoint.BackgroundCheckpoints.save"
 KILLER = (

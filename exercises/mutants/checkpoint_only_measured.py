@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 TARGET = "training.range_checkpoint._refuse_damaged"
 KILLER = "tests.training.test_range_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"

@@ -8,7 +8,7 @@ from torch import Tensor
 from comm.point_to_point import InFlightShift
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.train_ring_attention import arrived, at_least_float32, visits
-from lab.timeline import span
+from lab.trace.timeline import span
 
 TARGET = "context_parallel.train_ring_attention.RingAttention.backward"
 KILLER = "tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from comm.collectives import all_reduce
 
-TARGET = "hybrid_parallel.elastic.ElasticReplica.step"
+TARGET = "hybrid_parallel.elastic.elastic.ElasticReplica.step"
 KILLER = (
     "tests.hybrid_parallel.test_elastic."
     "test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process"

@@ -2,7 +2,7 @@
 
 from comm.exchange import exchange
 
-TARGET = "hybrid_parallel.elastic.ElasticReplica.catch_up"
+TARGET = "hybrid_parallel.elastic.elastic.ElasticReplica.catch_up"
 KILLER = (
     "tests.hybrid_parallel.test_elastic."
     "test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_state_and_takes_it_once"

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-TARGET = "lab.model.Block.forward"
+TARGET = "lab.models.model.Block.forward"
 KILLER = (
     "tests.expert_parallel.test_equivalence."
     "test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual"

@@ -3,7 +3,7 @@
 from comm.chosen_pattern import use_pattern
 from expert_parallel.groups import ExpertGroups
 from hybrid_parallel.expert_axis import BalancedExperts, ExpertAxis, Experts
-from lab.model import GPT
+from lab.models.model import GPT
 
 TARGET = "hybrid_parallel.expert_axis.ExpertAxis.__init__"
 KILLER = (

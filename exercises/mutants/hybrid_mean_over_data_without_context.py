@@ -3,11 +3,11 @@
 from typing import Any
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_zero1 import ZeroOptimizer
-from data_parallel.train_zero2 import ZeroGradientOptimizer
-from data_parallel.train_zero3 import FullyShardedDataParallel
 from hybrid_parallel.expert_axis import ReplicatedExperts
 from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 TARGET = "hybrid_parallel.hybrid.HybridParallel._replicate"
 KILLER = (

@@ -2,7 +2,7 @@
 
 from hybrid_parallel.run import Run
 from hybrid_parallel.state import pieces_of, set_optimizer_steps
-from lab.errors import Complete, WorkbookError
+from lab.launch.errors import Complete, WorkbookError
 
 TARGET = "hybrid_parallel.run.Run._load"
 KILLER = (

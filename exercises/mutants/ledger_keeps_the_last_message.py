@@ -1,8 +1,8 @@
 """The traffic report is too small: of each collective only the last message is counted."""
 
-from lab.ledger import Ledger
+from lab.trace.ledger import Ledger
 
-TARGET = "lab.ledger.Ledger.count"
+TARGET = "lab.trace.ledger.Ledger.count"
 KILLER = "tests.comm.test_cost.test_the_bytes_of_every_message_are_counted_and_not_its_elements"
 CAUSE = "left out"
 

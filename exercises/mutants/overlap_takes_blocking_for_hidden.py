@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from lab.gantt import MAIN_LANE, Event
-from lab.overlap import COMMUNICATION, COMPUTE, Overlap, busy, intersection, total
+from lab.trace.gantt import MAIN_LANE, Event
+from lab.trace.overlap import COMMUNICATION, COMPUTE, Overlap, busy, intersection, total
 
-TARGET = "lab.overlap.overlap_of"
+TARGET = "lab.trace.overlap.overlap_of"
 KILLER = "tests.lab.test_overlap.test_a_blocking_all_reduce_inside_the_backward_hides_nothing"
 
 

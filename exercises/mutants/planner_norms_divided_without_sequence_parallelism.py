@@ -1,10 +1,10 @@
 """A plan with tensor parallelism runs out of memory: norms and residuals count as divided, too."""
 
-from hybrid_parallel.memory_model import ITEMSIZE
-from hybrid_parallel.shapes import ModelShape
+from hybrid_parallel.planner.memory_model import ITEMSIZE
+from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.sizes import ParallelSizes
 
-TARGET = "hybrid_parallel.memory_model.layer_activations"
+TARGET = "hybrid_parallel.planner.memory_model.layer_activations"
 KILLER = "tests.hybrid_parallel.test_planner_memory.test_norms_are_divided_by_sequence_parallelism_only"
 
 

@@ -1,10 +1,10 @@
 """The planner always recomputes: the second forward saves memory, and its time is not counted."""
 
-from hybrid_parallel.seconds import Pass
+from hybrid_parallel.planner.seconds import Pass
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
 
-TARGET = "hybrid_parallel.time_model.TimeModel.layer"
+TARGET = "hybrid_parallel.planner.time_model.TimeModel.layer"
 KILLER = "tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers"
 CAUSE = "costs a second forward"
 

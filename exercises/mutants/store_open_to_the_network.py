@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-TARGET = "lab.store.open_store"
+TARGET = "lab.launch.store.open_store"
 KILLER = "tests.comm.test_rendezvous.test_ranks_started_by_hand_listen_in_the_network_of_the_master_only"
 
 

@@ -1,6 +1,6 @@
 """Ranks started by hand take twice as long for a step: each rank uses threads on all cores."""
 
-TARGET = "lab.threads.share_cores"
+TARGET = "lab.launch.threads.share_cores"
 KILLER = "tests.comm.test_threads.test_ranks_started_by_hand_share_the_cores_of_their_machine"
 
 

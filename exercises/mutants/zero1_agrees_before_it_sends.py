@@ -1,8 +1,8 @@
 """ZeRO stops if one rank does not use a layer: flags of used layers pair with a bucket of another rank."""
 
-TARGET = "data_parallel.train_zero1.ZeroOptimizer.finish_gradient_sync"
+TARGET = "zero.train_zero1.ZeroOptimizer.finish_gradient_sync"
 KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers."
+    "tests.zero.test_zero_mutant_killers."
     "test_a_parameter_between_used_ones_may_be_unused_by_one_rank_or_by_all"
 )
 FAILS_WITH = "The ranks do not fit together"

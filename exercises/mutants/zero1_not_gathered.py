@@ -1,9 +1,7 @@
 """In stage 1 replicas drift apart: each rank sees the updates of its own shard only."""
 
-TARGET = "data_parallel.train_zero1.ZeroOptimizer.step"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers.test_after_a_step_all_ranks_compute_with_the_new_parameters"
-)
+TARGET = "zero.train_zero1.ZeroOptimizer.step"
+KILLER = "tests.zero.test_zero_mutant_killers.test_after_a_step_all_ranks_compute_with_the_new_parameters"
 CAUSE = "new parameters gathered"
 
 

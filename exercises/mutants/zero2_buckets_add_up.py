@@ -3,8 +3,8 @@
 from comm.collectives import reduce_scatter
 from data_parallel.flat import ParameterBucket
 
-TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer._reduce_scatter"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_at_most_three_buckets_of_gradients_are_alive"
+TARGET = "zero.train_zero2.ZeroGradientOptimizer._reduce_scatter"
+KILLER = "tests.zero.test_zero_mutant_killers.test_at_most_three_buckets_of_gradients_are_alive"
 CAUSE = "kept"
 
 

@@ -3,8 +3,8 @@
 from comm.collectives import reduce_scatter
 from data_parallel.flat import ParameterBucket
 
-TARGET = "data_parallel.train_zero2.ZeroGradientOptimizer._reduce_scatter"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
+TARGET = "zero.train_zero2.ZeroGradientOptimizer._reduce_scatter"
+KILLER = "tests.zero.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
 CAUSE = "sum over ranks that should be a mean"
 SYMPTOM = "In stage 2 clipping acts in most steps, and SGD steps are too long."
 

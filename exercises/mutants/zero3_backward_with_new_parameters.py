@@ -2,8 +2,8 @@
 
 import torch
 
-TARGET = "data_parallel.freed.Note.view"
-KILLER = "tests.data_parallel.test_zero3_refusals.test_a_backward_after_the_optimizers_step_is_refused"
+TARGET = "zero.freed.Note.view"
+KILLER = "tests.zero.test_zero3_refusals.test_a_backward_after_the_optimizers_step_is_refused"
 FAILS_WITH = "DID NOT RAISE"
 CAUSE = "check that must refuse it"
 

@@ -3,7 +3,7 @@
 import torch
 
 TARGET = "training.gradient_part.GradientPart.norm_of_one"
-KILLER = "tests.data_parallel.test_zero3_torch_tools.test_torchs_own_clipping_uses_the_norm_over_all_ranks"
+KILLER = "tests.zero.test_zero3_torch_tools.test_torchs_own_clipping_uses_the_norm_over_all_ranks"
 CAUSE = "one rank's part"
 
 

@@ -3,7 +3,7 @@
 import torch
 
 TARGET = "training.gradient_part.GradientPart.unscale"
-KILLER = "tests.data_parallel.test_zero3_torch_tools.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none"
+KILLER = "tests.zero.test_zero3_torch_tools.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none"
 CAUSE = "what only that rank has seen"
 
 

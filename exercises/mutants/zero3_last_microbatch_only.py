@@ -1,9 +1,7 @@
 """In stage 3 accumulation uses the last microbatch only: its gradients replace the earlier ones."""
 
-TARGET = "data_parallel.gradient_shard.GradientShard.keep"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers.test_the_gradients_of_all_microbatches_add_up_in_the_shards"
-)
+TARGET = "zero.gradient_shard.GradientShard.keep"
+KILLER = "tests.zero.test_zero_mutant_killers.test_the_gradients_of_all_microbatches_add_up_in_the_shards"
 CAUSE = "only the last one used"
 
 

@@ -1,7 +1,7 @@
 """A gradient penalty trains wrongly: gradients that come after a block's backward are lost."""
 
-TARGET = "data_parallel.any_loop.AnyLoop._send_late"
-KILLER = "tests.data_parallel.test_zero3_loops.test_forwards_and_backwards_may_come_in_any_number_and_order"
+TARGET = "zero.any_loop.AnyLoop._send_late"
+KILLER = "tests.zero.test_zero3_loops.test_forwards_and_backwards_may_come_in_any_number_and_order"
 CAUSE = "never written"
 
 

@@ -1,10 +1,7 @@
 """Results are right but each backward waits: a block is gathered unit by unit, when a unit is needed."""
 
-TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers"
-    ".test_a_block_is_gathered_during_its_forward_and_its_backward"
-)
+TARGET = "zero.train_zero3.FullyShardedDataParallel._before_backward"
+KILLER = "tests.zero.test_zero_mutant_killers.test_a_block_is_gathered_during_its_forward_and_its_backward"
 CAUSE = "gathered again before the backward"
 
 

@@ -1,7 +1,7 @@
 """A penalty on the parameters has no effect: its gradient goes to the shards and is overwritten there."""
 
-TARGET = "data_parallel.wrapped.refuse_penalties"
-KILLER = "tests.data_parallel.test_zero3_refusals.test_a_penalty_on_the_shards_is_refused"
+TARGET = "zero.wrapped.refuse_penalties"
+KILLER = "tests.zero.test_zero3_refusals.test_a_penalty_on_the_shards_is_refused"
 FAILS_WITH = "DID NOT RAISE"
 CAUSE = "check that must refuse it"
 

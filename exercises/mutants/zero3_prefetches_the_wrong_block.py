@@ -1,7 +1,7 @@
 """Results are right but each backward waits: the block that is prefetched has been used already."""
 
-TARGET = "data_parallel.train_zero3.FullyShardedDataParallel._before_backward"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_next_block_is_gathered_while_one_computes"
+TARGET = "zero.train_zero3.FullyShardedDataParallel._before_backward"
+KILLER = "tests.zero.test_zero_mutant_killers.test_the_next_block_is_gathered_while_one_computes"
 CAUSE = "start too late"
 
 

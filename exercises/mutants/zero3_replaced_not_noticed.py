@@ -1,7 +1,7 @@
 """A layer that was replaced after wrapping is not trained in sync, and its replicas drift apart."""
 
-TARGET = "data_parallel.wrapped.Wrapped.refuse_changes"
-KILLER = "tests.data_parallel.test_zero3_refusals.test_a_module_that_was_changed_after_wrapping_is_refused"
+TARGET = "zero.wrapped.Wrapped.refuse_changes"
+KILLER = "tests.zero.test_zero3_refusals.test_a_module_that_was_changed_after_wrapping_is_refused"
 FAILS_WITH = "DID NOT RAISE"
 CAUSE = "check that must refuse it"
 

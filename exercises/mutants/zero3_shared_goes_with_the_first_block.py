@@ -4,13 +4,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from data_parallel.blocks import blocks_of
-from data_parallel.train_zero3 import FullyShardedDataParallel
+from zero.blocks import blocks_of
+from zero.train_zero3 import FullyShardedDataParallel
 
-TARGET = "data_parallel.train_zero3.FullyShardedDataParallel"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers.test_a_layer_shared_by_blocks_is_gathered_in_each_of_them"
-)
+TARGET = "zero.train_zero3.FullyShardedDataParallel"
+KILLER = "tests.zero.test_zero_mutant_killers.test_a_layer_shared_by_blocks_is_gathered_in_each_of_them"
 CAUSE = "what several blocks share"
 
 

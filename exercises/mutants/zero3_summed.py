@@ -2,8 +2,8 @@
 
 from comm.collectives import reduce_scatter
 
-TARGET = "data_parallel.train_zero3.Unit.reduce_scatter"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
+TARGET = "zero.train_zero3.Unit.reduce_scatter"
+KILLER = "tests.zero.test_zero_mutant_killers.test_a_gradient_is_the_mean_over_ranks_not_their_sum"
 CAUSE = "sum over ranks that should be a mean"
 SYMPTOM = "In stage 3 clipping acts in most steps, and SGD steps are too long."
 

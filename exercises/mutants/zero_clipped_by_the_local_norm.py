@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 TARGET = "training.clipping.clip_grad_norm_"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_gradients_are_clipped_by_the_norm_over_all_shards"
+KILLER = "tests.zero.test_zero_mutant_killers.test_gradients_are_clipped_by_the_norm_over_all_shards"
 CAUSE = "one rank's part"
 
 

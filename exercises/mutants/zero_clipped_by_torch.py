@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-TARGET = "data_parallel.shard_guard.ShardGuard.placeholder"
+TARGET = "zero.shard_guard.ShardGuard.placeholder"
 KILLER = (
-    "tests.data_parallel.test_sharded_clipping."
-    "test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right"
+    "tests.zero.test_sharded_clipping.test_torchs_own_clipping_is_refused_and_the_optimizers_own_is_right"
 )
 FAILS_WITH = "DID NOT RAISE"
 CAUSE = "check that must refuse it"

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-TARGET = "data_parallel.sharded_optimizer.ShardedOptimizer._has_arrived"
+TARGET = "zero.sharded_optimizer.ShardedOptimizer._has_arrived"
 KILLER = (
-    "tests.data_parallel.test_sharded_loops"
+    "tests.zero.test_sharded_loops"
     ".test_a_dropped_backward_through_some_layers_does_not_change_later_microbatches"
 )
 CAUSE = "given up"

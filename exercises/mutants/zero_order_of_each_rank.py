@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-TARGET = "data_parallel.gradient_arrivals.GradientArrivals.add"
-KILLER = "tests.data_parallel.test_zero_mutant_killers.test_the_backward_of_one_rank_may_run_in_another_order"
+TARGET = "zero.gradient_arrivals.GradientArrivals.add"
+KILLER = "tests.zero.test_zero_mutant_killers.test_the_backward_of_one_rank_may_run_in_another_order"
 CAUSE = "one order on which they have agreed"
 SYMPTOM = "When ranks compute their gradients in different orders, layers learn from wrong gradients."
 

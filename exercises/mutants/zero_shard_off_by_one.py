@@ -3,9 +3,7 @@
 from torch import Tensor
 
 TARGET = "data_parallel.flat.Flat.pieces"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers.test_every_number_of_every_parameter_is_in_one_ranks_shard"
-)
+KILLER = "tests.zero.test_zero_mutant_killers.test_every_number_of_every_parameter_is_in_one_ranks_shard"
 CAUSE = "begin where the one before it ends"
 SYMPTOM = "The last number of each shard never changes, and the losses look normal."
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-TARGET = "data_parallel.sharded_optimizer.ShardedOptimizer.load_state_dict"
+TARGET = "zero.sharded_optimizer.ShardedOptimizer.load_state_dict"
 KILLER = (
-    "tests.data_parallel.test_sharded_optimizer"
+    "tests.zero.test_sharded_optimizer"
     ".test_the_optimizer_state_of_another_rank_is_refused_and_a_ranks_own_is_loaded"
 )
 FAILS_WITH = "DID NOT RAISE"

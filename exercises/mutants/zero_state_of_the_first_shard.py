@@ -8,9 +8,7 @@ from lab.ranges import Items, LoadPlanner, Range, Reader
 from training.range_checkpoint import Found
 
 TARGET = "training.range_checkpoint.read"
-KILLER = (
-    "tests.data_parallel.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards"
-)
+KILLER = "tests.zero.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards"
 CAUSE = "belongs to the first one"
 
 

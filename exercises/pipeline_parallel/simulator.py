@@ -1,7 +1,7 @@
-"""Simulating a schedule. Write `simulate` of pipeline_parallel/simulate.py.
+"""Simulating a schedule. Write `simulate` of pipeline_parallel/analysis/simulate.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/simulate.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/analysis/simulate.py yet: it contains
+the solution. All that you need is in this file, in the notebook and in the hints.
 
 Simulate a schedule: predict its timeline from the seconds of each stage, without running it.
 
@@ -18,9 +18,9 @@ So a rank has one outgoing link, which sends its messages one after the other in
 latency alpha delays a message, but not the messages behind it (Hockney's alpha and beta, as in `comm.cost`).
 A message between two stages of one rank takes no time, and without `link` all messages take none.
 
-Stages may be unequal, links slow, and any table is accepted; `pipeline_parallel.theory` has formulas for the
-regular cases. The simulator looks at each action a constant number of times, so thousands of ranks take
-seconds.
+Stages may be unequal, links slow, and any table is accepted; `pipeline_parallel.analysis.theory` has formulas
+for the regular cases. The simulator looks at each action a constant number of times, so thousands of ranks
+take seconds.
 
 You may use:
 
@@ -63,8 +63,8 @@ from collections.abc import Sequence
 
 from comm.cost import Link
 from pipeline_parallel.actions import Action, Table, as_dependency, dependencies, is_forward_only, placement
-from pipeline_parallel.simulate import Costs, Simulation, TimedAction, _taker
-from pipeline_parallel.validate import validate
+from pipeline_parallel.analysis.simulate import Costs, Simulation, TimedAction, _taker
+from pipeline_parallel.analysis.validate import validate
 
 
 def simulate(

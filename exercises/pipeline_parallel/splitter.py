@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 
 def cut(costs: Sequence[float], stages: int) -> list[range]:

@@ -1,7 +1,7 @@
-// The formulas of the lessons: memory of ZeRO (data_parallel/zero_memory.py), schedules (pipeline_parallel/theory.py),
+// The formulas of the lessons: memory of ZeRO (zero/memory.py), schedules (pipeline_parallel/analysis/theory.py),
 // collectives (comm/cost.py), activations (tensor_parallel/run.py). Tests compare each function with its lesson's.
 
-/** The parameters of lab/model.py's GPT, with one matrix for embedding and head. */
+/** The parameters of lab/models/model.py's GPT, with one matrix for embedding and head. */
 const parametersOf = ({ layers, width, vocabulary, context }) =>
   (vocabulary + context) * width + layers * (12 * width ** 2 + 13 * width) + 2 * width;
 

@@ -53,13 +53,13 @@ function drawMemory(result) {
   const shard = (least) => (set.stage >= least ? " / n" : "");
   const { bytes: each, copy } = PRECISIONS[set.precision];
   const numbers = OPTIMIZERS[set.optimizer][1];
-  const zero = "{{lesson data_parallel/zero_memory.py}}";
+  const zero = "{{lesson zero/memory.py}}";
   const rows = [
     ["parameters", `P${shard(3)}, with P = ${each} bytes × parameters / p`, zero, bytes(full.parameters), bytes(chosen.parameters)],
     ["gradients", `G${shard(2)}, with G = ${each} bytes × parameters / p`, zero, bytes(full.gradients), bytes(chosen.gradients)],
     ["optimizer state", `O${shard(1)}, with O = ${copy + 4 * numbers} bytes × parameters / p`,
       zero, bytes(full.optimizer), bytes(chosen.optimizer)],
-    ["activations", activationWords(result), "{{lesson tensor_parallel/run.py}}, {{lesson pipeline_parallel/theory.py}}",
+    ["activations", activationWords(result), "{{lesson tensor_parallel/run.py}}, {{lesson pipeline_parallel/analysis/theory.py}}",
       activations === null ? "" : bytes(activations),
       activations === null ? "" : bytes(activations)],
   ];
@@ -83,8 +83,8 @@ function activationWords({ most, chunks, layersOfStage, layer, recomputed, bound
 }
 
 /** Where the traffic of each stage of ZeRO is explained. */
-const LESSONS = ["{{lesson data_parallel/train_naive.py}}", "{{lesson data_parallel/train_zero1.py}}",
-  "{{lesson data_parallel/train_zero2.py}}", "{{lesson data_parallel/train_zero3.py}}"];
+const LESSONS = ["{{lesson data_parallel/train_naive.py}}", "{{lesson zero/train_zero1.py}}",
+  "{{lesson zero/train_zero2.py}}", "{{lesson zero/train_zero3.py}}"];
 
 function drawTime(result) {
   const { computing, idle, communication, makespan, apart, together, boundary, schedule, sent } = result;
@@ -97,7 +97,7 @@ function drawTime(result) {
       `<div class="line"><span>${name}</span>${bar(parts, apart)}<b>${seconds(all)}</b></div>`).join("");
   } else $("times").innerHTML = "<p>ZB-V has a formula only for enough microbatches: m ≥ 2p-1, without recomputation.</p>";
   const cost = "{{lesson comm/cost.py}}";
-  const theory = "{{lesson pipeline_parallel/theory.py}}";
+  const theory = "{{lesson pipeline_parallel/analysis/theory.py}}";
   const rows = [
     ["computing", `m (f + i + w), with f = w = 2 × parameters / p × b s / (operations a second), i = ${set.recompute === "nothing" ? "f" : "2 f: the forward again"}`,
       theory, seconds(computing)],

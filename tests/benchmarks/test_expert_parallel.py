@@ -8,7 +8,7 @@ from benchmarks import expert_parallel
 from benchmarks.expert_parallel import MOE, formula, rows_of
 from comm.cost import pairwise_traffic, traffic
 from expert_parallel.config import make_expert
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

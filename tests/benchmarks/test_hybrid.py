@@ -7,7 +7,7 @@ from benchmarks import hybrid, hybrid_steps
 from benchmarks.hybrid import rows_of
 from benchmarks.hybrid_steps import LESSONS, WINDOWS, of_the_lesson, on_a_mesh
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from lab.replace import replaced
 

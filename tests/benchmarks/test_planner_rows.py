@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks import planner
 from benchmarks.planner_steps import Measured
-from hybrid_parallel.machine import MACHINES
-from hybrid_parallel.plan import best_by_division
-from hybrid_parallel.planner import plans
-from hybrid_parallel.shapes import workbook_shape
+from hybrid_parallel.planner.machine import MACHINES
+from hybrid_parallel.planner.plan import best_by_division
+from hybrid_parallel.planner.search import plans
+from hybrid_parallel.planner.shapes import workbook_shape
 
 FOUND = plans(workbook_shape("13m"), MACHINES["h100"], 4, 8, "float32")
 

@@ -28,8 +28,8 @@ from benchmarks.table_runs import (
 from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import GPT, GPTConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import RankError, run_ranks
 from tests.benchmarks.table_results import AXES, made_up
 from tests.run_modes import SCRIPTS, start_of

@@ -22,7 +22,7 @@ def simulated_time() -> Iterator[None]:
 
     with (
         mock.patch("time.perf_counter_ns", now),
-        mock.patch("lab.timeline.now", now),
+        mock.patch("lab.trace.timeline.now", now),
         mock.patch("time.sleep", sleep),
     ):
         yield

@@ -8,8 +8,8 @@ from comm.algorithms import bruck
 from comm.cost import Link
 from comm.transport.choice import use_transport
 from comm.transport.wire import peer_wire
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.mismatches import error_text, works
 
 SENTENCE = "all_to_all: in the pattern bruck all parts of all ranks must have the same size; take pairwise."

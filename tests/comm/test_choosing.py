@@ -7,9 +7,9 @@ from comm import choosing, collectives, shared_tensors
 from comm.collectives import PATTERNS, pattern_for
 from comm.cost import Link
 from comm.transport import segment, slow_link
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
 from lab.replace import replaced
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.mismatches import error_text
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ from comm import collectives, cost
 from comm.collectives import PATTERNS
 from comm.cost import Link
 from comm.shards import segments_of, shard_sizes
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import ROOTED
 from tests.comm.segments import short_segments
 

@@ -13,7 +13,7 @@ from comm.cost import Link
 from comm.exchange import exchange, on_all, on_main
 from comm.transport import slow_link
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 
 

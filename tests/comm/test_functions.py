@@ -33,8 +33,8 @@ from comm.functions import (
 )
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 
 DIMS = (0, 1, 2, -1, -2)
 

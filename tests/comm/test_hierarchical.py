@@ -17,8 +17,8 @@ from comm.transport.choice import use_transport
 from comm.transport.hosts import VARIABLE
 from comm.transport.stream_wire import StreamWire
 from comm.transport.wire import Wire, peer_wire
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import (
     ALL,
     DTYPES,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from comm import collectives, cost, shared_tensors
 from comm.algorithms import in_place
 from comm.transport import segment, shared_segment
-from lab.ledger import LEDGER, Entry
 from lab.ranks import run_ranks
 from lab.replace import replaced
+from lab.trace.ledger import LEDGER, Entry
 from tests.comm.collective_cases import REDUCTIONS, Case, has_a_meaning, reduced, values
 from tests.comm.mismatches import error_text
 from tests.comm.segments import short_segments

@@ -15,9 +15,9 @@ from comm import collectives, rendezvous
 from comm.errors import CommError
 from comm.membership import liveness, meeting
 from comm.script import joined
+from lab.launch.same_start import check_same_start
 from lab.ranks import run_ranks
 from lab.replace import replaced
-from lab.same_start import check_same_start
 from tests.comm.places import places, set_variables
 from tests.comm.test_failures import die, sentence
 
@@ -26,7 +26,7 @@ POINTS = {
     "after its first word": "comm.membership.meeting.wait_for_all",
     "before the group forms": "torch.distributed.init_process_group",
     "after the group has formed": "comm.rendezvous.WatchedStore",
-    "before its data is compared": "lab.same_start.data_digest",
+    "before its data is compared": "lab.launch.same_start.data_digest",
     "before it connects to a peer": "comm.transport.streams.Streams._connect",
     "before a reduction of torch's own": "torch.distributed.all_reduce",
 }

@@ -9,10 +9,10 @@ import time
 from comm.exchange import on_all
 from comm.rendezvous import join, leave
 from comm.script import start
-from lab import timeline
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
+from lab.trace import timeline
 from tests.comm.places import places, set_variables
 
 

@@ -15,9 +15,9 @@ from comm.point_to_point import irecv, isend, recv, send
 from comm.transport import mailbox, segment
 from comm.transport.choice import use_transport
 from comm.transport.message_ends import Outbox
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
 from lab.replace import replaced
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.mismatches import error_text
 
 pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")

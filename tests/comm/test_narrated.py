@@ -13,8 +13,8 @@ from comm.shards import shards_of
 from comm.transport.wire import peer_wire
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.segments import short_segments
 
 

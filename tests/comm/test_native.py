@@ -9,9 +9,9 @@ import torch.distributed as dist
 from comm.cost import Link
 from comm.transport import native, slow_link
 from lab.cluster import Cluster
-from lab.overlap import Overlap, overlap_of
 from lab.ranks import run_ranks
-from lab.timeline import recorded, span, start_recording, stop_recording
+from lab.trace.overlap import Overlap, overlap_of
+from lab.trace.timeline import recorded, span, start_recording, stop_recording
 from tests.lab.simulated_gpu import MS, SimulatedGpu, Stream, simulated_gpu
 
 

@@ -15,8 +15,8 @@ from comm.point_to_point import irecv, isend, measure_link, recv, send
 from comm.transport import slow_link
 from comm.transport.choice import use_transport
 from comm.transport.wire import Wire
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import RankError, run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 
 
 def test_a_ring_that_sends_first_never_ends_and_the_report_shows_where_each_rank_is_stuck():

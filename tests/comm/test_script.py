@@ -12,7 +12,7 @@ from comm import point_to_point, tour
 from comm.collectives import all_reduce
 from comm.script import start
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.comm.places import places, set_variables
 

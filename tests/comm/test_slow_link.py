@@ -10,9 +10,9 @@ from comm.collectives import all_reduce, barrier, reduce_scatter
 from comm.cost import Link
 from comm.transport import slow_link
 from comm.transport.choice import use_transport
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
-from lab.timeline import recorded, start_recording
+from lab.trace.timeline import recorded, start_recording
 from tests.comm.simulated_time import simulated_time
 from training.calibrate import measure_all_reduce
 

@@ -13,8 +13,8 @@ from comm.transport.choice import CAN_POLL, chosen_transport, use_transport
 from comm.transport.memory_ends import MemoryIn, MemoryOut
 from comm.transport.stream_ends import StreamIn, StreamOut
 from comm.transport.wire import group_of
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import (
     DTYPES,
     LAYOUTS,

@@ -15,7 +15,7 @@ def threads_after_joining(cluster, environments: list[dict[str, object]], cores:
     set_variables(environments[cluster.rank])
     torch.set_num_threads(8)
     with (
-        replaced("lab.threads.own_cores", lambda: frozenset(cores[cluster.rank])),
+        replaced("lab.launch.threads.own_cores", lambda: frozenset(cores[cluster.rank])),
         joined(),
     ):
         return torch.get_num_threads()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab.errors import Stopped
+from lab.launch.errors import Stopped
 from tests.containers.conftest import IMAGE, NAME, Up, docker
 from tests.scripts.kubernetes import command_of_pod, objects, small_job
 

@@ -17,7 +17,7 @@ from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 
 RTOL = 1e-9
 Tensors = dict[str, Tensor]

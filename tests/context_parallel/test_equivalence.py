@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lab.check import gradients
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import GPT, loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, loss_of
 from lab.ranks import run_ranks
 from tests.context_parallel.equivalence import (
     ALL_TO_ALL,

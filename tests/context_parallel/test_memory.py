@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lab.cluster import Cluster
-from lab.memory import saved_activations
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.ranks import run_ranks
+from lab.trace.memory import saved_activations
 from tests.context_parallel.equivalence import ALL_TO_ALL, RING, Variant
 
 RANKS, LENGTH, MOST = 4, 8192, 0.30

@@ -3,7 +3,7 @@
 from context_parallel.sequence_cut import SequenceCut
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from tests.context_parallel.equivalence import (
     ALL_TO_ALL,

@@ -13,7 +13,7 @@ from comm.cost import Link
 from context_parallel import train_all_to_all_attention, train_ring_attention
 from context_parallel.run import Args, RingArgs, Run, documents_of
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 
 SCRIPTS = {"context_ring": train_ring_attention, "context_all_to_all": train_all_to_all_attention}

@@ -5,8 +5,8 @@ import pytest
 from context_parallel.expected_traffic import all_to_all_traffic, ring_traffic
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Traffic
 from tests.context_parallel.equivalence import ALL_TO_ALL, RING, Variant, gpt, text
 
 VARIANTS = (RING, Variant(RING.attention, SequenceCut.contiguous), ALL_TO_ALL)

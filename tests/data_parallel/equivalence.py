@@ -19,13 +19,13 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
-from lab import timeline
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
-from lab.gantt import Event
-from lab.metronome import Metronome
-from lab.model import GPT, GPTConfig, loss_of
-from lab.text import rank_slice
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import rank_slice
+from lab.trace import timeline
+from lab.trace.gantt import Event
+from lab.trace.metronome import Metronome
 from training.replicas import replicas_equal
 
 BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches divide a rank's slice

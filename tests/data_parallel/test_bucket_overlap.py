@@ -10,9 +10,9 @@ from data_parallel.flat import fill
 from data_parallel.train_bucket_overlap import Bucket, BucketDataParallel
 from lab.check import assert_same, gradients, module_digest, reference_gradients
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Entry, Traffic
-from lab.model import MLP
+from lab.models.model import MLP
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.data_parallel.equivalence import (
     EitherWay,
     accumulate,

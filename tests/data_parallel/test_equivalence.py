@@ -16,10 +16,10 @@ from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import LEDGER
-from lab.model import MLP
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 from tests.data_parallel.equivalence import (
     OURS,
     WRAPPERS,

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from lab.check import assert_same, gradients, reference_gradients
 from lab.cluster import Cluster
-from lab.model import MLP, loss_of
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.pipeline import Pipeline

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from comm.transport import slow_link
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import (
     OURS,

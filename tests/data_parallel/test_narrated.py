@@ -11,9 +11,9 @@ from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
+from lab.models.text import microbatches
 from lab.ranks import run_ranks
-from lab.text import microbatches
+from lab.trace.ledger import LEDGER
 
 
 def test_naive_equals_one_process():

@@ -8,9 +8,9 @@ from torch import nn
 from comm.cost import Link
 from comm.transport import slow_link
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.overlap import overlap_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
+from lab.trace.overlap import overlap_of
 from tests.data_parallel.equivalence import OURS, trace_of_a_step
 from tests.data_parallel.test_equivalence import Switched
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_parallel.predict import Message, median_step_seconds, observed_step, step_seconds
-from lab.gantt import Event
+from lab.trace.gantt import Event
 
 SECOND = 1_000_000_000
 

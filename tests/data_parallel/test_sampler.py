@@ -8,7 +8,7 @@ from comm.collectives import all_reduce
 from data_parallel.sampler import DistributedSampler, Uneven, refuse_uneven
 from data_parallel.train_naive import NaiveDataParallel
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 
 SIZES = [(num_examples, world_size) for num_examples in (0, 1, 5, 12, 101) for world_size in (1, 2, 3, 4, 7)]

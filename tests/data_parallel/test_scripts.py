@@ -20,7 +20,7 @@ from data_parallel import (
     train_overlap,
 )
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.summary import FIELDS

@@ -7,7 +7,7 @@ from torch import nn
 
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import OURS, WRAPPERS, mean_square, mine
 from tests.data_parallel.small_models import X, layers, train

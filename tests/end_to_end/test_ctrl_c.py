@@ -20,7 +20,7 @@ def alive(pid: int) -> bool:
 
 def test_ctrl_c_at_the_launcher_saves_and_leaves_no_process(tmp_path):
     folder, errors = tmp_path / "run", tmp_path / "errors"
-    command = [sys.executable, "-m", "lab.torchrun"]
+    command = [sys.executable, "-m", "lab.launch.torchrun"]
     command += ["--nproc-per-node=2", "data_parallel/train_naive.py", "--size", "tiny", "--steps", "100000"]
     command += ["--checkpoint", str(folder)]
 

@@ -15,8 +15,8 @@ import tyro
 
 from comm.cost import Link
 from lab.cluster import Cluster
-from lab.meter import Meter
 from lab.ranks import run_ranks
+from lab.trace.meter import Meter
 from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of
 
 NAMES = [mode for mode, _, _ in MODES]

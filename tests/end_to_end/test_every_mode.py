@@ -6,7 +6,7 @@ import pytest
 import tyro
 
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.end_to_end.test_defaults import NAMES, at_once, refuse_failures
 from tests.run_modes import few_steps, start_of

@@ -16,7 +16,7 @@ from tests.comm.places import free_port
 
 STEPS, EVERY = 8, 3
 MESHES = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2, "microbatches": 2}}
-LAUNCHERS = {"tensor": "torch.distributed.run", "pipeline": "lab.torchrun"}
+LAUNCHERS = {"tensor": "torch.distributed.run", "pipeline": "lab.launch.torchrun"}
 # By attempt: which rank dies before which step, first when there is no checkpoint yet.
 VICTIMS = {"tensor": [(0, 1), (1, 4)], "pipeline": [(1, 2), (0, 5)]}
 
@@ -24,7 +24,7 @@ SCRIPT = """
 import os, signal, time
 from pathlib import Path
 from comm.script import start
-from hybrid_parallel.auto import read_arguments
+from hybrid_parallel.planner.auto import read_arguments
 from hybrid_parallel.train_hybrid import HybridArgs, main
 from tests.end_to_end import test_restart
 
@@ -76,7 +76,7 @@ def test_killed_ranks_are_started_again_and_the_losses_are_those_of_an_undisturb
     script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "killed"
     script.write_text(SCRIPT.format(axis=axis, folder=str(folder), log=str(log)))
     launch = [sys.executable, "-m", LAUNCHERS[axis], "--nproc-per-node=2", "--max-restarts=2"]
-    if LAUNCHERS[axis] != "lab.torchrun":
+    if LAUNCHERS[axis] != "lab.launch.torchrun":
         launch.append(f"--master-port={free_port()}")
     sizes = [word for name, value in MESHES[axis].items() for word in (f"--{name}", str(value))]
     options = ["--size", "tiny", "--layers", "4", "--steps", str(STEPS), *sizes]
@@ -94,6 +94,6 @@ def test_killed_ranks_are_started_again_and_the_losses_are_those_of_an_undisturb
         f"restart 1: training starts at step 0 again: {folder} has no complete checkpoint yet.",
         f"restart 2: training goes on after step 3 of 8, from the checkpoint in {folder}.",
     ]
-    if LAUNCHERS[axis] == "lab.torchrun":
+    if LAUNCHERS[axis] == "lab.launch.torchrun":
         assert "Traceback" not in done.stderr
         assert "rank 1 has died" in done.stderr

@@ -16,7 +16,7 @@ from tests.comm.places import free_port
 LAUNCH = [
     sys.executable,
     "-m",
-    "lab.torchrun",
+    "lab.launch.torchrun",
     "--nproc-per-node=2",
 ]
 
@@ -40,7 +40,7 @@ time.sleep(60)
 STOPS = """
 import os, sys, time
 from pathlib import Path
-from lab.interrupt import StopRequest
+from lab.launch.interrupt import StopRequest
 
 folder = Path(sys.argv[1])
 (folder / os.environ["RANK"]).write_text(str(os.getpid()))
@@ -202,7 +202,7 @@ def test_the_launcher_hides_warnings_of_torchs_c_code():
     program = """
 import ctypes, pathlib, torch
 from torch.distributed import run
-from lab import torchrun
+from lab.launch import torchrun
 library = ctypes.CDLL(str(next((pathlib.Path(torch.__file__).parent / "lib").glob("libc10.*"))))
 run.main = lambda options: print(ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value)
 torchrun.main([])

@@ -8,8 +8,8 @@ from exercises.difference import shown_difference
 from exercises.evidence import Evidence
 from exercises.relations import across_ranks, relation
 from exercises.schedule_table import LEGEND, marked, wrong_table
-from lab.compared import Compared
-from lab.waiting import Wait
+from lab.ranks.compared import Compared
+from lab.ranks.waiting import Wait
 from pipeline_parallel.schedules import _Row, gpipe, interleaved_1f1b, one_f_one_b
 
 RIGHT = torch.tensor([1.0, -2.0, 3.0, 5.0], dtype=torch.float64)

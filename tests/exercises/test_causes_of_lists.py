@@ -5,7 +5,7 @@ import torch
 
 from exercises.causes import likely_cause
 from exercises.evidence import Evidence
-from lab.compared import Compared
+from lab.ranks.compared import Compared
 
 RIGHT = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(6, 2)
 NOISE = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(6, 2).sin()

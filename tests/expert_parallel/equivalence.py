@@ -12,7 +12,7 @@ from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.check import assert_same, module_digest
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from tests.expert_parallel.reference import gpt, naive_gpt, text
 
 RTOL = 1e-9

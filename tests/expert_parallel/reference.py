@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expert_parallel.config import MoEConfig
-from lab.model import GPT, FeedForward, GPTConfig
+from lab.models.model import GPT, FeedForward, GPTConfig
 
 
 class NaiveRouter(nn.Module):

@@ -3,7 +3,7 @@
 import torch
 
 from expert_parallel.config import make_expert
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
 
 
 def test_every_expert_starts_with_weights_of_its_own_which_its_numbers_decide():

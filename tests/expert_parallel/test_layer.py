@@ -10,7 +10,7 @@ from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import MixtureOfExperts
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
 from lab.ranks import run_ranks
 from tests.expert_parallel.equivalence import gradients_or_zeros
 from tests.expert_parallel.reference import NaiveMixture

@@ -11,7 +11,7 @@ from comm.cost import Link
 from expert_parallel import train_moe
 from expert_parallel.run import Args, Run
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 
 

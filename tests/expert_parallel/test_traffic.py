@@ -16,9 +16,9 @@ from expert_parallel.expected_traffic import traffic_per_step
 from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 from tests.expert_parallel.reference import gpt, text
 
 ITEM, D = 8, 8

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     else:
         build()
         import tests.fake_gpu.device  # noqa: F401  (before torch, here and in the ranks)
-        from lab import forked
+        from lab.ranks import forked
 
         forked.preload("tests.fake_gpu.device", first=True)
     import pytest
@@ -37,7 +37,7 @@ def has_cuda() -> bool:
 
 def reason_to_skip() -> str | None:
     if has_cuda():
-        from lab.devices import num_gpus
+        from lab.launch.devices import num_gpus
 
         return None if num_gpus() else "this torch is built for CUDA, but finds no GPU."
     if sys.platform != "linux":

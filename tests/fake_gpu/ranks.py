@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.cluster import Cluster
-from lab.devices import num_gpus
+from lab.launch.devices import num_gpus
 from lab.ranks import run_ranks
 from tests.comm.places import free_port
 

@@ -32,6 +32,6 @@ def test_a_metronomes_pass_begins_when_its_message_has_arrived(script: str):
 
 
 def test_figures_that_spans_cannot_show_are_left_out_with_the_reason():
-    figures = run_script("data_parallel/train_fsdp.py", *SHORT)
+    figures = run_script("zero/train_fsdp.py", *SHORT)
     assert figures["compute_seconds"] is figures["hidden_share"] is None
     assert "streams of its own" in figures["not_measured"]

@@ -9,7 +9,7 @@ from torch import nn
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 from tests.fake_gpu.conftest import REAL
 from tests.fake_gpu.ranks import on_gpus
 

@@ -27,8 +27,8 @@ def test_a_run_mode_trains_on_two_gpus(mode: str, script: str):
     "script",
     [
         "data_parallel/train_bucket_overlap.py",
-        "data_parallel/train_zero2.py",
-        "data_parallel/train_zero3.py",
+        "zero/train_zero2.py",
+        "zero/train_zero3.py",
         "tensor_parallel/train_tensor_parallel.py",
         "pipeline_parallel/train_1f1b.py",
     ],

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from comm.collectives import Group
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_fsdp import full_state_dict, shard
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
 from pipeline_parallel.train_afab import AllForwardAllBackward
@@ -25,6 +24,7 @@ from tests.fake_gpu.ranks import backend_for, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.tensor_parallel import equivalence as tensor_parallel
 from tests.tensor_parallel import test_native as dtensors
+from zero.train_fsdp import full_state_dict, shard
 
 SLOW = "0.002"  # seconds
 

@@ -13,7 +13,7 @@ from hybrid_parallel import checkpoint_folder as files
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.checkpoint_pieces import Piece
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 SHAPES = {"model/weight": (6, 8), "model/bias": (5,), "optimizer/step": ()}
 CUT = {"model/weight": 1, "model/bias": 0}  # by which dimension tensor parallelism cuts

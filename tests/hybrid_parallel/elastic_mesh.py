@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_parallel import train_elastic_mesh
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
+from hybrid_parallel.elastic.elastic import train_elastic_mesh
+from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.run import Run
 from hybrid_parallel.state import pieces_of
-from hybrid_parallel.survivors import Survivors
-from hybrid_parallel.train_elastic_mesh import ElasticMeshArgs
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks

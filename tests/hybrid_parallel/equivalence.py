@@ -21,8 +21,8 @@ from hybrid_parallel.traffic import traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Entry, Traffic
-from lab.model import GPT, MLP, GPTConfig, loss_of
+from lab.models.model import GPT, MLP, GPTConfig, loss_of
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 3

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from expert_parallel.config import MoEConfig
-from lab.model import GPT
+from lab.models.model import GPT
 from tests.expert_parallel.reference import NaiveMixture
 
 

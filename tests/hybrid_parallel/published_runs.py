@@ -38,10 +38,10 @@ tokens are predicted 39 % too high.
 import statistics
 from dataclasses import dataclass, replace
 
-from hybrid_parallel.machine import MACHINES, Machine
-from hybrid_parallel.shapes import SHAPES, ModelShape
+from hybrid_parallel.planner.machine import MACHINES, Machine
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
 
 A100, H100 = MACHINES["a100-80gb"], MACHINES["h100"]
 

@@ -12,7 +12,7 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import GPT, loss_of
+from lab.models.model import GPT, loss_of
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import RTOL, Tensors, batch, gpt, gradients_of, those_of
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts

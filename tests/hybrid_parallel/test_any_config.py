@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expert_parallel.config import MoEConfig
-from hybrid_parallel import planner
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
-from hybrid_parallel.auto import planned_shape
 from hybrid_parallel.config import load
-from hybrid_parallel.machine import machine_of
+from hybrid_parallel.planner.auto import planned_shape
+from hybrid_parallel.planner.machine import machine_of
+from hybrid_parallel.planner.search import search as planner
 from hybrid_parallel.run import Run
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import Entry, Traffic
-from lab.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import Entry, Traffic
 from tests.hybrid_parallel.equivalence import counting
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
 from training.data import TrainingData

@@ -15,8 +15,8 @@ from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
 from hybrid_parallel.config import Config, load, main, read_command_line, split_config, validate_world_size
 from hybrid_parallel.settings import KEYS
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from lab.errors import WorkbookError
-from lab.model import GPTConfig, MLPConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig, MLPConfig
 from tests.run_modes import ROOT
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_parallel.config import load
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 MISTAKES = {
     # Keys

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.errors import CommError
-from hybrid_parallel import elastic, train_elastic
-from hybrid_parallel.deaths import Deaths
-from hybrid_parallel.elastic import ElasticReplica
-from hybrid_parallel.survivors import Survivors
-from hybrid_parallel.train_elastic import ElasticArgs
+from hybrid_parallel.elastic.deaths import Deaths
+from hybrid_parallel.elastic.elastic import ElasticReplica, elastic, train_elastic
+from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.elastic.train_elastic import ElasticArgs
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 
 # 7 examples are divided evenly among no group but that of one rank.

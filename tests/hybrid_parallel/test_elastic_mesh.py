@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from hybrid_parallel.elastic.train_elastic_mesh import sizes_for
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.train_elastic_mesh import sizes_for
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from tests.hybrid_parallel.elastic_mesh import ARGS, survivors_end_as_one_process, train
 

@@ -14,7 +14,7 @@ from hybrid_parallel.checkpoint_pieces import Piece
 from hybrid_parallel.export import ExportArgs, export, import_from
 from hybrid_parallel.export import run as export_or_import
 from lab.cluster import Cluster
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.checkpoint_toys import refusal
 from tests.run_modes import ROOT

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import GPTConfig, MLPConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import Tensors, batch, gpt, those_of
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts

@@ -11,19 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hybrid_parallel.auto
+import hybrid_parallel.planner.auto
 from comm.cost import Link
-from hybrid_parallel.auto import measured_machine
-from hybrid_parallel.machine import MACHINES, Machine
-from hybrid_parallel.memory_model import predict_memory
-from hybrid_parallel.mlp_shape import MLPShape
-from hybrid_parallel.plan import Plan, best_by_division, reason_of
-from hybrid_parallel.planner import Args, choose, main, plans
-from hybrid_parallel.seconds import Seconds
-from hybrid_parallel.shapes import SHAPES, workbook_shape
+from hybrid_parallel.planner.auto import measured_machine
+from hybrid_parallel.planner.machine import MACHINES, Machine
+from hybrid_parallel.planner.memory_model import predict_memory
+from hybrid_parallel.planner.mlp_shape import MLPShape
+from hybrid_parallel.planner.plan import Plan, best_by_division, reason_of
+from hybrid_parallel.planner.search import Args, choose, main, plans
+from hybrid_parallel.planner.seconds import Seconds
+from hybrid_parallel.planner.shapes import SHAPES, workbook_shape
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from hybrid_parallel.time_model import TimeModel
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 H100 = MACHINES["h100"]
 LLAMA = SHAPES["llama-3-8b"]
@@ -122,8 +122,8 @@ def test_autocast_makes_the_state_of_a_plan_that_of_float32():
 
 
 def test_a_run_of_this_workbook_on_gpus_is_planned_with_autocast(monkeypatch):
-    monkeypatch.setattr(hybrid_parallel.auto, "measure_all_reduce", lambda *_, **__: Link(1.0, 1.0))
-    monkeypatch.setattr(hybrid_parallel.auto, "default_pattern", lambda _: "ring")
+    monkeypatch.setattr(hybrid_parallel.planner.auto, "measure_all_reduce", lambda *_, **__: Link(1.0, 1.0))
+    monkeypatch.setattr(hybrid_parallel.planner.auto, "default_pattern", lambda _: "ring")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     machine = measured_machine(SimpleNamespace(device=torch.device("cuda"), world_size=8))
     assert machine.device == H100.device and machine.autocast and not H100.autocast
@@ -221,7 +221,7 @@ def test_json_holds_the_sizes_and_the_predictions(capsys):
 
 
 def test_the_command_line_ends_with_a_sentence_and_no_stack_trace():
-    command = [sys.executable, "hybrid_parallel/planner.py", "--model", "llama-4"]
+    command = [sys.executable, "-m", "hybrid_parallel.planner", "--model", "llama-4"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1 and ended.stdout == ""
     assert ended.stderr.startswith("There is no model 'llama-4'") and ended.stderr.count("\n") == 1

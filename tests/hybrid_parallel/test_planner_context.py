@@ -16,17 +16,17 @@ from context_parallel.predict import ring_seconds, step_pairs
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
-from hybrid_parallel.machine import MACHINES, Device, Machine
-from hybrid_parallel.measured import Handling
-from hybrid_parallel.memory_model import predict_memory
-from hybrid_parallel.seconds import Seconds
-from hybrid_parallel.shapes import SHAPES, ModelShape, shape_of_config
+from hybrid_parallel.planner.machine import MACHINES, Device, Machine
+from hybrid_parallel.planner.measured import Handling
+from hybrid_parallel.planner.memory_model import predict_memory
+from hybrid_parallel.planner.seconds import Seconds
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, shape_of_config
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
 from lab.cluster import Cluster
-from lab.memory import saved_activations
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
+from lab.trace.memory import saved_activations
 
 CLOCK = Device("clock", 1e12, {"float32": 1.0, "bf16": 1.0}, 1e30, 1.0, 1.0, 1.0, 0.0)
 H100 = MACHINES["h100"]

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm.cost import Link
-from hybrid_parallel.machine import MACHINES, Machine
-from hybrid_parallel.memory_model import predict_memory
-from hybrid_parallel.mlp_shape import MLPShape
-from hybrid_parallel.plan import Plan, best_by_division, reason_of, table_of
-from hybrid_parallel.planner import Args, candidates, choose, main, plans
-from hybrid_parallel.shapes import SHAPES, ModelShape, shape_of_config, workbook_shape
+from hybrid_parallel.planner.machine import MACHINES, Machine
+from hybrid_parallel.planner.memory_model import predict_memory
+from hybrid_parallel.planner.mlp_shape import MLPShape
+from hybrid_parallel.planner.plan import Plan, best_by_division, reason_of, table_of
+from hybrid_parallel.planner.search import Args, candidates, choose, main, plans
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, shape_of_config, workbook_shape
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from hybrid_parallel.time_model import TimeModel
-from lab.errors import WorkbookError
-from lab.model import GPTConfig, MLPConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig, MLPConfig
 
 H100, H200 = MACHINES["h100"], MACHINES["h200"]
 MIXTRAL = SHAPES["mixtral-8x7b"]

@@ -10,17 +10,17 @@ from comm.cost import Link
 from expert_parallel.config import MoEConfig
 from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
-from hybrid_parallel.machine import Device, Machine
-from hybrid_parallel.measured import Handling
-from hybrid_parallel.memory_model import experts_of, parameters_of, predict_memory
-from hybrid_parallel.seconds import Seconds
-from hybrid_parallel.shapes import ModelShape, shape_of_config
+from hybrid_parallel.planner.machine import Device, Machine
+from hybrid_parallel.planner.measured import Handling
+from hybrid_parallel.planner.memory_model import experts_of, parameters_of, predict_memory
+from hybrid_parallel.planner.seconds import Seconds
+from hybrid_parallel.planner.shapes import ModelShape, shape_of_config
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
 from lab.cluster import Cluster
-from lab.memory import saved_activations
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.ranks import run_ranks
+from lab.trace.memory import saved_activations
 
 CLOCK = Device("clock", 1e12, {"float32": 1.0, "bf16": 1.0}, 1e30, 1.0, 1.0, 1.0, 0.0)
 # One layer. An expert's linear layers have 32 numbers between them, and each token passes two experts.

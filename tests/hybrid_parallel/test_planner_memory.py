@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_parallel.zero_memory import Held, formula
-from hybrid_parallel.memory_model import (
+from hybrid_parallel.planner.memory_model import (
     fullest_ranks,
     has_head,
     layer_activations,
@@ -17,16 +16,17 @@ from hybrid_parallel.memory_model import (
     parameters_of,
     predict_memory,
 )
-from hybrid_parallel.mlp_shape import MLPShape
-from hybrid_parallel.shapes import SHAPES, ModelShape, workbook_shape
+from hybrid_parallel.planner.mlp_shape import MLPShape
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, workbook_shape
 from hybrid_parallel.sizes import ParallelSizes
-from lab.memory import saved_activations
-from lab.model import GPT as Model
-from lab.model import SIZES, GPTConfig, loss_of
-from pipeline_parallel import theory
+from lab.models.model import GPT as Model
+from lab.models.model import SIZES, GPTConfig, loss_of
+from lab.trace.memory import saved_activations
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.simulate import Costs, simulate
 from tensor_parallel.run import activations_formula
+from zero.memory import Held, formula
 
 GPT = ModelShape(8, 64, 8, 256, 32, dropout=True, fused_attention=False)
 

@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 from comm.cost import Link
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.machine import this_machine
-from hybrid_parallel.memory_model import fullest_ranks, parameters_of, predict_memory
 from hybrid_parallel.mesh import Mesh
-from hybrid_parallel.shapes import shape_of_config, workbook_shape
+from hybrid_parallel.planner.machine import this_machine
+from hybrid_parallel.planner.memory_model import fullest_ranks, parameters_of, predict_memory
+from hybrid_parallel.planner.shapes import shape_of_config, workbook_shape
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
-from lab.memory import gradient_of, live_bytes
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
+from lab.trace.memory import gradient_of, live_bytes
 
 WAYS = [
     ParallelSizes(data=4, zero=1),

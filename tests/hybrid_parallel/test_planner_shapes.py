@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybrid_parallel.shapes import SHAPES, ModelShape, shape_of, workbook_shape
-from lab.errors import WorkbookError
-from lab.model import GPT, SIZES, GPTConfig
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, shape_of, workbook_shape
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, SIZES, GPTConfig
 
 LLAMA = {
     "model_type": "llama",

@@ -6,16 +6,16 @@ import pytest
 
 from comm import cost
 from comm.cost import Link
-from hybrid_parallel.machine import Device, Machine
-from hybrid_parallel.measured import Handling
-from hybrid_parallel.mlp_shape import MLPShape
-from hybrid_parallel.shapes import ModelShape
-from hybrid_parallel.shared_cores import makespan
+from hybrid_parallel.planner.machine import Device, Machine
+from hybrid_parallel.planner.measured import Handling
+from hybrid_parallel.planner.mlp_shape import MLPShape
+from hybrid_parallel.planner.shapes import ModelShape
+from hybrid_parallel.planner.shared_cores import makespan
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
-from lab.model import MLP
+from lab.models.model import MLP
+from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from pipeline_parallel.simulate import Costs, simulate
 
 LINK = Link(0.5, 0.25)
 CLOCK = Device("clock", 1e12, {"float32": 1.0}, 1e30, 1.0, 1.0, 1.0, 0.0)

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-import hybrid_parallel.time_model
+import hybrid_parallel.planner.time_model
 from comm import cost
 from comm.cost import Link
-from hybrid_parallel.machine import MACHINES, Device, Machine, machine_of
-from hybrid_parallel.memory_model import parameters_of
-from hybrid_parallel.replica_time import ADAM_BYTES
-from hybrid_parallel.seconds import Seconds
-from hybrid_parallel.shapes import SHAPES, ModelShape
+from hybrid_parallel.planner.machine import MACHINES, Device, Machine, machine_of
+from hybrid_parallel.planner.memory_model import parameters_of
+from hybrid_parallel.planner.replica_time import ADAM_BYTES
+from hybrid_parallel.planner.seconds import Seconds
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape
+from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.time_model import TimeModel
-from lab.errors import WorkbookError
-from lab.threads import own_cores
-from pipeline_parallel import theory
+from lab.launch.errors import WorkbookError
+from lab.launch.threads import own_cores
+from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES
 
 # A device of 1 operation per second, whose bytes cost nothing unless a test says so.
@@ -64,7 +64,7 @@ def test_recomputation_adds_a_third_to_the_layers():
 def test_the_simulator_and_the_formula_agree_on_equal_stages(schedule, microbatches, monkeypatch):
     sizes = ParallelSizes(pipeline=3, schedule=schedule, chunks=2, microbatches=microbatches)
     simulated = predict(sizes)
-    monkeypatch.setattr(hybrid_parallel.time_model, "SIMULATED", 0)
+    monkeypatch.setattr(hybrid_parallel.planner.time_model, "SIMULATED", 0)
     by_formula = predict(sizes)
     assert simulated.total == pytest.approx(by_formula.total, rel=1e-4)
     assert simulated.bubble == pytest.approx(by_formula.bubble, rel=1e-3)
@@ -97,7 +97,7 @@ def test_the_tensor_axis_costs_four_all_reduces_in_each_layer():
 
 
 def test_a_message_between_stages_goes_as_shards_and_is_gathered_within_a_node(monkeypatch):
-    monkeypatch.setattr(hybrid_parallel.time_model, "SIMULATED", 0)
+    monkeypatch.setattr(hybrid_parallel.planner.time_model, "SIMULATED", 0)
     machine = replace(FREE, outer=Link(0.0, 1.0), devices_per_node=2)
     numbers = 8 * 4096  # of a microbatch
     sizes, shape = ParallelSizes(pipeline=4, tensor=2, microbatches=6), replace(SHAPE, tied=False)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hybrid_parallel import export
 from hybrid_parallel.checkpoint_folder import complete_steps
 from lab.check import module_digest
-from lab.model import GPT, GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import RankError
 from tests.hybrid_parallel.test_run import summaries
 

@@ -7,8 +7,8 @@ import pytest
 
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
-from hybrid_parallel.auto import Planner
 from hybrid_parallel.mesh import AXES
+from hybrid_parallel.planner.auto import Planner
 from hybrid_parallel.run import Run, stream_of
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster

@@ -19,7 +19,7 @@ from hybrid_parallel.sizes import ParallelSizes as Sizes
 from hybrid_parallel.state import STATES, first_names, optimizer_steps, pieces_of, set_optimizer_steps
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import GPT, loss_of
+from lab.models.model import GPT, loss_of
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import RTOL, batch, gpt
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts

@@ -10,8 +10,8 @@ from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.hybrid_parallel.equivalence import batch, counting, gpt
 
 

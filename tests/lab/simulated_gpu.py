@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from comm.transport import gpu_handover
-from lab import stream_clock, timeline
+from lab.trace import stream_clock, timeline
 
 MS = 1_000_000
 

@@ -9,7 +9,7 @@ from lab.check import (
     reference_gradients,
     refuse_unequal,
 )
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 
 EXPECTED = {"w": torch.tensor([1.0, -2.0, 3.0]).double(), "unused": None}
 

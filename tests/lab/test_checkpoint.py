@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from lab.checkpoint import claim, read, save, seal, unpack
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import MLP
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP
 from lab.ranks import run_ranks
 from tests.evil import Evil
 

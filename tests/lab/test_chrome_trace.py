@@ -1,7 +1,7 @@
 import json
 
-from lab.chrome_trace import write_chrome_trace
-from lab.gantt import Event
+from lab.trace.chrome_trace import write_chrome_trace
+from lab.trace.gantt import Event
 
 
 def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_in_microseconds(tmp_path):

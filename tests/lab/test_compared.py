@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lab.check import assert_same
-from lab.compared import MAX_NUMBERS, Compared, compared_in
 from lab.ranks import RankError, run_ranks
+from lab.ranks.compared import MAX_NUMBERS, Compared, compared_in
 
 
 def compared_by(check, *arguments) -> Compared | None:

@@ -7,10 +7,10 @@ import cloudpickle
 import pytest
 import torch
 
-from lab import rank_child
 from lab.cluster import Cluster
-from lab.devices import device_of
-from lab.errors import WorkbookError
+from lab.launch.devices import device_of
+from lab.launch.errors import WorkbookError
+from lab.ranks import child as rank_child
 from lab.ranks import run_ranks
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lab.digits import FILE, load_digits
-from lab.model import BabyCNN
+from lab.models.digits import FILE, load_digits
+from lab.models.model import BabyCNN
 
 
 def test_the_digits_have_the_promised_shapes_and_ranges():

@@ -13,11 +13,11 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from lab import black_box as black_box_module
-from lab.black_box import black_box, dump
-from lab.errors import WorkbookError
-from lab.flight_recorder import analyse, load
+from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
+from lab.trace import black_box as black_box_module
+from lab.trace.black_box import black_box, dump
+from lab.trace.flight_recorder import analyse, load
 
 AGREED = "The ranks have called the same collectives, and all of them have ended."
 
@@ -191,7 +191,7 @@ def test_a_dump_may_be_written_at_any_time(tmp_path):
 def test_the_command_prints_the_analysis_or_one_sentence(tmp_path):
     def command() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "lab.flight_recorder", str(tmp_path)], capture_output=True, text=True
+            [sys.executable, "-m", "lab.trace.flight_recorder", str(tmp_path)], capture_output=True, text=True
         )
 
     empty = command()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lab.gantt import COLORS, Event, draw, draw_panels, shade
+from lab.trace.gantt import COLORS, Event, draw, draw_panels, shade
 
 MS = 1_000_000
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import side_by_side
 from comm.script import joined
-from lab import gloo_threads
-from lab.gloo_threads import keep_from_preempting
+from lab.launch import gloo_threads
+from lab.launch.gloo_threads import keep_from_preempting
 from lab.ranks import run_ranks
 from tests.comm.places import places, set_variables
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lab import interrupt
-from lab.errors import Stopped
-from lab.interrupt import FORWARDED_SECONDS, StopRequest
+from lab.launch import interrupt
+from lab.launch.errors import Stopped
+from lab.launch.interrupt import FORWARDED_SECONDS, StopRequest
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 HANDLED = [*BOTH, signal.SIGUSR1]

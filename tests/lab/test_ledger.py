@@ -1,7 +1,7 @@
 import pickle
 import threading
 
-from lab.ledger import LEDGER, Entry, Ledger, Traffic
+from lab.trace.ledger import LEDGER, Entry, Ledger, Traffic
 
 
 def test_traffic_adds_and_subtracts():

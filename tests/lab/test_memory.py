@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lab.cluster import Cluster
-from lab.memory import live_bytes, saved_activations
 from lab.ranks import run_ranks
+from lab.trace.memory import live_bytes, saved_activations
 
 
 def other() -> int:

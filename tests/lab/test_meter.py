@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab import meter as meter_module
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.meter import Meter
+from lab.trace import meter as meter_module
+from lab.trace.ledger import LEDGER
+from lab.trace.meter import Meter
 from tests.summary import FIELDS
 
 
@@ -215,7 +215,7 @@ def test_no_path_on_a_cpu_synchronises_a_gpu(monkeypatch):
 ON_A_TERMINAL = """
 import time, torch, torch.distributed as dist
 from lab.cluster import Cluster
-from lab.meter import Meter
+from lab.trace.meter import Meter
 
 meter = Meter(Cluster(0, 1, 0, torch.device("cpu"), dist.HashStore()), "train", steps=9, tokens_per_step=1)
 for step in range(9):

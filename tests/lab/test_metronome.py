@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab import metronome as metronome_module
-from lab.metronome import Metronome, metronome_of
-from lab.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.trace import metronome as metronome_module
+from lab.trace.metronome import Metronome, metronome_of
 
 LAYERS = 3
 TIED = GPTConfig.named("tiny", num_layers=LAYERS)

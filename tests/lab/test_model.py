@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lab.model import GPT, MLP, SIZES, BabyCNN, GPTConfig, loss_of, seeded
-from lab.text import global_batch
+from lab.models.model import GPT, MLP, SIZES, BabyCNN, GPTConfig, loss_of, seeded
+from lab.models.text import global_batch
 
 TINY = GPTConfig.named("tiny")
 

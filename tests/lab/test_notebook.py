@@ -9,15 +9,15 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from lab.cell_output import Table, Values
-from lab.gantt import Event
-from lab.notebook import CellError, parse_ranks
+from lab.notebook.cell_output import Table, Values
+from lab.notebook.magics import CellError, parse_ranks
+from lab.trace.gantt import Event
 
 
 @pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
     one = InteractiveShell()
-    one.run_line_magic("load_ext", "lab.notebook")
+    one.run_line_magic("load_ext", "lab.notebook.magics")
     run(one, "%ranks 3")
     yield one
     run(one, "%ranks stop")
@@ -120,7 +120,7 @@ def test_the_times_of_the_last_cells_are_shown_by_rank(shell):
 
 def test_a_cells_timeline_is_drawn(shell, monkeypatch):
     drawn: list[tuple[list[Event], str]] = []
-    monkeypatch.setattr("lab.picture.show_events", lambda events, alt: drawn.append((events, alt)))
+    monkeypatch.setattr("lab.notebook.picture.show_events", lambda events, alt: drawn.append((events, alt)))
     run(shell, "%%ranks --timeline\nfrom comm.collectives import all_reduce\nall_reduce(torch.ones(2));")
     (events, alt) = drawn[0]
     assert {(event.rank, event.name) for event in events} >= {(rank, "all_reduce") for rank in range(3)}

@@ -2,7 +2,7 @@
 
 import socket
 
-from lab.open_sockets import open_sockets, shut_down
+from lab.ranks.open_sockets import open_sockets, shut_down
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:

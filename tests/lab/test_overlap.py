@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.gantt import Event
-from lab.overlap import (
+from lab.trace.gantt import Event
+from lab.trace.overlap import (
     BLOCKED,
     COMMUNICATION,
     COMPUTE,

@@ -8,8 +8,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib import pyplot as plt
 
-from lab.gantt import Event
-from lab.picture import show, show_events
+from lab.notebook.picture import show, show_events
+from lab.trace.gantt import Event
 
 ALT = "Rank 0 computes for two milliseconds."
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.prediction import Comparison, predict
+from lab.notebook.prediction import Comparison, predict
 
 
 def answers(*texts: str):

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab import forked, ranks
-from lab.ranks import RankError, run_ranks
+from lab import ranks
+from lab.ranks import RankError, forked, run_ranks
 from tests.lab.processes import is_alive
 
 

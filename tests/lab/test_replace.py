@@ -11,9 +11,9 @@ import comm.collectives
 import comm.cost
 import comm.shards
 from lab import replace
-from lab.ledger import LEDGER, Ledger
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
+from lab.trace.ledger import LEDGER, Ledger
 
 
 def everything_to_rank_0(numel: int, ranks: int) -> list[int]:
@@ -43,11 +43,11 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_name_and_comes_back(
 
 def test_a_class_and_a_single_method_can_be_replaced():
     class_before, method_before = Ledger, Ledger.count
-    with replaced("lab.ledger.Ledger", Forgetful):
+    with replaced("lab.trace.ledger.Ledger", Forgetful):
         assert Ledger is Forgetful  # this file's own name for it as well
     assert Ledger is class_before
     counted = LEDGER.total()
-    with replaced("lab.ledger.Ledger.count", Forgetful.count):
+    with replaced("lab.trace.ledger.Ledger.count", Forgetful.count):
         LEDGER.count("all_reduce", "ring", 100)
         assert LEDGER.total() == counted
     assert Ledger.count is method_before
@@ -124,8 +124,8 @@ def test_a_mistake_in_a_replacement_shows_its_own_line():
         "comm.algorithms.pipelined_ring.no_such_function",
         "comm.no_such_module.function",
         "no_such_package.function",
-        "lab.ledger.Ledger.no_such_method",
-        "lab.ledger.NoSuchClass.method",
+        "lab.trace.ledger.Ledger.no_such_method",
+        "lab.trace.ledger.NoSuchClass.method",
         "comm.algorithms.pipelined_ring.chunk_sent.attribute",
         "ring",
     ],

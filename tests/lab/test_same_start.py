@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lab.cluster import Cluster
-from lab.same_start import check_same_start, data_digest
+from lab.launch.same_start import check_same_start, data_digest
 
 TEXT = torch.arange(200, dtype=torch.uint8)
 OTHER = TEXT.flip(0)

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from lab import ranks, stacks
-from lab.ranks import RankError, run_ranks
+from lab import ranks
+from lab.ranks import RankError, run_ranks, stacks
 
 
 def test_stacks_are_awaited_until_the_main_threads_is_complete(tmp_path):

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from lab import stacks
-from lab.errors import WorkbookError
-from lab.standing_ranks import Interrupted, StandingRanks
+from lab.launch.errors import WorkbookError
+from lab.notebook.standing_ranks import Interrupted, StandingRanks
+from lab.ranks import stacks
 from tests.lab.processes import is_alive
 
 PROMPTLY = 2.0  # seconds within which an interrupt returns
@@ -112,7 +112,7 @@ def test_an_interrupt_returns_says_where_each_rank_was_and_keeps_the_variables(r
 
 
 def test_ranks_that_wait_for_one_that_failed_are_interrupted(ranks, monkeypatch):
-    monkeypatch.setattr("lab.standing_ranks.WAIT_AFTER_ERROR", 0.2)
+    monkeypatch.setattr("lab.notebook.standing_ranks.WAIT_AFTER_ERROR", 0.2)
     with pytest.raises(Interrupted) as error:
         ranks.run("if rank == 1:\n    raise ValueError('the cause')\ndist.barrier()")
     assert "rank 1 failed (ValueError: the cause), and the other ranks still waited." in str(error.value)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab import timeline
 from lab.cluster import Cluster
-from lab.gantt import MAIN_LANE
-from lab.meter import Meter
-from lab.overlap import overlap_of, per_step
-from lab.timeline import mark, record, recorded, settle, span, start_recording, stop_recording
+from lab.trace import timeline
+from lab.trace.gantt import MAIN_LANE
+from lab.trace.meter import Meter
+from lab.trace.overlap import overlap_of, per_step
+from lab.trace.timeline import mark, record, recorded, settle, span, start_recording, stop_recording
 from tests.lab.simulated_gpu import MS, SimulatedGpu, Stream, simulated_gpu
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lab.errors import WorkbookError
-from lab.text import (
+from lab.launch.errors import WorkbookError
+from lab.models.text import (
     FILES,
     global_batch,
     load_corpus,

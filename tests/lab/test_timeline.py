@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab import timeline
 from lab.cluster import Cluster
-from lab.gantt import Event, lanes, tracks
-from lab.store import open_store
-from lab.timeline import align, gather_events, record, recorded, span, start_recording, stop_recording
+from lab.launch.store import open_store
+from lab.trace import timeline
+from lab.trace.gantt import Event, lanes, tracks
+from lab.trace.timeline import align, gather_events, record, recorded, span, start_recording, stop_recording
 
 MS = 1_000_000
 SECONDS = 1_000_000_000

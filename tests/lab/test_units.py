@@ -1,7 +1,7 @@
 import pytest
 
 from lab import units
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.units import show_bytes, show_rate, show_seconds
 
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
 from comm.transport.wire import Wire
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
+from lab.notebook.standing_ranks import StandingRanks
 from lab.ranks import RankError, run_ranks
-from lab.standing_ranks import StandingRanks
-from lab.waiting import Wait, chain, current_wait, drawn
+from lab.ranks.waiting import Wait, chain, current_wait, drawn
 from tests.lab.test_standing_ranks import interrupt_soon
 
 

@@ -9,7 +9,7 @@ BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [book.stem for book in BOOKS]
 
 _NUMBER = r"\d[\d,]*(\.\d*)?(e[+-]\d+)?"
-# How far a prediction was from a result, in the words of lab.prediction.
+# How far a prediction was from a result, in the words of lab.notebook.prediction.
 _VERDICT = rf"exactly as predicted|as predicted, within 5 %|{_NUMBER} times the prediction"
 _VARIES = (
     (re.compile(r"\x1b\[\d+m"), ""),

@@ -8,7 +8,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from lab.cell_output import LIVE_LINES
+from lab.notebook.cell_output import LIVE_LINES
 
 
 def test_a_notebook_cell_is_run_in_every_rank_beside_jupyters_own_comm_package():
@@ -85,7 +85,7 @@ def outputs_of(cells: list[str], fails: list[int]) -> list[list[Any]]:
 
 
 def test_a_kernel_without_a_frontend_takes_the_example():
-    source = "from lab.prediction import predict\npredict('How many?', example=2).value"
+    source = "from lab.notebook.prediction import predict\npredict('How many?', example=2).value"
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     NotebookClient(book, timeout=60, kernel_name="python3").execute()
     printed, result = book.cells[0].outputs

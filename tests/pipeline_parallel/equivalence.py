@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from comm.transport.wire import Group
 from lab.check import Tensors, assert_same
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
+from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
+from lab.trace.ledger import LEDGER
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.by_hand import ByHand, HandWritten
 from pipeline_parallel.pipeline import Pipeline

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel import theory
 from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.activations import ActivationWatch
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.messages import has_split_backward
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import RankFigures
 from pipeline_parallel.schedules import stages_per_rank, table_of
-from pipeline_parallel.simulate import Costs, simulate
 from tests.pipeline_parallel.equivalence import ALL_SCHEDULES, gpt, mlp, text, vectors
 from tests.pipeline_parallel.test_simulate import any_table, num_stages
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of

@@ -15,11 +15,11 @@ from comm.cost import Link
 from comm.transport import slow_link
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import LEDGER
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from lab.timeline import recorded, start_recording, stop_recording
+from lab.trace.ledger import LEDGER
+from lab.trace.timeline import recorded, start_recording, stop_recording
 from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.by_hand import HandWritten
 from pipeline_parallel.pipeline import Pipeline

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lab.check import assert_same, gradients
-from lab.memory import live_bytes
+from lab.trace.memory import live_bytes
 from pipeline_parallel.deferred import DeferredGradients, deferring
 from pipeline_parallel.stage import Stage, parts_of
 from pipeline_parallel.stage_runner import AutogradRunner

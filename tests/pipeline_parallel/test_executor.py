@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Traffic
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Traffic
 from pipeline_parallel.executor import Executor
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, one_f_one_b, stages_per_rank, table_of, zb_v

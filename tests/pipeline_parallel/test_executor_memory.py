@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lab.cluster import Cluster
-from lab.memory import live_bytes
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
+from lab.trace.memory import live_bytes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b, stages_per_rank, table_of
 from tests.pipeline_parallel.equivalence import (

@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b

@@ -9,14 +9,14 @@ from comm import collectives
 from comm.cost import Link
 from comm.transport import slow_link
 from lab.cluster import Cluster
-from lab.model import MLP, loss_of
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
-from lab.timeline import recorded, start_recording, stop_recording
-from pipeline_parallel import from_events
+from lab.trace.timeline import recorded, start_recording, stop_recording
+from pipeline_parallel.analysis import from_events
+from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.executor import Executor
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_v
-from pipeline_parallel.simulate import Costs, simulate
 from pipeline_parallel.stage_runner import AutogradRunner
 from tests.lab.simulated_gpu import simulated_gpu
 from tests.pipeline_parallel.equivalence import (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.failure import failure_mark, is_failure_mark
 from pipeline_parallel.pipeline import Pipeline

@@ -7,7 +7,7 @@ import torch
 
 from comm.script import joined
 from lab.cluster import Cluster
-from lab.model import loss_of
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from comm.cost import Link
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.gantt import draw
-from lab.ledger import LEDGER
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from lab.timeline import recorded, start_recording, stop_recording
+from lab.trace.gantt import draw
+from lab.trace.ledger import LEDGER
+from lab.trace.timeline import recorded, start_recording, stop_recording
+from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.analysis.validate import grid, validate
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import forward_only, naive, one_f_one_b, stages_per_rank, table_of
-from pipeline_parallel.simulate import Costs, simulate
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
-from pipeline_parallel.validate import grid, validate
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
     RTOL,

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lab.cluster import Cluster
-from lab.ledger import LEDGER, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Traffic
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 

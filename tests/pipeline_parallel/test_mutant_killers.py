@@ -9,7 +9,7 @@ from torch import nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.model import MLP, loss_of
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.actions import parse_row
 from pipeline_parallel.activations import ActivationWatch

@@ -12,13 +12,12 @@ import tyro
 from torch import nn
 
 from comm.cost import Link
-from lab import forked
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import LEDGER, Traffic
-from lab.model import loss_of
-from lab.ranks import run_ranks
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
+from lab.ranks import forked, run_ranks
+from lab.trace.ledger import LEDGER, Traffic
 from pipeline_parallel import train_1f1b, train_torch_pipelining
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.run import Args, Run

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.gantt import COLORS, Event
+from lab.trace.gantt import COLORS, Event
 from pipeline_parallel.actions import GANTT_KIND
-from pipeline_parallel.page import PageArgs, simulation, write_page
+from pipeline_parallel.analysis.page import PageArgs, simulation, write_page
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tests.browser import Browser
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline_parallel.page import PageArgs, main
+from pipeline_parallel.analysis.page import PageArgs, main
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from pipeline_parallel import (
     train_zero_bubble,
 )
 from pipeline_parallel.actions import Action, Table, parse_row, placement
+from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.analysis.validate import held, validate
 from pipeline_parallel.schedules import (
     SCHEDULES,
     clock_cycles,
@@ -30,8 +32,6 @@ from pipeline_parallel.schedules import (
     zb_h1,
     zb_v,
 )
-from pipeline_parallel.simulate import Costs, simulate
-from pipeline_parallel.validate import held, validate
 
 SIZES = [(p, m) for p in range(1, 5) for m in range(1, 10)]
 some_ranks, some_microbatches, some_chunks = st.integers(1, 7), st.integers(1, 24), st.integers(1, 4)

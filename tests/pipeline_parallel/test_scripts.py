@@ -15,10 +15,10 @@ import pytest
 import tyro
 
 from comm.cost import Link
-from lab import checkpoint, forked
+from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ranks import RankError, run_ranks
+from lab.launch.errors import WorkbookError
+from lab.ranks import RankError, forked, run_ranks
 from pipeline_parallel import (
     train_1f1b,
     train_afab,
@@ -56,7 +56,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
         mock.patch.object(Run, "finish", noting),
         mock.patch("pipeline_parallel.run.measure_link", lambda **_: Link(1e-4, 1e-9)),
         # Ranks of one machine share its clock, and to ask over a store of files takes half a second.
-        nullcontext() if "trace" in changes else mock.patch("lab.timeline.align", lambda cluster: 0),
+        nullcontext() if "trace" in changes else mock.patch("lab.trace.timeline.align", lambda cluster: 0),
     ):
         script.main(cluster, dataclasses.replace(args, **{**short, **changes}))
     return summaries[0]

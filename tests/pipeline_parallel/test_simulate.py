@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from comm.cost import Link
-from lab.gantt import Event, tracks
+from lab.trace.gantt import Event, tracks
 from pipeline_parallel.actions import Action, Table, parse_row
+from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
+from pipeline_parallel.analysis.validate import ScheduleError
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from pipeline_parallel.simulate import Costs, Simulation, simulate
-from pipeline_parallel.validate import ScheduleError
 
 
 def tick_by_tick(table: Table, costs: Costs, alpha: int, sizes: list[int]) -> dict[Action, tuple[int, int]]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from lab.stream_clock import time_when_done
+from lab.trace.stream_clock import time_when_done
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b, stages_per_rank, table_of
 from pipeline_parallel.split import costs_of, cut, measured_costs, split_as_given

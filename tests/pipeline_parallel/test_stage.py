@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lab.check import assert_same
-from lab.errors import WorkbookError
-from lab.model import MLP
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP
 from pipeline_parallel.split import cut
 from pipeline_parallel.stage import Stage, parts_of, ties
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_parallel import theory
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
-from pipeline_parallel.simulate import Costs, Simulation, simulate
 
 ALWAYS = [name for name in SCHEDULES if name != "zb_v"]  # these have a formula whatever the seconds
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import LEDGER
-from lab.model import loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import gpipe, table_of
 from tests.gradient_changes import halved, set_to_none, zeroed_in_place

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from pipeline_parallel.actions import FORWARD, Action, Table, as_dependency, dependencies, parse_row
+from pipeline_parallel.analysis.validate import ScheduleError, held, validate
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, table_of
-from pipeline_parallel.validate import ScheduleError, held, validate
 
 
 def written(*rows: str) -> Table:

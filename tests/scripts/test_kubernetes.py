@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from lab.errors import Stopped
+from lab.launch.errors import Stopped
 from tests.scripts.kubernetes import ROOT, errors_of, objects
 
 OBJECTS = objects()

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from comm import cost
-from data_parallel import predict, zero_memory
-from lab.model import GPT, SIZES, GPTConfig
-from pipeline_parallel import theory
+from data_parallel import predict
+from lab.models.model import GPT, SIZES, GPTConfig
+from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tensor_parallel.run import activations_formula
 from tests.browser import Browser
+from zero import memory as zero_memory
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {}),

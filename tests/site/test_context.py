@@ -18,7 +18,7 @@ from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.run import CUTS
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
-from lab.model import GPTConfig
+from lab.models.model import GPTConfig
 from lab.ranks import run_ranks
 from tensor_parallel.expected_traffic import ExpectedGPTTraffic
 from tests.browser import Browser

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from comm.functions import InFlightAllGather
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.model import GPT, MLP, GPTConfig, loss_of
+from lab.models.model import GPT, MLP, GPTConfig, loss_of
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.masks import FixedMasks, NoMasks

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lab.check import assert_same, gradients
 from lab.cluster import Cluster
-from lab.model import MLP, loss_of
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tensor_parallel.parallelize import parallelize

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_parallel.zero_run import recompute_blocks
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -15,6 +14,7 @@ from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import BOTH_MODES, gathered, gpt, text
 from training.randomness import seed_step
+from zero.run import recompute_blocks
 
 
 def model_of(

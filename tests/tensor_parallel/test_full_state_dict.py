@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
-from lab.model import MLP
+from lab.models.model import MLP
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text

@@ -8,8 +8,8 @@ from torch import nn
 from comm.functions import copy_to_ranks, gather_from_ranks, scatter_sums, sum_over_ranks
 from lab.check import assert_same, gradients
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.model import MLP
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP
 from lab.ranks import run_ranks
 from tensor_parallel.layers import ColumnParallelLinear
 from tensor_parallel.parallelize import parallelize

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from comm.functions import own_shard, summed
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import LEDGER, Traffic
-from lab.model import seeded
+from lab.launch.errors import WorkbookError
+from lab.models.model import seeded
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Traffic
 from tensor_parallel import layers, overlapped
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tensor_parallel.parallelize import parallelize

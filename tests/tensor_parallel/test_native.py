@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
-from lab.model import GPT, loss_of
+from lab.models.model import GPT, loss_of
 from lab.ranks import RankError, run_ranks
+from lab.trace.ledger import LEDGER
 from tensor_parallel.train_dtensor import (
     by_comm,
     finish_gradient_sync,

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.memory import live_bytes
-from lab.model import MLP
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP
 from lab.ranks import run_ranks
+from lab.trace.memory import live_bytes
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import (

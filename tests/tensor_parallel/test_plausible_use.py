@@ -6,10 +6,10 @@ from torch import nn
 
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
-from lab.ledger import LEDGER
-from lab.model import MLP, loss_of
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.gradient_changes import Change, halved, set_to_none, zeroed_in_place

@@ -10,7 +10,7 @@ import tyro
 import training.run
 from comm.cost import Link
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tensor_parallel import train_dtensor, train_sequence_parallel, train_tensor_parallel
 from tensor_parallel.run import Args, Run

@@ -15,8 +15,8 @@ reduce-scatter of the stream sends half of A.
 import pytest
 
 from lab.cluster import Cluster
-from lab.ledger import LEDGER
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import gpt, text
 

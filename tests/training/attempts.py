@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from lab.cluster import Cluster
-from lab.errors import Stopped, WorkbookError
+from lab.launch.errors import Stopped, WorkbookError
 from tests.data_parallel.test_scripts import train
 from training.run import Run
 

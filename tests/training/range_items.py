@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranges import Items, Range
 from training import range_checkpoint
 

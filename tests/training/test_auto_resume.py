@@ -9,11 +9,11 @@ import pytest
 
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import Complete
+from lab.launch.errors import Complete
 from lab.ranks import run_ranks
 from tests.data_parallel.test_scripts import STEPS, train
-from tests.data_parallel.test_zero_scripts import known
 from tests.training.attempts import interrupted, refusal, the_one_sentence
+from tests.zero.test_zero_scripts import known
 
 
 @pytest.mark.parametrize("name", ["naive", "zero1"])

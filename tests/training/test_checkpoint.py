@@ -12,7 +12,7 @@ import pytest
 
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.data_parallel.test_scripts import STEPS, everyones_summaries, train
 from tests.training.attempts import refusal, the_one_sentence

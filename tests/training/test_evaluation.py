@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import training.run
 from comm.cost import Link
 from lab.cluster import Cluster
-from lab.digits import load_digits
-from lab.model import SIZES, loss_of
+from lab.models.digits import load_digits
+from lab.models.model import SIZES, loss_of
+from lab.models.text import load_corpus, split
 from lab.ranks import run_ranks
-from lab.text import load_corpus, split
 from pipeline_parallel import train_torch_pipelining
 from tensor_parallel import train_dtensor
 from tests.data_parallel import test_scripts, test_zero_scripts

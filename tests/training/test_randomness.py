@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import pipeline_parallel.run
 from lab.cluster import Cluster
-from lab.model import SIZES
+from lab.models.model import SIZES
 from lab.ranks import run_ranks
 from tests.data_parallel.test_scripts import train
 from training.arguments import Args

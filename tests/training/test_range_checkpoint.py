@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lab import checkpoint
 from lab.cluster import Cluster
-from lab.errors import WorkbookError
+from lab.launch.errors import WorkbookError
 from lab.ranges import Items, Range, Writer
 from lab.ranks import RankError, run_ranks
 from tests.training.range_items import items, load, refusal, save, the_one

@@ -6,8 +6,8 @@ import pytest
 
 from comm.transport import segment
 from lab.cluster import Cluster
-from lab.ledger import Entry, Traffic
 from lab.ranks import run_ranks
+from lab.trace.ledger import Entry, Traffic
 from tests.data_parallel import test_scripts, test_zero_scripts
 from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts

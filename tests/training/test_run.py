@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lab import timeline
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from lab.trace import timeline
 from tests.data_parallel.test_scripts import train
 from tests.training.attempts import refusal, the_one_sentence
 from training.arguments import Args

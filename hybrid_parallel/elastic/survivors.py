@@ -1,0 +1,224 @@
+"""Agree on which ranks are alive, and form a group of them in the same processes.
+
+      before        rank 0       rank 1       rank 2 ✗     rank 3
+      ask           rank 0 ◄─┬── rank 1                               the lowest rank that is alive decides,
+                             └──────────────────────────── rank 3     and checks the doors of silent ranks
+      agree         [0, 1, 3] ─► rank 1 ───────────────►   rank 3     all get its list
+      after         rank 0       rank 1                    rank 2     a new group, under a new prefix
+
+At the start each rank opens a small key-value store (TCPStore), its *door*, and all ranks learn the addresses
+of all doors. So the survivors do not need the store of the rendezvous, which dies with its host: rank 0, or
+under torchrun the launcher. They write their requests and the list into the decider's store, and the new
+group finds its ranks through it, with keys under a prefix that no earlier group has used.
+
+The kernel closes the door of a process that dies, so a door that refuses a connection shows a death at once.
+If a door is open, but its rank does not answer for `patience` seconds, that rank hangs, and the others treat
+it as dead. If it wakes up later, it asks at the other doors, learns that they continued without it, and ends
+with an error.
+
+A rank may also die during the agreement. If it is the decider, the next rank decides. If it is in the list,
+the new group does not form, or its first collective fails, and all survivors agree again. A network that
+splits into two parts is not handled: the ranks of both parts would continue. Systems that handle it take a
+majority vote (Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", 2014).
+"""
+
+import gc
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from comm.exchange import exchange
+from comm.membership import liveness
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.launch.gloo_threads import keep_from_preempting
+from lab.launch.interface import own_address
+from lab.launch.store import open_store
+from lab.ranks.open_sockets import open_sockets, shut_down
+
+_NAP = 0.002  # seconds between two checks of the doors
+_DYING = 1.0  # seconds after which a rank that dies has closed its sockets
+_LOOK = 0.1  # seconds between two checks whether the rank that this one waits for has died
+
+
+class Survivors:
+    """Holds the ranks that train: `cluster` describes this rank in their group, and `names` has all of them.
+
+    A rank's name is its rank at the start. It stays the same when the rank has another number in a new group.
+    `patience` is the time in seconds after which a rank that does not answer is treated as dead.
+    """
+
+    def __init__(self, cluster: Cluster, patience: float) -> None:
+        self.cluster, self.name, self.patience = cluster, cluster.rank, patience
+        self.names = list(range(cluster.world_size))
+        self._door = open_store(own_address(), 0, timedelta(seconds=patience))
+        self._addresses: list[tuple[str, int]] = [
+            tuple(a) for a in exchange((own_address(), self._door.port))
+        ]
+        self._rounds = dict.fromkeys(self.names, 0)  # by decider: the agreements that this rank took part in
+        self._tell_own_door()
+        liveness.forget()  # its connections go to rank 0, which may die
+        gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
+        # The group of the rendezvous has another timeout. So form it again, with `patience`.
+        dist.destroy_process_group()
+        number = cluster.store.add(f"survivors/{cluster.rank}", 1)  # of such trainings with this store
+        self._form(cluster.store, f"begin/{number}")
+
+    def regroup(self) -> None:
+        """Form a group of the ranks that are alive. Raise WorkbookError if the others go on without this one.
+
+        All survivors must call it. At first a collective fails only on the dead rank's neighbours. They close
+        their connections here, so it fails on their neighbours next, and in the end on all ranks.
+        """
+        begin, before = time.perf_counter(), self.names
+        while True:
+            self._leave_group()
+            store, prefix = self._agree()
+            with suppress(RuntimeError):  # if another rank has died meanwhile, agree again
+                self._form(store, prefix)
+                break
+        if self.cluster.is_main:
+            lost = ", ".join(str(name) for name in before if name not in self.names)
+            took = time.perf_counter() - begin
+            print(
+                f"lost rank {lost}; {len(self.names)} ranks go on ({took:.3f} s).",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def misses_a_rank(self) -> bool:
+        """Return whether a rank of the group has died, perhaps just now: its sockets close one by one."""
+        deadline = time.monotonic() + _DYING
+        while all(self._is_open(name) for name in self.names):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_NAP)
+        return True
+
+    def _agree(self) -> tuple[dist.Store, str]:
+        """Return the decider's store and a new prefix in it, and set `names`."""
+        for decider in self.names:
+            number = self._rounds[decider] + 1
+            try:
+                if decider == self.name:
+                    store, names = self._door, self._decide(number)
+                else:
+                    store, names = _within(4 * self.patience, lambda: self._ask(decider, number))
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, WorkbookError):
+                    raise
+                continue  # the decider has died or hangs: the next rank decides
+            if self.name not in names:
+                raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
+            self._rounds[decider], self.names = number, names
+            self._tell_own_door()
+            return store, f"{decider}/{number}"
+        raise AssertionError("a rank can always decide alone")
+
+    def _ask(self, decider: int, number: int) -> tuple[dist.Store, list[int]]:
+        store = self._store_behind(decider)
+        store.set(f"{number}/here/{self.name}", "")
+        store.wait([f"{number}/names"], timedelta(seconds=3 * self.patience))
+        return store, json.loads(store.get(f"{number}/names"))
+
+    def _decide(self, number: int) -> list[int]:
+        """Return the names of the ranks that go on: this rank and those that have asked it.
+
+        Wait for at most `patience` seconds until every other rank has asked or died.
+        """
+        missing = {name for name in self.names if name != self.name}
+        deadline = time.monotonic() + self.patience
+        while missing and time.monotonic() < deadline:
+            missing = {name for name in missing if not self._door.check([f"{number}/here/{name}"])}
+            missing = {name for name in missing if self._is_open(name)}
+            time.sleep(_NAP)
+        for name in missing:  # it hangs; or this rank did, and the others have formed a group without it
+            self._refuse_to_go_on_alone(name)
+        here = [n for n in self.names if n == self.name or self._door.check([f"{number}/here/{n}"])]
+        self._door.set(f"{number}/names", json.dumps(here))
+        return here
+
+    def _is_open(self, name: int) -> bool:
+        """Return whether a rank's door is open. If a connection times out, the rank may hang: True, too."""
+        try:
+            socket.create_connection(self._addresses[name], timeout=self.patience).close()
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _refuse_to_go_on_alone(self, name: int) -> None:
+        """Raise WorkbookError if the rank `name` has formed a group without this one."""
+        names = None
+        with suppress(OSError, RuntimeError):
+            names = json.loads(_within(self.patience, lambda: self._store_behind(name).get("names")))
+        if names is not None and self.name not in names:
+            raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
+
+    def _store_behind(self, name: int) -> dist.TCPStore:
+        """Return the store of a rank. Raise OSError if the rank has died, or dies during the connection."""
+        host, port = self._addresses[name]
+        timeout = timedelta(seconds=self.patience)
+
+        def connect() -> dist.TCPStore:
+            return dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
+
+        if not self._is_open(name):
+            raise ConnectionRefusedError(f"rank {name} has died")
+        # If the rank dies now, torch retries for longer than the next decider waits for this rank.
+        return _within(2 * self.patience, connect, lambda: not self._is_open(name))
+
+    def _tell_own_door(self) -> None:
+        """Write this rank's group into its own store, where a rank that hung reads that it is not in it."""
+        self._door.set("names", json.dumps(self.names))
+
+    def _leave_group(self) -> None:
+        """Close this rank's connections, so that the collective fails on its neighbours, too."""
+        shut_down(self._sockets, {port for _, port in self._addresses})
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # the error of the failed collective still refers to the group
+
+    def _form(self, store: dist.Store, prefix: str) -> None:
+        rank, size = self.names.index(self.name), len(self.names)
+        group_store = dist.PrefixStore(f"group/{prefix}", store)
+        patience = timedelta(seconds=self.patience)
+        self._sockets = open_sockets()
+        # torch counts the groups of a process, and uses the count in the keys of the store. A group that does
+        # not form is counted only on the ranks that tried, and then their keys would differ from the others'.
+        distributed_c10d._world.group_count = 0
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=patience)
+        keep_from_preempting()
+        own = dist.PrefixStore(f"lab/{prefix}", store)
+        self.cluster = Cluster(rank, size, self.cluster.local_rank, self.cluster.device, own)
+
+
+def _within(seconds: float, action: Callable[[], Any], gives_up: Callable[[], bool] = lambda: False) -> Any:
+    """Return what `action` returns. Raise TimeoutError after `seconds`, or once `gives_up()` is true."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(action())
+        except Exception as error:
+            outcome.append(error)
+
+    thread, deadline = threading.Thread(target=run, daemon=True), time.monotonic() + seconds
+    thread.start()
+    while thread.is_alive() and time.monotonic() < deadline and not gives_up():
+        thread.join(_LOOK)
+    if not outcome:
+        raise TimeoutError
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]

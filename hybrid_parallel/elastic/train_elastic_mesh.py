@@ -1,0 +1,124 @@
+"""Train elastically on a mesh: when a rank dies, the others divide the model among them again.
+
+    make run RUN_MODE=hybrid_elastic_mesh WORLD_SIZE=4 ARGS='--zero 3 --checkpoint runs/first --kill 2@20'
+
+      4 ranks = 2 (pipeline) x 2 (data)        3 ranks = 3 (pipeline) x 1 (data)
+
+      rank 0   layers 0-3    rank 2 ✗          rank 0   layers 0-2
+      rank 1   layers 0-3    rank 3  4-7       rank 1   layers 3-5    ◄── step-16/  the last checkpoint
+                                               rank 3   layers 6-7
+
+In elastic.py each survivor has all that training needs. With ZeRO, stages or divided layers it has not: a
+part of the model, or of the optimizer's state, dies with its rank. But a checkpoint can be loaded on any mesh
+(checkpoint.py), so the survivors choose a mesh of their number, load what each one holds there, and repeat
+the steps since the checkpoint. Against a restart they save the start of processes, the imports and the
+rendezvous.
+
+      time lost = detection + agreement + groups + loading + steps since the checkpoint
+
+What to read, in this order:
+  1. survivors.py: `Survivors` agrees on which ranks are alive, and forms their group.
+  2. `sizes_for` below chooses the mesh.
+  3. `train` is the loop of train_hybrid.py, and `main` begins it again in each group.
+"""
+
+import dataclasses
+import itertools
+import math
+
+from torch.distributed import DistError
+
+from comm.errors import CommError, Mismatch
+from comm.script import start
+from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
+from hybrid_parallel.elastic.deaths import Deaths, ElasticOptions
+from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.run import Run
+from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
+from hybrid_parallel.traffic import traffic_of_axes
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+
+
+@dataclasses.dataclass
+class ElasticMeshArgs(ElasticOptions, HybridArgs):
+    """Train a small model on a mesh, and go on with the survivors, on another mesh, when ranks die."""
+
+
+def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
+    if args.config is not None:
+        raise WorkbookError("--config: this script takes the sizes as options, such as --pipeline 2.")
+    sizes, deaths = sizes_of(args, cluster.world_size), Deaths(args.kill, cluster.world_size)
+    here = model_of(args), args.batch_size, cluster.world_size, args.experts
+    refuse_sizes(sizes, *here)  # here rank 0 alone says it
+    survivors = Survivors(cluster, args.patience)
+    while True:
+        try:
+            train(survivors, args, deaths)
+            return
+        except (WorkbookError, DistError) as error:  # torch raises the second one if the store's rank dies
+            has_lost_a_rank = isinstance(error, CommError) or survivors.misses_a_rank()
+            if isinstance(error, Mismatch) or not has_lost_a_rank:
+                raise
+        survivors.regroup()
+        sizes = sizes_for(survivors.cluster.world_size, args, sizes)
+        args = dataclasses.replace(args, **dataclasses.asdict(sizes), auto_resume=args.checkpoint is not None)
+
+
+def train(survivors: Survivors, args: ElasticMeshArgs, deaths: Deaths) -> None:
+    """Train to the end in the present group, from the last checkpoint if there is one."""
+    run = Run(survivors.cluster, args, "hybrid_elastic_mesh")
+    hybrid = run.hybrid()
+    with run.checkpointing(hybrid) as first:
+        for step in range(first, args.steps):
+            deaths.die_if_due(survivors.name, step)
+            x, y = run.batch(step)
+            with run.step() as record:
+                hybrid.optimizer.zero_grad()
+                loss = hybrid.backward(x, y)
+                if args.clip is not None:
+                    hybrid.clip_grad_norm_(args.clip)
+                hybrid.optimizer.step()
+                record.loss = run.mean_loss(loss)
+            run.expect_traffic_of_axes(traffic_of_axes(hybrid, is_clipped=args.clip is not None))
+            run.evaluate(step, hybrid.module)
+            run.save_if_due(step)
+            run.stop_if_asked(step)
+    run.finish(hybrid.module, survivors=survivors.names)
+
+
+def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSizes:
+    """Return the sizes with which `ranks` ranks go on. Raise WorkbookError if they cannot train the model.
+
+    All of them take part. Of the meshes that refuse_sizes accepts, this takes one whose ranks hold no more of
+    the model than before, if there is one, and then the one that is most like the mesh before.
+    """
+    model, fitting, refusal = model_of(args), [], None
+    contexts = range(1, before.context + 1)
+    for tensor, pipeline, context in itertools.product(range(1, ranks + 1), range(1, ranks + 1), contexts):
+        data, rest = divmod(ranks, tensor * pipeline * context)
+        sizes = dataclasses.replace(
+            before, pipeline=pipeline, data=data, context=context, tensor=tensor,
+            sequence_parallel=before.sequence_parallel and tensor > 1,
+            expert_ranks=math.gcd(args.experts, data * context) if before.expert_ranks > 1 else 1,
+        )  # fmt: skip
+        if rest or not data:
+            continue
+        try:
+            refuse_sizes(sizes, model, args.batch_size, ranks, args.experts)
+            fitting.append(sizes)
+        except WorkbookError as error:
+            refusal = refusal or error
+    if not fitting:
+        raise WorkbookError(f"{ranks} ranks are left, and cannot train this model: {refusal}")
+
+    def likeness(sizes: ParallelSizes) -> tuple[int, ...]:
+        is_small_enough = sizes.holders >= before.holders and sizes.expert_ranks >= before.expert_ranks
+        kept = (getattr(sizes, axis) == getattr(before, axis) for axis in ("tensor", "pipeline", "context"))
+        return is_small_enough, *kept, -abs(sizes.holders - before.holders)
+
+    return max(fitting, key=likeness)
+
+
+if __name__ == "__main__":
+    start(main, ElasticMeshArgs, in_a_child=True)  # torchrun would end all ranks when it sees one die

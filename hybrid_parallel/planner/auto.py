@@ -1,0 +1,71 @@
+"""Let the planner choose how the ranks of a run are divided: `sharding_strategy: auto`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from comm.collectives import default_pattern
+from comm.cost import Link
+from comm.exchange import on_main
+from comm.transport import slow_link
+from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
+from hybrid_parallel.config import read_command_line
+from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, this_machine
+from hybrid_parallel.planner.measured import measure_handling
+from hybrid_parallel.planner.search import choose, plans
+from hybrid_parallel.planner.shapes import AnyShape, shape_of_config
+from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from training.calibrate import measure_all_reduce
+
+
+def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
+    """Return the arguments of train_hybrid.py. All ranks must call it."""
+    return read_command_line(words, cluster.world_size, Planner(cluster))
+
+
+def planned_shape(args: HybridArgs) -> AnyShape:
+    """Return the shape of the model that the arguments ask for."""
+    moe = moe_of(args)
+    return shape_of_config(model_of(args), *((1, 1) if moe is None else (moe.num_experts, moe.top_k)))
+
+
+class Planner:
+    """Chooses the sizes of a run by what its ranks measure: the link between them, and the rate of computing.
+
+    All ranks call it. Rank 0 chooses, and the others get its choice: what they measure differs a little.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __call__(self, args: HybridArgs, num_processes: int, given: Mapping[str, Any]) -> ParallelSizes:
+        link = slow_link.parse(args.link) if args.link else None
+        machine = measured_machine(self._cluster, link)
+
+        def chosen() -> dict[str, Any]:
+            shape = planned_shape(args)
+            found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
+            return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
+
+        return ParallelSizes(**on_main(self._cluster, "choose a plan", chosen))
+
+
+def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
+    """Return the machine that the ranks run on, as they measure it at the same time. All ranks must call it.
+
+    With `link` their communication is as slow as on that link. Ranks measure a little different machines.
+    """
+    pattern = default_pattern("all_reduce")
+    with slow_link.slowed(link):
+        link = measure_all_reduce(pattern, device=cluster.device)
+    if cluster.device.type == "cpu":
+        return this_machine(cluster.world_size, link, measure_handling(pattern))
+    name = torch.cuda.get_device_name(cluster.device).lower()
+    known = [device for device in MACHINES if device.partition("-")[0] in name]
+    if not known:
+        raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
+    return dataclasses.replace(machine_of(known[-1], cluster.world_size, link), autocast=True)

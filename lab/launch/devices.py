@@ -1,0 +1,44 @@
+"""Choose the device of each rank on this machine: the CPU or a GPU."""
+
+import torch
+
+from lab.launch.errors import WorkbookError
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_of(local_rank: int, device: str = "cuda") -> torch.device:
+    """Return the device of a rank: `device`, or for "cuda" the GPU `local_rank` modulo the number of GPUs."""
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", local_rank % num_gpus())
+    return chosen
+
+
+def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
+    """Raise WorkbookError if `run_ranks` cannot use `device`, or not with this backend and world size."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise WorkbookError(f"run_ranks(device={device!r}): it must be 'cpu' or 'cuda'.")
+    needs_nccl = backend is not None and "nccl" in backend
+    if chosen.type == "cpu":
+        if needs_nccl:
+            raise WorkbookError("run_ranks(backend='nccl'): nccl sends from GPUs only; add device='cuda'.")
+        return
+    gpus = num_gpus()
+    if not gpus:
+        raise WorkbookError(f"run_ranks(device={device!r}): this machine has no GPU; leave device out.")
+    if chosen.index is not None and chosen.index >= gpus:
+        raise WorkbookError(f"run_ranks(device={device!r}): the last GPU of this machine is cuda:{gpus - 1}.")
+    usable = gpus if chosen.index is None else 1
+    if needs_nccl and world_size > usable:
+        raise WorkbookError(
+            f"run_ranks(backend='nccl'): {world_size} ranks have {usable} GPUs, and nccl needs one for each; "
+            "start fewer ranks, or let them share with backend='gloo'."
+        )

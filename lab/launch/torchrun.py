@@ -1,0 +1,106 @@
+"""Run torchrun, but without its own traceback, with a quick end at Ctrl-C, and with SIGUSR1 for all ranks.
+
+After a rank's one-line error torchrun itself prints thirty lines of its own traceback, and ends with code 1
+instead of the rank's. After Ctrl-C it waits half a minute for a rank inside a collective, which cannot react.
+SIGUSR1, by which a scheduler asks for a checkpoint (lab/launch/interrupt.py), kills it. And each of its runs
+leaves a folder in the temporary directory.
+
+`make run` gets a rendezvous whose store is not open to the network (lab.launch.local_rendezvous). On a
+cluster, scripts/slurm.sbatch and scripts/kubernetes.yaml start this on each machine, with --nnodes and a
+rendezvous of torchrun.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from lab.launch.errors import Stopped, reason
+from lab.launch.interrupt import FROM_SCHEDULER
+
+REPEAT_SECONDS = 5
+
+
+def main(argv: list[str]) -> int:
+    signal.signal(signal.SIGINT, _interrupt)
+    _pass_stop_requests_on()
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from lab.launch import launcher, local_rendezvous
+    from lab.launch.torch_log import hide_torch_warnings
+
+    hide_torch_warnings()  # such as those of a machine that leaves after the one that has the store
+    os.environ[launcher.PID] = str(os.getpid())
+    logging.disable(logging.ERROR)
+    options = ["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", f"--log-dir={os.devnull}"]
+    try:
+        is_local = not any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
+        run.main([*options, *(local_rendezvous.register() if is_local else []), *argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode in (Stopped.BY_SCHEDULER, Stopped.BY_USER):
+            return failure.exitcode  # the ranks have said why
+        how = (
+            f"ended with exit code {failure.exitcode}"
+            if failure.exitcode > 0
+            else f"was killed by {signal.Signals(-failure.exitcode).name}"
+        )
+        print(f"rank {rank} {how}; the others were stopped.", file=sys.stderr)
+        return max(failure.exitcode, 1)
+    except DistError as error:
+        print(
+            f"The machines do not meet ({reason(error).rstrip('.')}); start all of them with the "
+            "address and a free port of machine 0.",
+            file=sys.stderr,
+        )
+        return 1
+    except SignalException as stop:
+        print("stopped all ranks.", file=sys.stderr)
+        return 128 + stop.sigval
+    return 0
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Turn the first Ctrl-C into SIGTERM, which also ends a rank inside gloo, and ignore further ones."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _pass_stop_requests_on() -> None:
+    """Send a SIGUSR1 that this process receives to all ranks.
+
+    It is blocked in the launcher, where a thread waits for it, and so in the ranks, which inherit that: one
+    that arrives while a rank imports torch does not kill the rank, but waits for its StopRequest.
+    """
+    if FROM_SCHEDULER:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [FROM_SCHEDULER])
+        threading.Thread(target=_wait_for_stop_requests, daemon=True).start()
+
+
+def _wait_for_stop_requests() -> None:
+    signal.sigwait([signal.SIGUSR1])
+    while True:  # the ranks may not have started yet; a rank ignores all but the first
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(REPEAT_SECONDS)
+
+
+def _children() -> list[int]:
+    """Return the ids of this process's children, on Linux."""
+    children = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            children += [int(pid) for pid in file.read_text().split()]
+    return children
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""Load handwritten digits of 8x8 pixels. They are in the repository (their source:
+lab/models/data/README.md).
+
+Shapes by suffix: n images, c channels (one), h and w pixels.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FILE = Path(__file__).parent / "data" / "digits.npz"
+NUM_TRAIN = 1500
+
+
+def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (train_images_nchw, train_labels_n, test_images_nchw, test_labels_n), always the same split.
+
+    Images are float32 from 0 (paper) to 1 (ink), and labels are int64 from 0 to 9. The first 1500 are for
+    training, the last 297 for testing. The file keeps the images of a writer together, so the test images are
+    mostly by other writers than the training images.
+    """
+    with np.load(FILE, allow_pickle=False) as data:
+        images_nchw = torch.from_numpy(data["images"]).unsqueeze(1).float() / 16
+        labels_n = torch.from_numpy(data["labels"]).long()
+    return images_nchw[:NUM_TRAIN], labels_n[:NUM_TRAIN], images_nchw[NUM_TRAIN:], labels_n[NUM_TRAIN:]

@@ -1,0 +1,10 @@
+"""Equipment of notebooks. `%load_ext lab.notebook` adds the magics %ranks and %%ranks (magics.py)."""
+
+from typing import Any
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add the magics. IPython is imported only here: ranks import parts of this package without it."""
+    from lab.notebook.magics import load_ipython_extension as load
+
+    load(shell)

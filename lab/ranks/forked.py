@@ -1,0 +1,108 @@
+"""Start processes in milliseconds: fork them from a process that has already imported torch.
+
+A spawned process would import torch again, which takes 2 s. Tests start thousands of processes. So they keep
+some spare ones, which start while another test still runs.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lab.launch.errors import WorkbookError
+from lab.ranks.child import Job, rank_main
+
+_can_fork = "forkserver" in multiprocessing.get_all_start_methods()
+_context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
+# The first optimizer would import torch._dynamo, which takes seconds.
+_preload = ["lab.ranks.child", "lab.models.model", "torch._dynamo"]
+_num_spares = 0
+_spares: list["ForkedProcess"] = []
+
+
+def preload(*modules: str, first: bool = False) -> None:
+    """Add modules that the forkserver imports before it forks, so that no rank needs to.
+
+    Call it before the first `run_ranks` or `warm_up` of this process. With `first` they come before torch.
+    """
+    place = 0 if first else len(_preload)
+    _preload[place:place] = modules
+
+
+def warm_up() -> None:
+    """Start the forkserver now, so that it imports while the caller does something else."""
+    if not _can_fork:
+        raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
+    from multiprocessing.forkserver import ensure_running
+
+    # torch.cuda.is_available() would start CUDA in the forkserver, and what is forked after that has no GPU.
+    # With this variable torch asks the driver's library (NVML), which starts nothing.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with _main_module_hidden():
+        _context.set_forkserver_preload(_preload)
+        ensure_running()
+
+
+def keep_spares(count: int) -> None:
+    """Keep `count` spare processes after each `run_ranks`, for the next one."""
+    global _num_spares
+    _num_spares = count
+
+
+class ForkedProcess:
+    """Start a process that waits for a job, and hold the parent's ends of its pipes."""
+
+    def __init__(self) -> None:
+        self.pipe, job_pipe = _context.Pipe()
+        self.out, child_out = _context.Pipe(duplex=False)
+        self.err, child_err = _context.Pipe(duplex=False)
+        self.process = _context.Process(target=rank_main, args=(job_pipe, child_out, child_err), daemon=True)
+        self.process.start()
+        for end in (job_pipe, child_out, child_err):
+            end.close()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and to all processes that it has started. Do not wait."""
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid, signal.SIGKILL)
+
+
+def start(jobs: list[Job]) -> list[ForkedProcess]:
+    """Send each job to a process, and return the processes."""
+    warm_up()
+    with _main_module_hidden():
+        processes = [_spares.pop() if _spares else ForkedProcess() for _ in jobs]
+        for process, job in zip(processes, jobs, strict=True):
+            with suppress(BrokenPipeError):  # the process has ended; reading its answer will show that
+                process.pipe.send(job)
+        while len(_spares) < _num_spares:
+            _spares.append(ForkedProcess())
+    return processes
+
+
+def end(processes: list[ForkedProcess]) -> None:
+    """Kill the processes, and wait until they have ended."""
+    for process in processes:
+        process.kill()
+    # Wait only after all are killed: a process takes milliseconds to end, and several end in parallel.
+    for process in processes:
+        process.process.join()
+
+
+@contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every rank."""
+    main = sys.modules["__main__"]
+    saved: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        main.__dict__.update(saved)

@@ -1,0 +1,275 @@
+"""Draw events as a Gantt chart with a row for each rank.
+
+    draw([Event("F0", "forward", 0, 2_000_000), Event("B0", "backward", 2_000_000, 4_000_000)], "1f1b.svg")
+    draw_panels({"measured": events, "simulated": others}, "both.svg")    # one above the other
+
+Events may come from a recording (`lab.trace.timeline`) or from a simulator.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAIN_LANE = "main"
+
+# Okabe and Ito's palette, for every kind of colour vision: https://jfly.uni-koeln.de/color/
+COLORS = {
+    "compute": "#0072B2",
+    "forward": "#56B4E9",
+    "backward": "#009E73",
+    "weight": "#F0E442",
+    "optimizer": "#CC79A7",
+    "communication": "#D55E00",
+    "data": "#E69F00",
+    "wait": "#BDBDBD",
+    "launch": "#000000",
+}
+OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100")  # Paul Tol's muted scheme
+
+# In inches, so that bars and labels have the same size for any number of ranks.
+MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP, NAME_HEIGHT = 0.30, 0.16, 0.03, 0.16, 0.26
+MIN_POINTS = 1.2  # least width of a bar: microseconds are still visible in a picture of a second
+FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
+
+
+class Event(NamedTuple):
+    """Describe a named span of time. `lane` is "main", a thread's name or another; `args` fits into JSON."""
+
+    name: str
+    kind: str
+    start_ns: int
+    duration_ns: int
+    lane: str = MAIN_LANE
+    args: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default, never written to
+    rank: int = 0
+
+    @property
+    def end_ns(self) -> int:
+        """Return the end of the event, on the clock of `start_ns`."""
+        return self.start_ns + self.duration_ns
+
+
+def lanes(events: Iterable[Event]) -> dict[int, dict[str, list[Event]]]:
+    """Return events by rank and lane: ranks in order, and the main lane of each before the others."""
+    table: dict[int, dict[str, list[Event]]] = {}
+    for event in sorted(events, key=lambda event: (event.rank, event.lane != MAIN_LANE, event.lane)):
+        table.setdefault(event.rank, {}).setdefault(event.lane, []).append(event)
+    return table
+
+
+def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
+    """Split a lane into tracks whose events do not overlap. Each event joins the first track where it fits.
+
+    With `nest` an event may lie within another event of its track, as nested calls do.
+    """
+    rows: list[tuple[list[Event], list[int]]] = []  # a track, and the ends of its open events, innermost last
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
+        for row in rows:
+            ends = row[1]
+            while ends and ends[-1] <= event.start_ns:
+                ends.pop()
+            if not ends or (nest and event.end_ns <= ends[-1]):
+                break
+        else:
+            rows.append(row := ([], []))
+        row[0].append(event)
+        row[1].append(event.end_ns)
+    return [track for track, _ in rows]
+
+
+def draw(
+    events: Iterable[Event],
+    path: str | Path,
+    title: str | None = None,
+    width: float = 11.0,
+    colors: dict[str, str] | None = None,
+) -> Path:
+    """Write a PNG or SVG (by suffix) of `width` inches: a row for each rank, time in ms from the first event.
+
+    The other lanes of a rank are thinner bars below its main lane. Events that overlap in a lane, such as a
+    call inside a call, are drawn one below the other. `colors`, by kind, adds to `COLORS`. A name is drawn if
+    it fits into its bar. A very short event is drawn wider than its duration, so that it is visible.
+    """
+    return draw_panels({"": events}, path, title, width, colors)
+
+
+def draw_panels(
+    panels: Mapping[str, Iterable[Event]],
+    path: str | Path,
+    title: str | None = None,
+    width: float = 11.0,
+    colors: dict[str, str] | None = None,
+) -> Path:
+    """Draw several sets of events, by name, one above the other, with one time scale and one legend.
+
+    The time of each panel begins with its own first event. An event with `args["chunk"]` of 1 or more is
+    drawn darker, so that the stages of a rank can be told from each other.
+    """
+    # Imported here, because it takes half a second. No pyplot: it keeps figures in a global list.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    shown_panels = {name: _from_zero(name, events) for name, events in panels.items()}
+    everything = [event for events in shown_panels.values() for event in events]
+    if not everything:
+        raise ValueError("nothing to draw: no panels.")
+    last_ms = max(event.end_ns for event in everything) / 1e6 or 1.0
+    palette = _palette([event.kind for event in everything], colors or {})
+    bars, labels, bands, names = _place(shown_panels)
+    height = bands[-1][1] + RANK_GAP / 2
+    legend = [Patch(color=color, label=kind) for kind, color in palette.items()]
+    if most := max(_chunk(event) for event in everything):
+        legend.append(Patch(color=shade("#BBBBBB", most), label="darker: a later chunk of the rank"))
+
+    figure = Figure(figsize=(width, height + (1.3 if title else 1.0)), dpi=150, layout="constrained")
+    axes = figure.add_subplot(xlim=(0, last_ms), ylim=(height, 0), xlabel="time (ms)")
+    for top, bottom in bands:
+        axes.axhspan(top, bottom, color="#F3F3F3", zorder=0)
+    axes.set_yticks([middle for middle, _, _ in labels], [text for _, text, _ in labels])
+    for tick, (_, _, is_rank) in zip(axes.get_yticklabels(), labels, strict=True):
+        tick.set(fontsize=9 if is_rank else 7, color="black" if is_rank else "#666666")
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    for middle, name in names:
+        axes.text(0, middle, name, size=9, weight="bold", va="center", parse_math=False)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    figure.legend(
+        handles=legend,
+        loc="outside lower center",
+        ncols=8,
+        frameon=False,
+        fontsize=8,
+        handlelength=1.2,
+    )
+
+    figure.draw_without_rendering()  # fixes the layout, and so the width of a millisecond in points
+    points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
+    for top, thickness, track in bars:
+        # Short events last: their bars are wider than their durations, and no other bar may cover them.
+        track = sorted(track, key=lambda event: -event.duration_ns)
+        spans = [(event.start_ns / 1e6, event.duration_ns / 1e6) for event in track]
+        fills = [shade(palette[event.kind], _chunk(event)) for event in track]
+        # A white rim separates neighbours, but would cover a very narrow bar.
+        rims = [
+            "white" if length * points_per_ms > 3 else fill
+            for (_, length), fill in zip(spans, fills, strict=True)
+        ]
+        widths = [max(length, MIN_POINTS / points_per_ms) for _, length in spans]
+        # A widened bar at the end grows to the left, so that it stays inside the picture.
+        shown = [
+            (min(start, last_ms - width), width) for (start, _), width in zip(spans, widths, strict=True)
+        ]
+        axes.broken_barh(shown, (top, thickness), facecolors=fills, edgecolors=rims, linewidth=0.5, zorder=2)
+        for event, (start, length), fill in zip(track, spans, fills, strict=True):
+            if size := _fitting_size(event.name, length * points_per_ms - 4, FONT_POINTS[thickness]):
+                axes.text(
+                    start + length / 2,
+                    top + thickness / 2,
+                    event.name,
+                    size=size,
+                    color=readable_on(fill),
+                    ha="center",
+                    va="center_baseline",
+                    parse_math=False,
+                )
+    figure.savefig(path)
+    return Path(path)
+
+
+def shade(color: str, chunk: int) -> str:
+    """Return the colour for the chunk-th stage of a rank: a quarter darker for each stage after the first."""
+    if not chunk:
+        return color
+    from matplotlib.colors import to_hex, to_rgb
+
+    red, green, blue = to_rgb(color)
+    factor = 0.75**chunk
+    return to_hex((red * factor, green * factor, blue * factor))
+
+
+def _chunk(event: Event) -> int:
+    return int(event.args.get("chunk", 0))
+
+
+def _from_zero(panel: str, events: Iterable[Event]) -> list[Event]:
+    """Return the events on a clock that starts with the first of them."""
+    events = list(events)
+    if not events:
+        where = f" in the panel {panel!r}" if panel else ""
+        raise ValueError(
+            f"nothing to draw{where}: no events. Was start_recording() called before the first span?"
+        )
+    zero = min(event.start_ns for event in events)
+    return [event._replace(start_ns=event.start_ns - zero) for event in events]
+
+
+def _place(
+    panels: Mapping[str, Iterable[Event]],
+) -> tuple[
+    list[tuple[float, float, list[Event]]],
+    list[tuple[float, str, bool]],
+    list[tuple[float, float]],
+    list[tuple[float, str]],
+]:
+    """Return the positions of all elements, in inches from the top.
+
+    A bar is (top, thickness, events of a track), a label (middle, text, whether it is a rank's), a band of a
+    rank (top, bottom), and the name of a panel (middle, text).
+    """
+    bars, labels, bands, names = [], [], [], []
+    y = RANK_GAP / 2
+    for name, events in panels.items():
+        if name:
+            names.append((y + NAME_HEIGHT / 2 - TRACK_GAP, name))
+            y += NAME_HEIGHT
+        for rank, by_lane in lanes(events).items():
+            top = y
+            for lane, spans in by_lane.items():
+                thickness = MAIN_HEIGHT if lane == MAIN_LANE else LANE_HEIGHT
+                labels.append((y + thickness / 2, f"rank {rank}" if y == top else lane, y == top))
+                for track in tracks(spans, nest=False):
+                    bars.append((y, thickness, track))
+                    y += thickness + TRACK_GAP
+            bands.append((top - TRACK_GAP, y))
+            y += RANK_GAP
+    return bars, labels, bands, names
+
+
+def _palette(kinds: list[str], given: dict[str, str]) -> dict[str, str]:
+    """Return a colour for each kind: known kinds in the order of `COLORS`, then the others."""
+    known = COLORS | given
+    others = dict.fromkeys(kind for kind in kinds if kind not in known)
+    spare = {kind: OTHER_COLORS[i % len(OTHER_COLORS)] for i, kind in enumerate(others)}
+    return {kind: color for kind, color in (known | spare).items() if kind in set(kinds)}
+
+
+def _fitting_size(text: str, points: float, sizes: tuple[float, ...]) -> float | None:
+    """Return the first of the font sizes at which `text` is at most `points` wide, or None."""
+    if points < 2 * len(text):  # no font is that narrow, and measuring takes time
+        return None
+    return next((size for size in sizes if _width(text) * size <= points), None)
+
+
+@cache
+def _width(text: str) -> float:
+    """Return the width of the text in points, at a font size of 1 point."""
+    from matplotlib.textpath import TextPath
+
+    path = TextPath((0, 0), text.replace("$", "S"), size=100)  # a $ would start a formula
+    return path.get_extents().width / 100
+
+
+def readable_on(color: str) -> str:
+    """Return black or white: the one with more contrast (relative luminance, WCAG 2)."""
+    from matplotlib.colors import to_rgb
+
+    linear = [
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+        for channel in to_rgb(color)
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if luminance < 0.179 else "black"

@@ -1,0 +1,230 @@
+"""Measure the speed, memory and traffic of a training run, and print progress lines and then a report.
+
+    meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
+    for step in range(50):
+        with meter.step() as record:
+            record.loss = forward_backward_and_update(step)
+    meter.finish(replicas_equal=True)
+
+All ranks measure, and rank 0 prints. Only what happens inside `with meter.step()` belongs to a step.
+"""
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from lab import units
+from lab.cluster import Cluster
+from lab.trace.ledger import LEDGER, Entry, Traffic
+from lab.trace.stream_clock import time_when_done
+
+LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a terminal, and elsewhere
+
+
+@dataclass
+class StepRecord:
+    """Holds the loss of a step: a float or a 0-d tensor. The caller takes the mean over all ranks.
+
+    A tensor is read at the end of the first step, for a progress line and in `finish`, and at no other time,
+    because reading it makes the host wait for the GPU. Do not write to it after the step.
+    """
+
+    loss: Tensor | float | None = None
+
+
+class Meter:
+    """Times the steps of one rank. `tokens_per_step` counts the tokens of the global batch, over all ranks.
+
+    `steps` is the number of the last step; a run that goes on from a checkpoint begins after `first_step`.
+    The times leave out the first `warmup` steps, but at most half of all steps. With `as_json` the last line
+    on stdout is the summary as JSON, and everything else goes to stderr.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        run_mode: str,
+        steps: int,
+        tokens_per_step: int,
+        as_json: bool = False,
+        warmup: int = 2,
+        first_step: int = 0,
+    ) -> None:
+        self._cluster, self._run_mode, self._steps = cluster, run_mode, steps
+        self._tokens_per_step, self._as_json, self._warmup = tokens_per_step, as_json, warmup
+        self._first_step = first_step
+        self.windows: list[tuple[int, int]] = []  # start and end of each step, nanoseconds of perf_counter_ns
+        self._console = Console(stderr=as_json)
+        self._line_open, self._printed_at = False, -math.inf
+        self._seconds: list[float] = []
+        self._first_loss: float | None = None
+        self._last_loss: Tensor | float | None = None
+        self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps
+        self._peak: int | None = None
+        reset_peak_memory(cluster.device)
+
+    @contextmanager
+    def step(self) -> Iterator[StepRecord]:
+        """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
+        before = LEDGER.rows()
+        # Kernels still queued belong to the step that launched them.
+        record, start_ns = StepRecord(), time_when_done(self._cluster.device)
+        try:
+            yield record
+        except BaseException:
+            self._end_line()
+            raise
+        self.windows.append((start_ns, time_when_done(self._cluster.device)))
+        self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
+        for entry, traffic in LEDGER.rows().items():
+            if (earlier := before.get(entry)) is not traffic:
+                new = traffic if earlier is None else traffic - earlier
+                self.traffic[entry] = self.traffic.get(entry, Traffic()) + new
+        if self._first_step + len(self._seconds) == self._steps:
+            self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
+        # Detached, or the loss would keep the step's graph alive through the next one.
+        self._last_loss = record.loss.detach() if isinstance(record.loss, Tensor) else record.loss
+        if len(self._seconds) == 1:
+            self._first_loss = self._loss()
+        if self._cluster.is_main:
+            self._show_progress()
+
+    def note(self, text: str) -> None:
+        """Print a line on rank 0, between two steps."""
+        if self._cluster.is_main:
+            self._end_line()
+            self._console.print(Text(f"{self._run_mode}  {text}", style="cyan"), soft_wrap=True)
+
+    def finish(self, **extras: Any) -> dict[str, Any]:
+        """Print the summary on rank 0 and return this rank's on every rank; NaN and infinity become None.
+
+        `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
+        `bytes_sent` and `messages_sent` are what this rank has sent inside of all steps, warm-up included;
+        traffic between steps is left out. `peak_memory_bytes` is the peak between the meter's creation and
+        the end of the last step: of the process's memory on the CPU, of its tensors on a GPU. `extras` follow
+        these fields. The table leaves out what is None; README.md explains each row.
+        """
+        sent = sum(self.traffic.values(), Traffic())
+        summary = {
+            "run_mode": self._run_mode,
+            "world_size": self._cluster.world_size,
+            "steps": len(self._seconds),
+            "first_loss": self._first_loss,
+            "last_loss": self._loss(),
+            "step_seconds": statistics.median(self._timed()) if self._seconds else None,
+            "tokens_per_second": self._tokens_per_second(),
+            "peak_memory_bytes": peak_memory(self._cluster.device) if self._peak is None else self._peak,
+            "bytes_sent": sent.bytes_sent,
+            "messages_sent": sent.messages_sent,
+        }
+        if taken := summary.keys() & extras.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: the meter's own field; give yours another name.")
+        summary = {key: _plain(value) for key, value in (summary | extras).items()}
+        if self._cluster.is_main:
+            self._end_line()
+            table = Table(show_header=False)
+            for name, value in summary.items():
+                if value is not None:
+                    table.add_row(name, Text(_readable(name, value)))
+            self._console.print(table)
+            if self._as_json:
+                print(json.dumps(summary, allow_nan=False, default=str), flush=True)
+        return summary
+
+    def _timed(self) -> list[float]:
+        return self._seconds[min(self._warmup, len(self._seconds) // 2) :]
+
+    def _tokens_per_second(self) -> float | None:
+        timed = self._timed()
+        return len(timed) * self._tokens_per_step / sum(timed) if timed else None
+
+    def _loss(self) -> float | None:
+        return None if self._last_loss is None else float(self._last_loss)
+
+    def _show_progress(self) -> None:
+        done, live = self._first_step + len(self._seconds), self._console.is_terminal
+        waited = time.perf_counter() - self._printed_at
+        if (
+            len(self._seconds) > 1
+            and done < self._steps
+            and waited < (LIVE_SECONDS if live else PLAIN_SECONDS)
+        ):
+            return
+        loss, rate = self._loss(), self._tokens_per_second()
+        words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"
+        line = Text(f"{self._run_mode}  step {done}/{self._steps}  {words}", style="cyan")
+        if live:
+            # Overwritten in place. Rich's Live hides the cursor, and a rank that is killed leaves it hidden.
+            line.set_length(self._console.width - 1)
+        self._console.print(line, end="\r" if live else "\n", soft_wrap=True)
+        self._line_open, self._printed_at = live, time.perf_counter()
+
+    def _end_line(self) -> None:
+        if self._line_open:
+            self._console.print()
+            self._line_open = False
+
+
+def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(_readable(name, item) for item in value)
+    if name.endswith("_seconds_per_byte"):
+        return f"{units.show_seconds(value)} ({units.show_rate(value)})"
+    if name.endswith("_seconds"):
+        return units.show_seconds(value)
+    if "bytes" in name:
+        return units.show_bytes(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as strict JSON takes it: tensors as numbers or lists, NaN and infinity as None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak that `peak_memory` returns."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not Linux, or not allowed: the peak will be that of the whole process
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): sets VmHWM to the current resident size
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the peak in bytes since the last reset: of the process, or on a GPU of its tensors; or None."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        if sys.platform == "win32":
+            return None
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

@@ -1,0 +1,278 @@
+"""Record spans of all ranks on one clock, and save them as a trace for Perfetto and as a picture.
+
+    start_recording()
+    with span("forward", kind="forward", microbatch=3):
+        ...
+    record("bucket 0", "communication", started_ns, ended_ns, lane="communication")
+    save(cluster, "runs/overlap")      # on every rank; rank 0 writes trace.json and timeline.png
+
+    rank 0         |  forward  |      backward      | step |
+    communication              | bucket 0 | bucket 1 |
+    rank 1         |  forward  |      backward      | step |
+    ...
+
+Times are nanoseconds of `now`. A span covers the time in which its block's work was done: on a GPU it starts
+and ends at marks in the stream (lab.trace.stream_clock). Offsets between machines are measured as in NTP (RFC
+5905, section 8): the fastest of many round trips is the most exact, and half of its delay bounds the error.
+"""
+
+import json
+import platform
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.trace.chrome_trace import write_chrome_trace
+from lab.trace.gantt import MAIN_LANE, Event, draw
+from lab.trace.stream_clock import StreamClock
+
+Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's stream
+
+# A monotonic clock: NTP never sets it back. All processes and containers of a machine share it. Other
+# machines have other clocks, and `align` measures the offset.
+now = time.perf_counter_ns
+
+QUICK_NS = 2_000_000  # how long the store is checked without a pause: many round trips
+PIECE_BYTES = 1 << 20  # a TCPStore closes the connection of a client that sends more than 8 MiB
+
+_recording = False
+_events: list[Event] = []  # threads append without a lock: list.append is atomic
+_unread: deque[tuple[Moment, Moment, Callable[[int, int], Event]]] = deque()  # spans whose ends are marks
+_clock: StreamClock | None = None
+_NOTHING = nullcontext()
+
+
+def start_recording(device: torch.device | None = None) -> None:
+    """Remove all recorded spans, and start to record, with the clock of `device` if it is a GPU.
+
+    With a GPU call `settle()` after each step, because otherwise thousands of CUDA events remain in memory.
+    """
+    global _recording, _clock
+    _events.clear()
+    _unread.clear()
+    _clock = StreamClock(device) if device is not None and device.type == "cuda" else None
+    _recording = True
+
+
+def stop_recording() -> None:
+    """Stop recording. Recorded spans stay until the next start, and open spans are dropped."""
+    global _recording
+    _recording = False
+
+
+def is_recording() -> bool:
+    """Return whether spans are being recorded."""
+    return _recording
+
+
+def recorded() -> list[Event]:
+    """Return this process's events so far, on its own clock. Wait for the GPU, if one is recorded."""
+    settle()
+    return list(_events)
+
+
+def settle() -> None:
+    """Wait for the GPU, if one is recorded, and read the marks of all spans so far."""
+    if _clock is None or not (_recording or _unread):
+        return
+    while _unread:
+        start, end, event = _unread.popleft()
+        _events.append(event(_read(start), _read(end)))
+    _clock.set_anchor()
+
+
+def _read(moment: Moment) -> int:
+    assert _clock is not None
+    return moment if isinstance(moment, int) else _clock.read(moment)
+
+
+def mark() -> Moment:
+    """Return this moment, for `record`: `now()`, or with a GPU a mark in its stream.
+
+    On other threads, which communicate results that the GPU has already computed, it is `now()`.
+    """
+    return _clock.mark() if _recording and _clock is not None and _own_lane() == MAIN_LANE else now()
+
+
+def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManager[None]:
+    """Record the time of a `with` block, also if it raises. Without recording it costs almost nothing.
+
+    `kind` chooses the colour (`lab.trace.gantt.COLORS`), `args` are shown in Perfetto, `lane=` is as in
+    `record`.
+    """
+    return _Timed(name, kind, args) if _recording else _NOTHING
+
+
+class _Timed:
+    """Record a span around a block. This is a class, because a generator takes three times as long."""
+
+    def __init__(self, name: str, kind: str, args: dict[str, Any]) -> None:
+        self._name, self._kind, self._args = name, kind, args
+
+    def __enter__(self) -> None:
+        self._start = mark()
+
+    def __exit__(self, *error: object) -> None:
+        record(self._name, self._kind, self._start, mark(), **self._args)
+
+
+def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None = None, **args: Any) -> None:
+    """Add a span from its start and end, each `now()` or `mark()`, which may come from two threads.
+
+    `lane` is by default the calling thread's. Spans of a lane that overlap are drawn one below the other.
+    """
+    if not _recording:
+        return
+    lane = lane or _own_lane()
+
+    def event(start_ns: int, end_ns: int) -> Event:
+        return Event(name, kind, start_ns, max(0, end_ns - start_ns), lane, args)
+
+    if isinstance(start, int) and isinstance(end, int):
+        _events.append(event(start, end))
+    else:
+        _unread.append((start, end, event))
+
+
+def _own_lane() -> str:
+    """Return the calling thread's lane.
+
+    Autograd runs the backward of a GPU, with its hooks, on a thread of its own, while the main thread waits.
+    So these spans belong to the main lane.
+    """
+    thread = threading.current_thread()
+    is_autograds = isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
+    return MAIN_LANE if is_autograds or thread is threading.main_thread() else thread.name
+
+
+def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:
+    """Return the nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
+
+    Rank 0 answers the other ranks one after the other, with `rounds` pings each. If a rank does not call it,
+    the store's timeout ends the wait with a TimeoutError that names the rank. If the rank has died, a
+    WatchedStore (comm.membership) raises an error at once.
+    """
+    store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), _machine()
+    if cluster.is_main:
+        for rank in range(1, cluster.world_size):
+            with _expecting(rank, "align", store):
+                for i in range(rounds):
+                    _wait(store, f"{prefix}/{rank}/{i}/ping", is_near=i > 0)
+                    arrived = clock()
+                    store.set(f"{prefix}/{rank}/{i}/pong", f"{arrived} {clock()} {machine}")
+        return 0
+
+    trips = []
+    with _expecting(0, "align", store):
+        for i in range(rounds):
+            ping, pong = (f"{prefix}/{cluster.rank}/{i}/{ball}" for ball in ("ping", "pong"))
+            sent = clock()
+            store.set(ping, "")
+            # Not get(): over TCP it is a wait and a second round trip, which would count as the way back.
+            _wait(store, pong, is_near=i > 0)
+            back = clock()
+            received, answered, main_machine = store.get(pong).decode().split(" ", 2)
+            ahead_going, ahead_coming = int(received) - sent, int(answered) - back
+            trips.append((ahead_going - ahead_coming, (ahead_going + ahead_coming) // 2))
+    delay, offset = min(trips)
+    # On one machine the offset is 0. Return exactly 0 if the round trips allow it, because the measured
+    # offset is inexact: over a FileStore each round trip takes 10 ms.
+    return 0 if machine == main_machine and abs(offset) <= delay / 2 else offset
+
+
+def _machine() -> str:
+    """Return a name that is equal for all processes and containers of one booted kernel."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
+
+
+def gather_events(
+    cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None
+) -> list[Event] | None:
+    """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
+
+    `events` are by default all that the rank recorded. `offset_ns` (from `align`) is added to their times.
+    Events travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
+    """
+    store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
+    own = [
+        event._replace(rank=cluster.rank, start_ns=event.start_ns + offset_ns)
+        for event in (recorded() if events is None else events)
+    ]
+    if not cluster.is_main:
+        packed = zlib.compress(json.dumps(own, default=str).encode())
+        pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
+        with _expecting(0, "gather_events", store):
+            for i, piece in enumerate(pieces):
+                store.set(f"{prefix}/{cluster.rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are fine
+            store.set(f"{prefix}/{cluster.rank}/pieces", str(len(pieces)))
+        return None
+
+    for rank in range(1, cluster.world_size):
+        with _expecting(rank, "gather_events", store):
+            num_pieces = int(store.get(f"{prefix}/{rank}/pieces"))
+            keys = [f"{prefix}/{rank}/{i}" for i in range(num_pieces)]
+            packed = b"".join(store.get(key) for key in keys)
+            for key in keys:
+                store.delete_key(key)
+        own += [Event(*row) for row in json.loads(zlib.decompress(packed))]
+    return sorted(own, key=lambda event: event.start_ns)
+
+
+def _fresh_prefix(cluster: Cluster, what: str) -> str:
+    """Return a key prefix that no earlier call has used. It is equal on all ranks if all make the same calls.
+
+    A PrefixStore would not do: it calls torch's store directly, so a WatchedStore would not notice a rank's
+    death.
+    """
+    call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
+    return f"lab.timeline/{what}/{call}"
+
+
+def _wait(store: dist.Store, key: str, is_near: bool) -> None:
+    """Wait for a key. If it `is_near`, first check without pauses: a pause is longer than a round trip."""
+    deadline = now() + QUICK_NS
+    while is_near and now() < deadline:
+        if store.check([key]):
+            return
+    store.wait([key])
+
+
+@contextmanager
+def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
+    try:
+        yield
+    except WorkbookError as error:  # from a WatchedStore
+        raise WorkbookError(f"timeline.{what} has waited for rank {rank}. {error}") from error
+    except RuntimeError as error:  # stores raise it for timeouts and for lost connections
+        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
+        raise TimeoutError(
+            f"timeline.{what}: rank {rank} did not take part. Is it alive, and does it call {what} too? "
+            f"(The store waits {seconds:g} s and says: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def save(
+    cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
+) -> list[Path]:
+    """Align and gather events, write `trace.json` and `timeline.png` on rank 0, and return their paths.
+
+    Every rank must call it, with its events or, by default, with all that it recorded. Other ranks return [].
+    """
+    all_events = gather_events(cluster, align(cluster), events)
+    if all_events is None:
+        return []
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = write_chrome_trace(folder / "trace.json", all_events)
+    return [trace, draw(all_events, folder / "timeline.png", title)]

@@ -1,0 +1,216 @@
+"""Write one HTML file that plays schedules and compares them. It needs no server and no network.
+
+    python pipeline_parallel/analysis/page.py --out schedules.html
+    python pipeline_parallel/analysis/page.py --out slow.html --ranks 4 --weight-gradient 0.5 --messages 0
+    0.25 1
+
+The page holds the timelines of `pipeline_parallel.analysis.simulate`, one for each schedule and setting, so
+it knows nothing of schedules itself. All schedules train the same model: if a rank has n stages, each of them
+takes 1/n of the rank's seconds and holds 1/n of its activations.
+
+A link opens the page with the settings that it names:
+schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from comm.cost import Link
+from lab.page import PLAYER, Page
+from lab.trace.gantt import COLORS, Event, readable_on, shade
+from pipeline_parallel.actions import (
+    FORWARD,
+    GANTT_KIND,
+    WEIGHT_GRADIENT,
+    Action,
+    as_dependency,
+    dependencies,
+    num_microbatches,
+    placement,
+)
+from pipeline_parallel.analysis import from_events
+from pipeline_parallel.analysis.simulate import Costs, Simulation, TimedAction, simulate
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
+
+TITLES = {
+    "naive": ("naive", "one microbatch at a time: one rank works, the others wait"),
+    "gpipe": ("GPipe", "all forwards, then all backwards: every microbatch is held at once"),
+    "1f1b": ("1F1B", "each backward as soon as possible: the same bubble, far fewer activations held"),
+    "interleaved": ("interleaved 1F1B", "several small stages a rank: a smaller bubble, more held and sent"),
+    "zb_h1": ("ZB-H1", "each backward in two halves: the weight gradients fill idle time"),
+    "zb_v": ("ZB-V", "two stages on each rank, down and back up: almost no bubble where F = I = W"),
+}
+HERE = Path(__file__).parent
+PAGE = Page(HERE / "page.html", [HERE / "page.css"], [PLAYER, HERE / "page.js", HERE / "page_words.js"])
+DIGITS = 9  # after the decimal point of seconds: exact sums, and a small file
+
+
+@dataclass(frozen=True)
+class PageArgs:
+    """Write a page that plays pipeline schedules."""
+
+    out: Path = Path("schedules.html")
+    """File to write."""
+    ranks: tuple[int, ...] = (2, 4, 8)
+    """Numbers of ranks to choose from."""
+    microbatches_per_rank: tuple[int, ...] = (1, 2, 4)
+    """Numbers of microbatches to choose from, as multiples of the number of ranks."""
+    chunks: int = 2
+    """Number of stages that each rank has in interleaved 1F1B."""
+    forward: float = 1.0
+    """Time of the forward of one microbatch in all layers of a rank; any unit, the same for all times."""
+    input_gradient: float = 1.0
+    """Time of the input gradient of one microbatch in all layers of a rank."""
+    weight_gradient: float = 1.0
+    """Time of the weight gradients of one microbatch in all layers of a rank."""
+    messages: tuple[float, ...] = (0.0, 0.5)
+    """Times that a message can take between two ranks, to choose from."""
+
+
+def write_page(
+    path: str | Path,
+    args: PageArgs | None = None,
+    measured: Mapping[str, Iterable[Event]] | None = None,
+    root: str | None = None,
+) -> Path:
+    """Write the page for `args` to `path`; the `out` of `args` is not used.
+
+    `measured` holds real runs by the name of their schedule, or any other name: for each the events of one
+    step of all ranks. The page opens with them, each beside a simulation from its own costs. `root` is where
+    the page finds the site, see lab/page/__init__.py.
+    """
+    args = args or PageArgs()
+    sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
+    if not sizes or not args.messages:
+        raise ValueError(
+            "The page would be empty: give at least one number for each of --ranks, --microbatches-per-rank "
+            "and --messages."
+        )
+    runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
+    real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
+    data = {"runs": runs + real, "open": _opening(args, real)}
+    costs = (
+        f"For one microbatch, the layers of a rank take, in units of time: forward {args.forward:g}, "
+        f"input gradient {args.input_gradient:g}, weight gradient {args.weight_gradient:g}."
+    )
+    return PAGE.write(
+        path,
+        rules=_colors(max(len(each) for run in runs + real for each in run["stages"])),
+        data=data,
+        root=root,
+        costs=costs,
+    )
+
+
+def simulation(args: PageArgs, name: str, ranks: int, microbatches: int, message: float) -> Simulation:
+    """Return the simulation of a schedule that the page shows: the same model for any number of stages."""
+    stages = stages_per_rank(name, args.chunks)
+    seconds = (args.forward, args.input_gradient, args.weight_gradient)
+    costs = Costs.equal(ranks * stages, *(each / stages for each in seconds))
+    table = table_of(name, ranks, microbatches, args.chunks)
+    return simulate(table, costs, Link(0.0, message), message_bytes=1)
+
+
+def _simulated(args: PageArgs, ranks: int, microbatches: int, message: float) -> Iterator[dict[str, Any]]:
+    for name in SCHEDULES:
+        title, idea = TITLES.get(name, (name, ""))
+        run = _packed(simulation(args, name, ranks, microbatches, message))
+        yield {"name": name, "title": title, "idea": idea, "message": f"{message:g}", **run}
+
+
+def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """Yield a real run, and the simulation of its table with its own median costs."""
+    events = sorted((event for event in events if "action" in event.args), key=lambda event: event.start_ns)
+    if not events:
+        raise ValueError(f"The measured run {label!r} has no events of actions.")
+    zero = events[0].start_ns
+    rows: list[list[TimedAction]] = [[] for _ in range(1 + max(event.rank for event in events))]
+    for event in events:
+        action = Action(event.args["action"], event.args["microbatch"], event.args["stage"])
+        rows[event.rank].append(
+            TimedAction(action, (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9)
+        )
+    table = [[timed.action for timed in row] for row in rows]
+    again = simulate(table, from_events.costs(events, len(placement(table))))
+    title, _ = TITLES.get(label, (label, ""))
+    for what, run, idea in (
+        ("measured", Simulation(rows), "what happened, in seconds"),
+        ("simulated", again, "the same order, from the median costs of its stages"),
+    ):
+        names = {"name": f"{what} {label}", "title": f"{title}, {what}", "idea": idea}
+        yield {**names, "message": "as measured", **_packed(run)}
+
+
+def _packed(simulated: Simulation) -> dict[str, Any]:
+    """Return what the page shows of a timeline. A cell is an action, its start and end, and what it needs."""
+    table = [[timed.action for timed in row] for row in simulated.rows]
+    rank_of = placement(table)
+    giver = {as_dependency(action): str(action) for row in table for action in row}
+    forwards = [end - start for row in simulated.rows for action, start, end in row if action.kind == FORWARD]
+
+    def cell(timed: TimedAction) -> list[Any]:
+        needed = [giver[need] for need in dependencies(timed.action, max(rank_of))]
+        return [str(timed.action), round(timed.start, DIGITS), round(timed.end, DIGITS), *needed]
+
+    return {
+        "ranks": len(table),
+        "microbatches": num_microbatches(table),
+        "stages": [[stage for stage, rank in rank_of.items() if rank == row] for row in range(len(table))],
+        "makespan": round(simulated.makespan, DIGITS),
+        "bubble": round(simulated.bubble, DIGITS),
+        "peak": simulated.peak_held,
+        "forward": sum(forwards) / (len(table) * num_microbatches(table)),  # sets the pace of playing
+        "rows": [[cell(timed) for timed in row] for row in simulated.rows],
+    }
+
+
+def _opening(args: PageArgs, real: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings with which the page opens: those of the first measured run, or middle ones."""
+    if real:
+        return {key: real[0][key] for key in ("ranks", "microbatches", "message")} | {
+            "show": [run["name"] for run in real]
+        }
+    ranks = args.ranks[len(args.ranks) // 2]
+    return {
+        "ranks": ranks,
+        "microbatches": ranks * args.microbatches_per_rank[len(args.microbatches_per_rank) // 2],
+        "message": f"{args.messages[0]:g}",
+        "show": ["gpipe", "1f1b", "zb_h1"],
+    }
+
+
+def _colors(chunks: int) -> str:
+    """Return style rules for each kind (F, B, I, W) in a rank's first stage (c0), its second and so on."""
+    rules = []
+    for chunk in range(max(2, chunks)):
+        for kind, gantt_kind in GANTT_KIND.items():
+            fill, band = (shade(COLORS[name], chunk) for name in (gantt_kind, GANTT_KIND[WEIGHT_GRADIENT]))
+            ink = readable_on(fill)
+            rules.append(f".{kind}.c{chunk} {{ --fill: {fill}; --band: {band}; --ink-on: {ink}; }}")
+    return "\n".join(rules)
+
+
+def main(args: PageArgs) -> None:
+    for option in ("forward", "input_gradient", "weight_gradient"):
+        if not 0 < getattr(args, option) < math.inf:
+            raise SystemExit(f"--{option.replace('_', '-')}: give a time above 0.")
+    if args.chunks < 1:
+        raise SystemExit(f"--chunks {args.chunks}: there must be at least one.")
+    if any(not 0 <= message < math.inf for message in args.messages):
+        raise SystemExit("--messages: give times of 0 or more.")
+    try:
+        size = write_page(args.out, args).stat().st_size
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    except OSError as error:
+        raise SystemExit(f"--out {args.out}: cannot write there ({error.strerror}).") from error
+    print(f"{args.out}: {size / 1e6:.1f} MB, open it in any browser")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(PageArgs))

@@ -1,0 +1,221 @@
+"""Simulate a schedule: predict its timeline from the seconds of each stage, without running it.
+
+    rank 0   F0 F1 .  .  B0--- F2 B1--- .  B2---     simulate(one_f_one_b(2, 3), Costs.equal(2, 1, 1, 1))
+    rank 1   .  F0 B0--- F1 B1--- F2 B2--- .  .      makespan 12 seconds, 3 of them idle: a bubble of 0.25
+
+Each rank does its row in order. An action starts when the rank is free and all messages that it needs have
+arrived. The first action starts at time 0. Receiving takes no time, and sending does not delay computing:
+
+    the action ends ──> departs when the rank's earlier messages are out ── bytes * beta ── alpha ──> arrives
+                        └────────── the link is busy ─────────────────────────────────────┘
+
+So a rank has one outgoing link, which sends its messages one after the other in the order of its actions. The
+latency alpha delays a message, but not the messages behind it (Hockney's alpha and beta, as in `comm.cost`).
+A message between two stages of one rank takes no time, and without `link` all messages take none.
+
+Stages may be unequal, links slow, and any table is accepted; `pipeline_parallel.analysis.theory` has formulas
+for the regular cases. The simulator looks at each action a constant number of times, so thousands of ranks
+take seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from comm.cost import Link
+from lab.trace.gantt import Event
+from pipeline_parallel.actions import (
+    BACKWARD,
+    FORWARD,
+    GANTT_KIND,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Table,
+    as_dependency,
+    dependencies,
+    is_forward_only,
+    placement,
+)
+from pipeline_parallel.analysis.validate import validate
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Holds the seconds of one microbatch, by stage. A backward takes the seconds of both gradients."""
+
+    forward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+
+    @classmethod
+    def equal(cls, stages: int, forward: float, input_gradient: float, weight_gradient: float) -> "Costs":
+        """Return the same seconds for each of `stages` stages."""
+        return cls((forward,) * stages, (input_gradient,) * stages, (weight_gradient,) * stages)
+
+    def seconds(self, action: Action) -> float:
+        """Return how long the action takes."""
+        kind, _, stage = action
+        if kind == FORWARD:
+            return self.forward[stage]
+        if kind == BACKWARD:
+            return self.input_gradient[stage] + self.weight_gradient[stage]
+        return (self.input_gradient if kind == INPUT_GRADIENT else self.weight_gradient)[stage]
+
+
+class TimedAction(NamedTuple):
+    """Holds an action, and its start and end in seconds since time 0."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Holds what each rank did, and when."""
+
+    rows: list[list[TimedAction]]
+
+    @property
+    def makespan(self) -> float:
+        """Return the seconds from the first action's start to the last one's end."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @property
+    def busy(self) -> list[float]:
+        """Return the seconds in which each rank computed."""
+        return [sum(timed.end - timed.start for timed in row) for row in self.rows]
+
+    @property
+    def idle(self) -> list[float]:
+        """Return the seconds in which each rank did nothing, until the last rank was done."""
+        makespan = self.makespan
+        return [makespan - busy for busy in self.busy]
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of all ranks' time in which they did nothing, from 0 to 1."""
+        available = len(self.rows) * self.makespan
+        return 1 - sum(self.busy) / available if available else 0.0
+
+    @property
+    def peak_held(self) -> list[int]:
+        """Return the most microbatches that each rank held at a time.
+
+        A stage holds a microbatch from the start of its F to the end of its B or W. If two stages of a rank
+        hold a microbatch, it counts twice.
+        """
+        ones = [1] * (1 + max((timed.action.stage for row in self.rows for timed in row), default=-1))
+        return self.peak_bytes(ones, ones)
+
+    def peak_bytes(self, kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> list[int]:
+        """Return the most bytes of activations that each rank held at a time; both arguments are by stage.
+
+        A microbatch in stage s holds `kept_by_forward[s]` from the start of its F to the end of its B or I,
+        and `kept_for_weight[s]` from the end of its I to the end of its W.
+        """
+        return [_peak([timed.action for timed in row], kept_by_forward, kept_for_weight) for row in self.rows]
+
+    def events(self) -> list[Event]:
+        """Return one event for each action, with its microbatch as its name, for `lab.trace.gantt.draw`."""
+        chunk_of = {
+            stage: chunk
+            for row in self.rows
+            for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))
+        }
+        # Start and end are rounded, not the length, so that events that touch still touch.
+        return [
+            Event(
+                name=str(action.microbatch),
+                kind=GANTT_KIND[action.kind],
+                start_ns=round(start * 1e9),
+                duration_ns=round(end * 1e9) - round(start * 1e9),
+                args={
+                    "action": action.kind,
+                    "microbatch": action.microbatch,
+                    "stage": action.stage,
+                    "chunk": chunk_of[action.stage],
+                },
+                rank=rank,
+            )
+            for rank, row in enumerate(self.rows)
+            for action, start, end in row
+        ]
+
+
+def simulate(
+    table: Table, costs: Costs, link: Link | None = None, message_bytes: int | Sequence[int] = 0
+) -> Simulation:
+    """Return the timeline of `table`.
+
+    `message_bytes` is the size of an activation and of its gradient: one number, or one for each boundary
+    between stages, beginning with that of stages 0 and 1. ValueError if costs or sizes are not for the stages
+    of the table, ScheduleError for a table that would never end.
+    """
+    rank_of = placement(table)
+    num_stages = 1 + max(rank_of, default=-1)
+    for each in (costs.forward, costs.input_gradient, costs.weight_gradient):
+        if len(each) != num_stages:
+            raise ValueError(f"The table has {num_stages} stages, but the costs are for {len(each)}.")
+    num_boundaries = max(0, num_stages - 1)
+    sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * num_boundaries
+    if len(sizes) != num_boundaries:
+        raise ValueError(
+            f"{num_stages} stages have {num_boundaries} boundaries, not {len(sizes)}: give one size for each."
+        )
+
+    rows: list[list[TimedAction]] = [[] for _ in table]
+    free: list[float] = [0] * len(table)  # when the rank is free; 0, not 0.0, so that fractions stay exact
+    link_free: list[float] = [0] * len(table)  # when the messages of the rank are out
+    arrives: dict[Action, float] = {}  # when a result is there, by its name as a dependency
+    waiting: dict[Action, list[int]] = {}
+    runnable = list(range(len(table)))
+    while runnable:
+        rank = runnable.pop()
+        row, done = table[rank], rows[rank]
+        while len(done) < len(row):
+            action = row[len(done)]
+            needed = dependencies(action, num_stages - 1)
+            missing = [need for need in needed if need not in arrives]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            # A result of the same stage was there before the rank was last free.
+            start = max([free[rank], *(arrives[need] for need in needed if need.stage != action.stage)])
+            end = free[rank] = start + costs.seconds(action)
+            done.append(TimedAction(action, start, end))
+            result, taker = as_dependency(action), _taker(action)
+            arrives[result] = end
+            if link is not None and rank_of.get(taker, rank) != rank:
+                size = sizes[min(action.stage, taker)]
+                link_free[rank] = max(end, link_free[rank]) + size * link.beta
+                arrives[result] = link_free[rank] + link.alpha
+            runnable += waiting.pop(result, [])
+    if any(len(done) < len(row) for row, done in zip(table, rows, strict=True)):
+        validate(table, trains=not is_forward_only(table))
+    return Simulation(rows)
+
+
+def _taker(action: Action) -> int:
+    """Return the stage that receives the result. A weight gradient stays in its own stage."""
+    if action.kind == WEIGHT_GRADIENT:
+        return action.stage
+    return action.stage + 1 if action.kind == FORWARD else action.stage - 1
+
+
+def _peak(row: Sequence[Action], kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> int:
+    if is_forward_only([list(row)]):  # nothing is kept from one forward to the next
+        return max((kept_by_forward[action.stage] for action in row), default=0)
+    held = peak = 0
+    for kind, _, stage in row:
+        if kind == FORWARD:
+            held += kept_by_forward[stage]
+        elif kind == WEIGHT_GRADIENT:
+            held -= kept_for_weight[stage]
+        else:
+            held -= kept_by_forward[stage]
+            if kind == INPUT_GRADIENT:
+                held += kept_for_weight[stage]
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,223 @@
+"""Prove that a schedule is right, from the table alone, before a process starts or a tensor is sent.
+
+    rank 0   0F0 [0B0] 0F1  0B1   waits for 1B0 of rank 1
+    rank 1   1F0 [1F1] 1B0  1B1   waits for 0F1 of rank 0
+
+A table can have every action, in a good order on each rank, and still deadlock, as this one does: the two
+ranks wait for each other. So the rows are run with messages, each rank as far as it can. When all ranks stop,
+either all are at the end of their rows, or some wait for each other in a cycle that no order of running
+could avoid (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978). A rank is
+looked at again only when what it waits for is done, so a large table takes seconds.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+
+from lab.launch.errors import WorkbookError
+from pipeline_parallel.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Table,
+    as_dependency,
+    dependencies,
+    is_forward_only,
+    num_microbatches,
+)
+
+_WHOLE = {FORWARD, BACKWARD}
+_HALVES = {FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT}
+
+_Place = tuple[int, int]  # rank, index in its row
+
+
+class ScheduleError(WorkbookError):
+    """Says in a sentence what is wrong with a table, and shows the table with the wrong cells in brackets."""
+
+
+def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: bool = True) -> None:
+    """Raise ScheduleError unless the table trains every stage on every microbatch, and comes to its end.
+
+    Every stage is on one rank, and none is left out; it does F, and either B or both I and W, once for each
+    microbatch; nothing comes before what it needs, and no ranks wait for each other. With `max_held` (for
+    all ranks, or one for each) no rank holds the activations of more microbatches than that, counted in each
+    of its stages. With `trains=False` the table is one for evaluation, and every stage does F alone.
+    """
+    places = _places(table)
+    _check_stages(table)
+    _check_complete(table, places, [_WHOLE, _HALVES] if trains else [{FORWARD}])
+    _check_rows(table, places)
+    _check_progress(table, places)
+    if max_held is not None:
+        limits = [max_held] * len(table) if isinstance(max_held, int) else max_held
+        _check_held(table, limits)
+
+
+def held(row: Sequence[Action]) -> Iterator[int]:
+    """Yield, for each action of the row, how many microbatches the rank holds, counted in each of its stages.
+
+    A stage holds a microbatch from its F to the end of its B or W. In a row of forwards alone nothing is kept
+    for a backward, so each F holds one.
+    """
+    now, evaluates = 0, is_forward_only([list(row)])
+    for action in row:
+        now += action.kind == FORWARD
+        yield now
+        now -= evaluates or action.kind in (BACKWARD, WEIGHT_GRADIENT)
+
+
+def grid(table: Table, marked: Iterable[_Place] = (), notes: Mapping[int, str] | None = None) -> str:
+    """Return the table in columns: a line for each rank, `marked` cells in brackets, notes at the ends."""
+    marked = set(marked)
+    lines = [
+        [f"[{action}]" if (rank, i) in marked else f" {action} " for i, action in enumerate(row)]
+        for rank, row in enumerate(table)
+    ]
+    wide = max((len(cell) for line in lines for cell in line), default=0)
+    texts = ["".join(cell.ljust(wide) for cell in line) for line in lines]
+    longest, digits = max(map(len, texts), default=0), len(str(len(table) - 1))
+    return "\n".join(
+        f"rank {rank:<{digits}}  {text.ljust(longest)}  {(notes or {}).get(rank, '')}".rstrip()
+        for rank, text in enumerate(texts)
+    )
+
+
+def _places(table: Table) -> dict[Action, _Place]:
+    """Return the place of each action, by its name as a dependency. No action may be there twice."""
+    places: dict[Action, _Place] = {}
+    for rank, row in enumerate(table):
+        for i, action in enumerate(row):
+            kind, microbatch, stage = action
+            if kind not in _WHOLE | _HALVES or microbatch < 0 or stage < 0:
+                raise _error(f"{action} of rank {rank} is no action.", table, [(rank, i)])
+            first = places.setdefault(as_dependency(action), (rank, i))
+            if first != (rank, i):
+                before = table[first[0]][first[1]]
+                raise _error(
+                    f"{action} of rank {rank} repeats {before} of rank {first[0]}.",
+                    table,
+                    [first, (rank, i)],
+                )
+    return places
+
+
+def _check_stages(table: Table) -> None:
+    cells: defaultdict[int, defaultdict[int, list[_Place]]] = defaultdict(lambda: defaultdict(list))
+    for rank, row in enumerate(table):
+        for i, action in enumerate(row):
+            cells[action.stage][rank].append((rank, i))
+    for stage in range(max(cells, default=0) + 1):
+        if stage not in cells:
+            raise _error(f"No rank has stage {stage}.", table)
+        home, *others = sorted(cells[stage], key=lambda rank: -len(cells[stage][rank]))
+        if others:
+            raise _error(
+                f"Stage {stage} is on rank {home} and on rank {others[0]}, but has its weights on one only.",
+                table,
+                [place for rank in others for place in cells[stage][rank]],
+            )
+
+
+def _check_complete(table: Table, places: dict[Action, _Place], complete: list[set[str]]) -> None:
+    there: defaultdict[tuple[int, int], dict[str, _Place]] = defaultdict(dict)
+    for rank, i in places.values():
+        kind, microbatch, stage = table[rank][i]
+        there[stage, microbatch][kind] = (rank, i)
+    microbatches = range(num_microbatches(table))
+    for stage in range(_last_stage(table) + 1):
+        for microbatch in microbatches:
+            cells = there[stage, microbatch]
+            kinds = set(cells)
+            if kinds in complete:
+                continue
+            if complete == [{FORWARD}] and FORWARD in kinds:
+                found = " and ".join(f"{kind}{microbatch}" for kind in "BIW" if kind in kinds)
+                wrong = f"does {found}, but an evaluation has forwards alone"
+            elif complete == [{FORWARD}]:
+                wrong = f"never does F{microbatch}"
+            elif BACKWARD in kinds and WEIGHT_GRADIENT in kinds:
+                wrong = f"does W{microbatch} as well as B{microbatch}, which contains it"
+            else:
+                missing = (_HALVES if kinds - _WHOLE else _WHOLE) - kinds
+                names = [f"{kind}{microbatch}" for kind in "FBIW" if kind in missing]
+                wrong = f"never does {' and '.join(names)}"
+            raise _error(f"Stage {stage} {wrong}.", table, cells.values())
+
+
+def _check_rows(table: Table, places: dict[Action, _Place]) -> None:
+    last_stage = _last_stage(table)
+    for rank, row in enumerate(table):
+        for i, action in enumerate(row):
+            for need in dependencies(action, last_stage):
+                on, at = places[need]
+                if on == rank and at > i:
+                    raise _error(
+                        f"Rank {rank} does {action} before {table[on][at]}, which it needs.",
+                        table,
+                        [(rank, i), (on, at)],
+                    )
+
+
+def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
+    last_stage = _last_stage(table)
+    done: set[Action] = set()
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)  # by action, the ranks that wait
+    at = [0] * len(table)
+    can_go_on = list(range(len(table)))
+    while can_go_on:
+        rank = can_go_on.pop()
+        for action in islice(table[rank], at[rank], None):
+            missing = next((need for need in dependencies(action, last_stage) if need not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            at[rank] += 1
+            done.add(as_dependency(action))
+            can_go_on += waiting.pop(as_dependency(action), [])
+    if waiting:
+        raise _deadlock(table, at, {rank: places[need] for need in waiting for rank in waiting[need]})
+
+
+def _deadlock(table: Table, at: list[int], waits_for: dict[int, _Place]) -> ScheduleError:
+    """Return the error: each rank of `waits_for` is at its cell `at`, and waits for a cell of another."""
+    path = [min(waits_for)]
+    while waits_for[path[-1]][0] not in path:
+        path.append(waits_for[path[-1]][0])
+    circle = path[path.index(waits_for[path[-1]][0]) :]
+
+    def target(rank: int) -> str:
+        on, i = waits_for[rank]
+        return f"{table[on][i]} of rank {on}"
+
+    waits = [f"{table[rank][at[rank]]} of rank {rank} for {target(rank)}" for rank in circle]
+    return _error(
+        f"The ranks wait for each other: {', '.join(waits)}.",
+        table,
+        [(rank, at[rank]) for rank in waits_for],
+        {rank: f"waits for {target(rank)}" for rank in waits_for},
+    )
+
+
+def _check_held(table: Table, limits: Sequence[int]) -> None:
+    for rank, (row, limit) in enumerate(zip(table, limits, strict=True)):
+        for i, now in enumerate(held(row)):
+            if now > limit:
+                raise _error(
+                    f"In {row[i]} rank {rank} holds {now} microbatches, summed over its stages, and its "
+                    f"limit is {limit}.",
+                    table,
+                    [(rank, i)],
+                )
+
+
+def _error(
+    sentence: str, table: Table, marked: Iterable[_Place] = (), notes: Mapping[int, str] | None = None
+) -> ScheduleError:
+    return ScheduleError(f"{sentence}\n\n{grid(table, marked, notes)}")
+
+
+def _last_stage(table: Table) -> int:
+    return max((action.stage for row in table for action in row), default=-1)

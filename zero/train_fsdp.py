@@ -1,0 +1,254 @@
+"""Train with PyTorch's own fully_shard (FSDP2) in the same loop, on text or on images.
+
+      what ours does (train_zero3.py)              what FSDP2 does
+      a unit is one flat tensor, cut anywhere      each parameter is a DTensor, cut between rows, with padding
+                                                   for each parameter whose rows n does not divide
+      param is a full tensor, freed in between     param is a DTensor of a shard; during forward and backward
+                                                   another parameter, a full one, takes its place
+      gathers into the memory that is used         gathers a block's shards, then copies each parameter out
+      prefetch on a thread, forward and backward   prefetch on CUDA streams; a CPU has none, so here each
+                                                   gather and each reduce-scatter is waited for
+      reduce-scatter of (n-1)/n of the bytes       gloo's is an all-reduce and a slice: twice as many bytes
+      gradients are sent in each microbatch        set_requires_gradient_sync(False): full gradients add up
+                                                   on each rank, and are sent once
+      zeros for a parameter that some ranks did    without set_reduce_scatter_unused_params(True) messages
+      not use, no gradient if no rank used it      do not match; with it all ranks get zeros
+      reshard_after_forward                        the same for a block; the root stays full, because
+                                                   the backward begins with it
+      compute_dtype                                MixedPrecisionPolicy: the dtypes of compute, reductions,
+                                                   and of outputs
+      a checkpoint has ranges of flat parameters   the rows of a DTensor are such a range, so each can load
+                                                   the other's checkpoint (sharded_checkpoint.py)
+
+Ours does not have: meshes that shard along one axis and replicate along the other (HSDP), shards in CPU
+memory, and parameters that are DTensors already, as in tensor parallelism.
+
+FSDP2 allows other implementations of its all-gather and reduce-scatter. Here they are `comm`'s, so they are
+counted, drawn, and slowed down by --link. With pattern "torch" gloo or nccl still does the work, and the
+bytes that are counted, and delayed by --link, are those of the best-known algorithm. With another pattern
+you see what FSDP2 would gain from another reduce-scatter. (The norm for --clip, a few bytes, is sent by torch
+itself and not counted.)
+
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; the idea is from FSDP1: Zhao et al.,
+"PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, https://arxiv.org/abs/2304.11277.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # has no public name yet
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from comm.collectives import Work, all_gather, broadcast, reduce_scatter
+from comm.expected import expected
+from comm.script import start
+from lab.cluster import Cluster
+from lab.models.model import GPT, loss_of
+from lab.models.text import microbatches
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
+from training.arguments import ShardPattern
+from training.validate import validate_nccl
+from zero.memory import MemoryReport, Share, states_of
+from zero.run import ZeroArgs, ZeroRun
+
+
+@dataclasses.dataclass
+class Args(ZeroArgs):
+    """Train with PyTorch's fully_shard, on text (gpt) or handwritten digits (baby_cnn)."""
+
+    model: Literal["gpt", "baby_cnn"] = "gpt"
+    """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
+    pattern: ShardPattern = "torch"
+    """Algorithm of the gathers and reductions: torch is PyTorch's own, FSDP2's default; the rest are ours."""
+    bf16: bool = False
+    """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""
+    recompute: bool = False
+    """Keep only the input of each block, and compute the block's forward again in the backward."""
+    reshard_after_forward: bool = True
+    """Free a block's parameters after its forward, and gather them again for its backward."""
+
+
+class CommWork(dist.Work):
+    """A handle of comm with the interface that torch expects."""
+
+    def __init__(self, handle: Work) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._handle.wait()
+        return True
+
+
+def blocked_unless(async_op: bool) -> contextlib.AbstractContextManager[None]:
+    """Record a span of waiting, unless the operation is asynchronous."""
+    return contextlib.nullcontext() if async_op else span("wait", "wait")
+
+
+class GatherByComm(AllGather):
+    """An all-gather for FSDP2 that calls comm."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with blocked_unless(async_op):
+            handle = all_gather(output_tensor, input_tensor, group, async_op, self._pattern)
+        return CommWork(handle) if async_op else None
+
+
+class ReduceByComm(ReduceScatter):
+    """A reduce-scatter for FSDP2 that calls comm: a mean, or a sum where FSDP2 scales by itself."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        how = "mean" if op == dist.ReduceOp.AVG else "sum"
+        with blocked_unless(async_op):
+            handle = reduce_scatter(output_tensor, input_tensor, how, group, async_op, self._pattern)
+        return CommWork(handle) if async_op else None
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered one by one: a GPT's blocks, or any other model's children."""
+    return list(model.blocks if isinstance(model, GPT) else model.children())
+
+
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    pattern: str = "torch",
+    bf16: bool = False,
+    recompute: bool = False,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Broadcast the model from rank 0, and let FSDP2 shard it in place."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        broadcast(tensor.detach(), root=0, pattern=pattern if pattern == "torch" else None)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dtype = torch.bfloat16 if bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for layer in layers_of(model):
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The loss is computed from the root's output, and needs more precision than bfloat16 has.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32 if bf16 else None)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):  # fully_shard has changed its class
+            part.set_custom_all_gather(GatherByComm(pattern))
+            part.set_custom_reduce_scatter(ReduceByComm(pattern))
+    return model
+
+
+def full_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter and buffer in full, with its name; all ranks must call it."""
+    for name, tensor in model.state_dict().items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shares_of(model: nn.Module, rank: int, ranks: int) -> list[Share]:
+    """Return this rank's share of each parameter: some of its rows, and padding if there are too few."""
+    shares = []
+    for parameter in model.parameters():
+        rows, row = parameter.shape[0], parameter.shape[1:].numel()
+        each = -(-rows // ranks)
+        mine = min(max(0, rows - rank * each), each)
+        padding = (each - mine) * row
+        shares.append(
+            Share(parameter.numel(), mine * row, padding, 0, parameter.itemsize, parameter.requires_grad)
+        )
+    return shares
+
+
+def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
+    """Return the traffic to expect of a step.
+
+    Each microbatch gathers the blocks twice and the root once; gradients are reduced once.
+    """
+    ranks, itemsize = cluster.world_size, 2 if args.bf16 else 4
+
+    def one(op: str, parameters: Sequence[Tensor]) -> Traffic:
+        numel = sum(-(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in parameters)
+        if not numel or ranks == 1:
+            return Traffic()
+        return expected(op, args.pattern, numel, itemsize)
+
+    layers = [list(layer.parameters()) for layer in layers_of(model)]
+    in_layers = {id(parameter) for layer in layers for parameter in layer}
+    root = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
+    total = Traffic()
+    for parameters in (root, *layers):
+        gathers = 1 if parameters is root or not args.reshard_after_forward else 2
+        total += sum([one("all_gather", parameters)] * gathers * args.grad_acc_steps, Traffic())
+        total += one("reduce_scatter", [parameter for parameter in parameters if parameter.requires_grad])
+    return total
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    validate_nccl(cluster, "FSDP2")
+    run = ZeroRun(cluster, args, "fsdp", args.model)
+    if cluster.device.type == "cuda":
+        run.not_measured = "FSDP2 waits on CUDA streams of its own, which no span records"
+    model = shard(
+        run.model(), cluster.device, args.pattern, args.bf16, args.recompute, args.reshard_after_forward
+    )
+    optimizer = run.optimizer_class(model.parameters(), **run.options)
+    shares = shares_of(model, cluster.rank, cluster.world_size)
+    memory = MemoryReport(cluster, 3, model, optimizer, shares, states_of(run.optimizer_class, **run.options))
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            with run.step() as record:
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    model.set_requires_gradient_sync(i == len(parts) - 1)
+                    with span("forward", "forward"), memory.forward():
+                        loss = loss_of(model(x), y) / len(parts)
+                    with span("backward", "backward"):
+                        loss.backward()
+                    total += loss.detach()
+                if args.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(traffic_per_step(cluster, args, model))
+            run.evaluate(step, model)
+            run.stop_if_asked(step)
+    held = memory.finish(as_json=args.json)
+    full = run.model()
+    full.load_state_dict(dict(full_state_dict(model)))
+    run.finish(full, **held)
+
+
+if __name__ == "__main__":
+    start(main, Args)
