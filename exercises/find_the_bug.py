@@ -102,7 +102,7 @@ def bugs() -> tuple[Bug, ...]:
     """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
     found = [mutant for path in sorted(MUTANTS.glob("[!_]*.py")) if (mutant := _Mutant.read(path))]
     order = (
-        *("comm", "data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel"),
+        *("comm", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel", "context_parallel"),
         *("expert_parallel", "hybrid_parallel", "training"),
     )
     made = [_bug(mutant, found) for mutant in found]

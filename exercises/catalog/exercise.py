@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LESSON_PACKAGES = {
-    *("lab", "comm", "training", "data_parallel", "tensor_parallel", "pipeline_parallel"),
+    *("lab", "comm", "training", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel"),
     *("context_parallel", "expert_parallel", "hybrid_parallel"),
 }
 

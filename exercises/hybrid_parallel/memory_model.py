@@ -1,7 +1,7 @@
 """The memory of a rank. Write `memory_of_rank` of hybrid_parallel/planner/memory_model.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/memory_model.py yet:
-it contains the solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/memory_model.py
+yet: it contains the solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 

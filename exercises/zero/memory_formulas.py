@@ -1,7 +1,7 @@
 """The memory of each stage. Write `formula`, `of_one_process` and `owned` of zero/memory.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it contains the solution. All
+that you need is in this file, in the notebook and in the hints.
 
 You may use:
 

@@ -1,8 +1,8 @@
 """ZeRO 3: gather, use, free. Write `Unit.start_gather`, `Unit.gather`, `Unit.free` and
 `FullyShardedDataParallel._before_forward` of zero/train_zero3.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero3.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero3.py yet: it contains the solution.
+All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 

@@ -1,8 +1,8 @@
 """ZeRO 2: gradients freed as they leave. Write `ZeroGradientOptimizer._reduce_scatter`,
 `ZeroGradientOptimizer._view` and `ZeroGradientOptimizer._wait_for_oldest` of zero/train_zero2.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero2.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero2.py yet: it contains the solution.
+All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 

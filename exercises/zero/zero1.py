@@ -1,8 +1,8 @@
 """ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._reduce_scatter`, `ZeroOptimizer.step` and
 `ZeroOptimizer.gather_parameters` of zero/train_zero1.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it contains the solution.
+All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
