@@ -8,6 +8,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [book.stem for book in BOOKS]
 
+
+def source_of(book: Path) -> Path:
+    """Return the notebook's cells as text."""
+    return book.parent / "source" / f"{book.stem}.py"
+
+
 _NUMBER = r"\d[\d,]*(\.\d*)?(e[+-]\d+)?"
 # How far a prediction was from a result, in the words of lab.notebook.prediction.
 _VERDICT = rf"exactly as predicted|as predicted, within 5 %|{_NUMBER} times the prediction"

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from exercises.names import all_exercises
-from tests.notebooks.books import BOOKS, NAMES
+from tests.notebooks.books import BOOKS, NAMES, source_of
 
 PLACES = (
     r'check\(\w+, "(\w+)"\)',
@@ -21,7 +21,7 @@ PLACES = (
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_each_exercise_that_a_notebook_names_exists(book):
-    text = book.with_suffix(".py").read_text("utf-8")
+    text = source_of(book).read_text("utf-8")
     named = {name for place in PLACES for name in re.findall(place, text)}
     assert named <= all_exercises().keys()
 
@@ -46,7 +46,7 @@ def test_a_notebook_says_the_symptom_that_the_bug_has(book):
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_a_function_to_write_in_a_cell_has_the_parameters_of_the_lesson(book):
-    text = re.sub(r"^# ?", "", book.with_suffix(".py").read_text("utf-8"), flags=re.M)
+    text = re.sub(r"^# ?", "", source_of(book).read_text("utf-8"), flags=re.M)
     for call in re.finditer(r'check\((\w+), "(\w+)"\)', text):
         function, name = call.groups()
         *_, parameters = re.findall(rf"def {function}\((.*)\)", text[: call.start()])

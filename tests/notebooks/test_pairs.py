@@ -4,11 +4,11 @@ import jupytext
 import nbformat
 import pytest
 
-from tests.notebooks.books import BOOKS, NAMES, ROOT
+from tests.notebooks.books import BOOKS, NAMES, ROOT, source_of
 
 
 def test_each_source_has_a_notebook():
-    assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.py")) == NAMES
+    assert sorted(path.stem for path in (ROOT / "notebooks" / "source").glob("*.py")) == NAMES
     assert NAMES
 
 
@@ -17,7 +17,7 @@ def test_both_files_have_the_same_cells(book):
     def cells(notebook) -> list[tuple[str, str]]:
         return [(cell.cell_type, cell.source) for cell in notebook.cells]
 
-    assert cells(nbformat.read(book, 4)) == cells(jupytext.read(book.with_suffix(".py")))
+    assert cells(nbformat.read(book, 4)) == cells(jupytext.read(source_of(book)))
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
