@@ -13,7 +13,8 @@ from comm.script import command_line, start
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.checkpoint_folder import complete_steps
-from hybrid_parallel.elastic.elastic import ElasticReplica, train_elastic, train_elastic_mesh
+from hybrid_parallel.elastic import train_elastic, train_elastic_mesh
+from hybrid_parallel.elastic.elastic import ElasticReplica
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs

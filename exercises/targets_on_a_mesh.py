@@ -8,8 +8,8 @@ from comm.collectives import all_reduce
 from exercises.outcome import Outcome
 from hybrid_parallel import clipping
 from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.planner import search as planner
 from hybrid_parallel.planner.machine import MACHINES
-from hybrid_parallel.planner.search import search as planner
 from hybrid_parallel.planner.shapes import SHAPES
 from hybrid_parallel.planner.time_model import TimeModel
 from hybrid_parallel.sizes import ParallelSizes

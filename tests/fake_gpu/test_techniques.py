@@ -19,11 +19,11 @@ from pipeline_parallel.schedules import one_f_one_b
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.data_parallel import equivalence as data_parallel
-from tests.data_parallel import sharded
 from tests.fake_gpu.ranks import backend_for, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.tensor_parallel import equivalence as tensor_parallel
 from tests.tensor_parallel import test_native as dtensors
+from tests.zero import sharded
 from zero.train_fsdp import full_state_dict, shard
 
 SLOW = "0.002"  # seconds

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_parallel.checkpoint import BackgroundCheckpoints
-from hybrid_parallel.elastic.elastic import train_elastic_mesh
+from hybrid_parallel.elastic import train_elastic_mesh
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.run import Run

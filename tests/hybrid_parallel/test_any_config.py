@@ -21,9 +21,9 @@ from torch import Tensor
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import load
+from hybrid_parallel.planner import search as planner
 from hybrid_parallel.planner.auto import planned_shape
 from hybrid_parallel.planner.machine import machine_of
-from hybrid_parallel.planner.search import search as planner
 from hybrid_parallel.run import Run
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes

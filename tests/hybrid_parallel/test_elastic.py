@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.errors import CommError
+from hybrid_parallel.elastic import elastic, train_elastic
 from hybrid_parallel.elastic.deaths import Deaths
-from hybrid_parallel.elastic.elastic import ElasticReplica, elastic, train_elastic
+from hybrid_parallel.elastic.elastic import ElasticReplica
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs
 from lab.check import assert_same

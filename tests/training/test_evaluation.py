@@ -19,9 +19,10 @@ from lab.models.text import load_corpus, split
 from lab.ranks import run_ranks
 from pipeline_parallel import train_torch_pipelining
 from tensor_parallel import train_dtensor
-from tests.data_parallel import test_scripts, test_zero_scripts
+from tests.data_parallel import test_scripts
 from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts
+from tests.zero import test_zero_scripts
 from training.evaluation import held_out_means, sums_of
 
 SAME: dict[str, Any] = {"steps": 2, "batch_size": 24, "size": "tiny", "lr": 3e-3, "seed": 0}

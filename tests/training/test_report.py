@@ -8,9 +8,10 @@ from comm.transport import segment
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic
-from tests.data_parallel import test_scripts, test_zero_scripts
+from tests.data_parallel import test_scripts
 from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts
+from tests.zero import test_zero_scripts
 from training.report import median, pattern_and_transport
 
 OURS = "shared_memory" if segment.is_possible() else "sockets"
