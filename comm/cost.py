@@ -43,9 +43,13 @@ sizes exchanges the sizes as well, in another L alpha."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from comm.algorithms.hierarchical import ranks_by_host
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.transport.handshake import ROW_BYTES
+from comm.transport.hosts import known_hosts
+from comm.transport.wire import Group
 from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
@@ -171,6 +175,20 @@ def per_rank(
     if pattern == "in_place":  # one byte in each round of the barrier at its end
         headers += Traffic(_log2_up(ranks), _log2_up(ranks))
     return payload + headers
+
+
+def expected_traffic(
+    op: str, pattern: str | None, numel: int, itemsize: int, group: Group = None, root: int = 0
+) -> Traffic:
+    """Return the bytes and messages that the ledger will show on this rank for a collective of the group.
+
+    `numel` counts the full tensor. `pattern` is what the collective is called with, also None or "auto".
+    """
+    from comm.collectives import pattern_for  # which imports this file
+
+    chosen = pattern_for(op, pattern, numel * itemsize, group)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    return per_rank(op, chosen, numel, itemsize, ranks, rank, root, known_hosts(group))
 
 
 def by_reach(pattern: str, numel: int, itemsize: int, hosts: Hosts, rank: int) -> tuple[Traffic, Traffic]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from comm import collectives, rendezvous
 from comm.errors import CommError
 from comm.membership import liveness, meeting
+from comm.point_to_point import recv
 from comm.script import joined
 from lab.launch.same_start import check_same_start
 from lab.ranks import run_ranks
@@ -143,6 +144,35 @@ def failing(cluster, environments: list[dict[str, object]]) -> None:
         if place.rank == 1:
             raise ZeroDivisionError("the loss is nan again")
         collectives.all_reduce(torch.ones(10))
+
+
+def in_a_pipeline(cluster, environments: list[dict[str, object]], is_killed: bool) -> None:
+    """Each rank waits for a message of the next one, and the last rank ends."""
+    set_variables(environments[cluster.rank])
+    with joined() as place:
+        collectives.barrier()
+        if place.rank == 3 and is_killed:
+            die()
+        if place.rank == 3:
+            raise ZeroDivisionError("the loss is nan again")
+        recv(torch.ones(10), place.rank + 1)
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "cause"),
+    [
+        (True, "rank 3 has died, so look for the first error in its log."),
+        (False, "rank 3 has failed: ZeroDivisionError: the loss is nan again."),
+    ],
+)
+def test_every_rank_of_a_chain_names_the_rank_at_its_end_and_not_its_own_neighbour(is_killed, cause, capfd):
+    start = time.monotonic()
+    lines = printed_lines(capfd, in_a_pipeline, 4, is_killed)
+    assert time.monotonic() - start < PROMPTLY
+    for rank in range(3):
+        [sentence] = lines[rank]
+        assert f"rank {rank} could not receive from rank {rank + 1}: " in sentence
+        assert sentence.endswith(cause)
 
 
 def test_the_others_learn_why_a_rank_has_failed(capfd):
