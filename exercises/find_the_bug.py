@@ -1,7 +1,7 @@
 """Make an exercise of each mutant of a technique: a file with the mistake, which the learner finds and mends.
 
-      mutants/gradient_summed.py   def mutant(self): ...            named, explained, and killed by a test
-      bugs/bug_naive_7b2.py        def finish_gradient_sync(self)   the lesson's name and docstring, no hint
+      mutants/data_parallel.py   def gradient_summed(self)        named, explained, and killed by a test
+      bugs/bug_naive_7b2.py      def finish_gradient_sync(self)   the lesson's name and docstring, no hint
 
 The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
 that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
@@ -9,20 +9,21 @@ exchanged for another. Its difficulty is measured by the lines to read and to wr
 """
 
 import ast
+import copy
 import functools
 import hashlib
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from exercises import mutants
 from exercises.bug_difficulty import MINUTES, difficulty_of
 from exercises.bug_hints import Definition, hints_of
 from exercises.catalog import EXERCISES, ROOT, Exercise
 
-MUTANTS = ROOT / "exercises" / "mutants"
 EQUIPMENT = ("lab.", "comm.rendezvous.keep_from_preempting")  # what helps the lessons is no technique
 MAX_TESTS = 4
-FIELDS = {"TARGET", "KILLER", "FAILS_WITH", "CAUSE", "SYMPTOM"}
 TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
@@ -100,7 +101,7 @@ class Bug(Exercise):
 @functools.cache
 def bugs() -> tuple[Bug, ...]:
     """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
-    found = [mutant for path in sorted(MUTANTS.glob("[!_]*.py")) if (mutant := _Mutant.read(path))]
+    found = [mutant for mutant in described().values() if not mutant.target.startswith(EQUIPMENT)]
     order = (
         *("comm", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel", "context_parallel"),
         *("expert_parallel", "hybrid_parallel", "training"),
@@ -112,32 +113,90 @@ def bugs() -> tuple[Bug, ...]:
 
 
 @dataclass(frozen=True)
-class _Mutant:
+class Described:
+    """A mutant as its file describes it, which is read and not imported."""
+
     name: str
     doc: str
-    fields: dict[str, str]
+    target: str
+    killer: str
+    cause: tuple[str, ...]
+    symptom: str
+    code: tuple[ast.stmt, ...]  # the imports and definitions that the mutant needs, and the mutant
 
     @staticmethod
-    def read(path: Path) -> "_Mutant | None":
-        """Return a mutant's description without importing it, or None if it is one of equipment."""
-        tree = ast.parse(path.read_text())
-        fields = {node.targets[0].id: ast.literal_eval(node.value) for node in tree.body if _is_field(node)}
-        if fields["TARGET"].startswith(EQUIPMENT):
-            return None
-        return _Mutant(path.stem, " ".join((ast.get_docstring(tree) or "").split()), fields)
+    def read(node: Definition, file: ast.Module) -> "Described":
+        [call] = [each for each in node.decorator_list if _is_mark(each)]
+        fields = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        module, _, test = fields["killer"].rpartition(".")
+        cause = fields.get("cause", ())
+        return Described(
+            name=node.name,
+            doc=" ".join((ast.get_docstring(node) or "").split()),
+            target=fields["target"],
+            killer=f"{module.replace('.', '/')}.py::{test}",  # as pytest names it
+            cause=(cause,) if isinstance(cause, str) else cause,
+            symptom=fields.get("symptom", ""),
+            code=tuple(_needed(node, file)),
+        )
 
-    @property
-    def killer(self) -> str:
-        """The killer as pytest names it."""
-        file, _, test = self.fields["KILLER"].rpartition(".")
-        return f"{file.replace('.', '/')}.py::{test}"
+
+@functools.cache
+def described() -> dict[str, Described]:
+    """Return all mutants by name."""
+    trees = [ast.parse(path.read_text()) for path in mutants.files()]
+    marked = [
+        Described.read(node, tree)
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, Definition) and any(map(_is_mark, node.decorator_list))
+    ]
+    return {mutant.name: mutant for mutant in marked}
 
 
-def _bug(mutant: _Mutant, others: list[_Mutant]) -> Bug:
-    target = mutant.fields["TARGET"]
-    tests = [mutant.killer, *(other.killer for other in others if other.fields["TARGET"] == target)]
+def _is_mark(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Call) and getattr(decorator.func, "id", None) == "mutant"
+
+
+def _needed(mutant: Definition, file: ast.Module) -> list[ast.stmt]:
+    """Return the mutant, the file's definitions that it uses, and what these import, in the file's order."""
+    wanted: list[ast.stmt] = [mutant]
+    names: set[str] = set()
+    for node in wanted:  # which grows
+        names |= _free_names(node)
+        others = [each for each in file.body if each not in wanted and _name_of(each) in names]
+        wanted.extend(others)
+    return [*_imports(file, names), *(node for node in file.body if node in wanted)]
+
+
+def _free_names(node: ast.stmt) -> set[str]:
+    """Return the names that a definition uses and does not bind itself."""
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    bound = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    bound |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    return {each.id for each in names} - bound - {"mutant"}
+
+
+def _name_of(node: ast.stmt) -> str | None:
+    """Return the name that a statement of a file defines, but not one that it imports."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", None)
+    return getattr(node, "name", None)
+
+
+def _imports(file: ast.Module, names: set[str]) -> Iterator[ast.stmt]:
+    for node in file.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound = [each for each in node.names if (each.asname or each.name.partition(".")[0]) in names]
+            if bound:
+                yield ast.copy_location(type(node)(**{**vars(node), "names": bound}), node)
+
+
+def _bug(mutant: Described, others: list[Described]) -> Bug:
+    target = mutant.target
+    tests = [mutant.killer, *(other.killer for other in others if other.target == target)]
     tests += [test for exercise in EXERCISES if exercise.target == target for test in exercise.tests]
-    symptom = mutant.fields.get("SYMPTOM") or mutant.doc.partition(":")[0].rstrip(".") + "."
+    symptom = mutant.symptom or mutant.doc.partition(":")[0].rstrip(".") + "."
     draft = Bug(
         name="draft",
         title=f"The mistake in `{target.rpartition('.')[2]}`",
@@ -171,19 +230,16 @@ def lessons_definition(bug: Bug) -> tuple[str, Definition]:
     return textwrap.dedent("\n".join(lines)) + "\n", place
 
 
-def _is_field(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in FIELDS
-
-
 def _wrong_tree(bug: Bug) -> ast.Module:
     """Return the mutant's code under the lesson's name, without what it says of itself."""
-    tree = ast.parse((MUTANTS / f"{bug.mutant}.py").read_text())
-    tree.body = [node for node in tree.body[1:] if not _is_field(node)]
+    mutant = described()[bug.mutant]
+    tree = copy.deepcopy(ast.Module([*mutant.code], []))
     definitions = [node for node in tree.body if isinstance(node, Definition)]
-    helpers = [node.name for node in definitions if node.name != "mutant"]
-    new_names = {"mutant": bug.function} | {name: f"_Part{i}" for i, name in enumerate(helpers, start=1)}
+    helpers = [node.name for node in definitions if node.name != bug.mutant]
+    new_names = {bug.mutant: bug.function} | {name: f"_Part{i}" for i, name in enumerate(helpers, start=1)}
     for node in definitions:
         node.name = new_names[node.name]
+        node.decorator_list = [each for each in node.decorator_list if not _is_mark(each)]
         if ast.get_docstring(node) is not None:
             del node.body[0]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

@@ -1,18 +1,31 @@
-"""This package holds wrong implementations that people have really shipped, each in its own file.
+"""This package holds wrong implementations that people have really shipped, in one file for each lesson.
 
-The docstring of a file says the symptom that a user would see. TARGET is the function or class that the
-mutant replaces, KILLER is a test without arguments that must fail with it, and `mutant` is the wrong
-implementation. If the killer may fail with another error than an AssertionError, FAILS_WITH is a part of that
-error's text, or a tuple of texts of which the error must contain one. CAUSE is a part of the likely cause
-that the checker of exercises must name (exercises/causes.py), or a tuple of parts of which it must name one,
-where a race decides what goes wrong. Only the kinds of WITHOUT_A_CAUSE may lack it.
-SYMPTOM is what a user sees, where the docstring tells the cause with it: the mutants of techniques are
-exercises too (exercises/find_the_bug.py). tests/test_mutants.py runs all mutants.
+    @mutant(
+        target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",  # what it replaces
+        killer="tests.data_parallel.test_equivalence.test_a_gradient_is_the_mean",  # the test that must fail
+        cause="sum over ranks that should be a mean",  # a part of what the checker must say about it
+        symptom="With SGD, twice as many ranks double the learning rate.",  # what a user sees
+        fails_with="The ranks do not fit together",  # unless an assertion fails
+    )
+    def gradient_summed(self) -> None:
+        \"\"\"Gradients are summed, not averaged: with SGD training diverges on many ranks.\"\"\"
 
-A mutant must not call its own TARGET: while the mutant is in place, that name is the mutant.
+The docstring says the symptom and, after a colon, the mistake. `symptom` is needed where the docstring's
+first part tells the mistake: the mutants of techniques are exercises, too (exercises/find_the_bug.py). The
+killer has no arguments. `cause` and `fails_with` may be tuples, of which one must be named (a race decides
+which), and only the kinds of WITHOUT_A_CAUSE may lack a cause. tests/test_mutants.py runs all mutants.
+
+A mutant must not call its own target: while the mutant is in place, that name is the mutant.
 """
 
-# Some kinds of mutants need no CAUSE. Each kind is the beginning of TARGET, with the reason.
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Some kinds of mutants need no cause. Each kind is the beginning of a target, with the reason.
 WITHOUT_A_CAUSE = {
     "lab.": "It is equipment: a wrong report or setting shows in a test of that report or setting only.",
     "comm.rendezvous.keep_from_preempting": "It is equipment: gloo's threads change the time, and no result.",
@@ -22,3 +35,55 @@ WITHOUT_A_CAUSE = {
     "hybrid_parallel.planner.memory_model.layer_activations": "A formula of the planner: the test's name "
     "says which term is wrong.",
 }
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong implementation with what is known of it. Its name is that of its function or class."""
+
+    implementation: Callable[..., Any]
+    target: str
+    killer: str
+    cause: tuple[str, ...]
+    fails_with: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.implementation.__name__
+
+
+_registered: list[Mutant] = []
+
+
+def mutant(
+    *,
+    target: str,
+    killer: str,
+    cause: str | tuple[str, ...] = (),
+    symptom: str = "",
+    fails_with: str | tuple[str, ...] = (),
+) -> Callable[[Any], Any]:
+    """Mark a function or class as a mutant. `symptom` is for those who read the file and do not run it."""
+
+    def register(implementation: Any) -> Any:
+        _registered.append(Mutant(implementation, target, killer, _tuple(cause), _tuple(fails_with)))
+        return implementation
+
+    return register
+
+
+def files() -> list[Path]:
+    """Return the files of mutants, one for each lesson."""
+    return sorted(Path(__file__).parent.glob("[!_]*.py"))
+
+
+@functools.cache
+def all_mutants() -> dict[str, Mutant]:
+    """Import all mutants, and return them by name."""
+    for file in files():
+        importlib.import_module(f"{__name__}.{file.stem}")
+    return {each.name: each for each in _registered}
+
+
+def _tuple(texts: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else texts

@@ -5,7 +5,6 @@ That it passes with the lesson's own code is tested in end_to_end.
 
 import ast
 import functools
-import importlib
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from exercises.catalog import BY_NAME, EXERCISES, ROOT, Exercise
 from exercises.generate import FOLDER, generated, missing
 from exercises.grade import grade
+from exercises.mutants import Mutant, all_mutants
 from exercises.replacing_plugin import load
 from lab.replace import apply, replaced
 from tests.exercises.in_process import run_tests, solved
@@ -64,24 +64,23 @@ def ending_when_called(function: Callable[..., Any], file: Path) -> Callable[...
     return ending
 
 
-MUTANTS = [
-    importlib.import_module(f"exercises.mutants.{path.stem}")
-    for path in sorted((FOLDER / "mutants").glob("[!_]*.py"))
-]
-
-
-def has_the_killer(exercise: Exercise, mutant: Any) -> bool:
-    module, _, test = mutant.KILLER.rpartition(".")
+def has_the_killer(exercise: Exercise, mutant: Mutant) -> bool:
+    module, _, test = mutant.killer.rpartition(".")
     return f"{module.replace('.', '/')}.py::{test}" in exercise.tests
 
 
 # If an exercise's tests include the mutant's killer, tests/test_mutants.py has shown that it fails.
-WRONG = [(e, m) for e in EXERCISES for m in MUTANTS if m.TARGET in e.targets and not has_the_killer(e, m)]
+WRONG = [
+    (exercise, mutant)
+    for exercise in EXERCISES
+    for mutant in all_mutants().values()
+    if mutant.target in exercise.targets and not has_the_killer(exercise, mutant)
+]
 
 
-@pytest.mark.parametrize("exercise, mutant", WRONG, ids=[m.__name__.rpartition(".")[2] for _, m in WRONG])
+@pytest.mark.parametrize("exercise, mutant", WRONG, ids=[mutant.name for _, mutant in WRONG])
 def test_it_fails_with_a_wrong_implementation_that_was_shipped(exercise, mutant):
-    with replaced(mutant.TARGET, mutant.mutant):
+    with replaced(mutant.target, mutant.implementation):
         _, error = run_tests(exercise)
     assert error is not None
 

@@ -12,9 +12,10 @@ from exercises.bug_difficulty import difficulty_of
 from exercises.catalog import BY_NAME, EXERCISES
 from exercises.commands import main
 from exercises.explain import name_of
-from exercises.find_the_bug import EQUIPMENT, MUTANTS, WRONG_IN_WHAT_WAY, bugs
+from exercises.find_the_bug import EQUIPMENT, WRONG_IN_WHAT_WAY, bugs, described
 from exercises.generate import generated, solution
 from exercises.grade import Grade, excused, grade
+from exercises.mutants import all_mutants
 from exercises.names import all_exercises, exercise_named
 from exercises.notebook import bug as show_in_a_notebook
 from exercises.replacing_plugin import load
@@ -26,17 +27,11 @@ BY_MUTANT = {bug.mutant: bug for bug in bugs()}
 SUMMED = BY_MUTANT["gradient_summed"]
 
 
-def fields_of(mutant: str) -> dict[str, str]:
-    tree = ast.parse((MUTANTS / f"{mutant}.py").read_text())
-    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
-    fields = {node.targets[0].id: ast.literal_eval(node.value) for node in assignments}
-    return fields | {"doc": ast.get_docstring(tree)}
-
-
 def test_every_mutant_of_a_technique_is_an_exercise_with_a_name_of_its_own():
-    mutants = {path.stem for path in MUTANTS.glob("[!_]*.py")}
-    of_equipment = {name for name in mutants if fields_of(name)["TARGET"].startswith(EQUIPMENT)}
-    assert set(BY_MUTANT) == mutants - of_equipment
+    assert set(described()) == set(all_mutants())
+    assert set(BY_MUTANT) == {
+        each.name for each in described().values() if not each.target.startswith(EQUIPMENT)
+    }
     assert len(all_exercises()) == len(EXERCISES) + len(bugs())
     assert len(bugs()) > 130
 
@@ -48,20 +43,14 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     assert bug.function in names
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     assert not {alias.asname or alias.name for node in imports for alias in node.names} & set(names)
-    fields = fields_of(bug.mutant)
-    causes = fields.get("CAUSE", "mutant")
-    for telltale in (
-        "mutant",
-        bug.mutant,
-        fields["KILLER"],
-        *([causes] if isinstance(causes, str) else causes),
-    ):
+    mutant = described()[bug.mutant]
+    for telltale in ("mutant", bug.mutant, mutant.killer, *mutant.cause):
         assert telltale not in text
-    _, _, explanation = fields["doc"].partition(": ")
+    _, _, explanation = mutant.doc.partition(": ")
     assert not explanation or explanation not in text.replace("\n", " ") or explanation in bug.symptom
     assert bug.symptom.endswith(".") and len(bug.symptom) > 12
-    doc = " ".join(fields["doc"].split())
-    assert len(set(bug.hints)) == 3 and (doc in bug.hints[1] or doc.startswith(bug.symptom[:-1]))
+    assert len(set(bug.hints)) == 3
+    assert mutant.doc in bug.hints[1] or mutant.doc.startswith(bug.symptom[:-1])
     assert bug.hints[0].startswith("It should be so: ") and "tests/" not in bug.hints[0]
     assert ast.parse(solution(bug)).body and solution(bug).startswith("# The mistake: ")
 

@@ -1,0 +1,435 @@
+"""Wrong implementations of meshes and of their plans."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.chosen_pattern import use_pattern
+from comm.collectives import all_reduce
+from comm.cost import Link
+from comm.exchange import exchange
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from exercises.mutants import mutant
+from expert_parallel.groups import ExpertGroups
+from hybrid_parallel.clipping import clip_over, counted_elsewhere
+from hybrid_parallel.context_axis import ContextAxis
+from hybrid_parallel.expert_axis import BalancedExperts, ExpertAxis, Experts, ReplicatedExperts, experts_of
+from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
+from hybrid_parallel.planner.machine import Machine
+from hybrid_parallel.planner.memory_model import ITEMSIZE
+from hybrid_parallel.planner.seconds import Pass
+from hybrid_parallel.planner.shapes import ModelShape
+from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.run import Run
+from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.state import pieces_of, set_optimizer_steps
+from lab.launch.errors import Complete, WorkbookError
+from lab.models.model import GPT
+from pipeline_parallel.pipeline import Pipeline
+from tensor_parallel.expected_traffic import parts_of
+from tensor_parallel.parallel_model import TensorParallel
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
+
+
+@mutant(
+    target="hybrid_parallel.elastic.elastic.ElasticReplica.step",
+    killer=(
+        "tests.hybrid_parallel.test_elastic."
+        "test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process"
+    ),
+    cause="fewer ranks share the batch",
+    symptom="After a death gradients are too small, and with Adam the loss looks normal.",
+)
+def elastic_divides_by_the_old_world_size(self, x: Tensor, y: Tensor, rank: int, ranks: int) -> Tensor:
+    """Survivors of a death divide by the number of ranks before it."""
+    self.first_ranks = getattr(self, "first_ranks", ranks)
+    self.optimizer.zero_grad()
+    mine = x.tensor_split(ranks)[rank], y.tensor_split(ranks)[rank]
+    loss = self.sum_of_losses(self.model, *mine) / len(x) * ranks
+    loss.backward()
+    trained = [p for p in self.model.parameters() if p.requires_grad]
+    flat = torch.cat([self._gradient(p).flatten() for p in trained] + [loss.detach().view(1)])
+    all_reduce(flat, op="sum")
+    *gradients, mean_loss = (flat / self.first_ranks).split([p.numel() for p in trained] + [1])
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient.view_as(parameter)
+    self.optimizer.step()
+    self.steps += 1
+    return mean_loss[0]
+
+
+@mutant(
+    target="hybrid_parallel.elastic.elastic.ElasticReplica.catch_up",
+    killer=(
+        "tests.hybrid_parallel.test_elastic."
+        "test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_state_and_takes_it_once"
+    ),
+    cause=(
+        "No rank may take a step twice, or miss one",
+        "The ranks call different collectives, or the same ones in different orders",
+    ),
+    symptom="After a death the replicas differ: one of them has taken a step twice.",
+)
+def elastic_step_applied_twice(self) -> None:
+    """A rank takes a step twice: it takes over the state of another, and keeps its own count of steps."""
+    counts = exchange(self.steps)
+    if min(counts) == max(counts) > 0:
+        return
+    state = self._state_of(counts.index(max(counts)))
+    if self.steps < max(counts) or self.steps == 0:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@mutant(
+    target="hybrid_parallel.expert_axis.ExpertAxis.__init__",
+    killer=(
+        "tests.hybrid_parallel.test_narrated_axes."
+        "test_the_auxiliary_loss_in_a_pipeline_is_the_mean_over_its_microbatches"
+    ),
+    cause="once too often for each microbatch",
+    symptom="With more microbatches experts are chosen more equally, and the loss stays higher.",
+)
+def hybrid_auxiliary_loss_of_each_microbatch(
+    self: ExpertAxis,
+    model: GPT,
+    experts: Experts,
+    groups: ExpertGroups,
+    microbatches: int,
+    pattern: str | None,
+) -> None:
+    """More microbatches balance experts harder: the weight of the auxiliary loss is not divided among
+    them.
+    """
+    self.groups = groups
+    for group in (groups.experts, groups.replicas):
+        use_pattern(pattern, group)
+    weight = experts.aux_weight
+    for number, block in enumerate(model.blocks):
+        layer = BalancedExperts(model.config, experts.moe, groups, experts.seed, number, weight)
+        block.mlp = layer.to(model.token_embedding.weight)
+
+
+@mutant(
+    target="hybrid_parallel.hybrid.HybridParallel.clip_grad_norm_",
+    killer="tests.hybrid_parallel.test_equivalence.test_divided_layers_in_shards_of_zero_3_equal_one_process",
+    cause="it is that of one rank's part",
+)
+def hybrid_clipped_by_one_tensor_ranks_norm(self: HybridParallel, max_norm: float) -> Tensor:
+    """With ZeRO 3 beside tensor parallelism ranks clip differently: the norm is that of the data axis
+    alone.
+    """
+    if self.sizes.zero == 3:
+        return self.data.clip_grad_norm_(max_norm)
+    groups = [self.mesh.pipeline, self.mesh.tensor]
+    gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+    uncounted = counted_elsewhere(self.pipeline, self.tensor)
+    if self.sizes.zero:
+        groups.append(self.mesh.replicas)
+        gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
+    if self.experts is not None:
+        groups.append(self.experts.groups.experts)
+        if self.experts.groups.rank > 0:
+            uncounted |= {*self.module.parameters()} - {*experts_of(self.module)}
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    return clip_over(groups, gradients, uncounted, max_norm, self.pattern, self.device)
+
+
+@mutant(
+    target="hybrid_parallel.expert_axis.ReplicatedExperts.__init__",
+    killer=(
+        "tests.hybrid_parallel.test_context_and_experts.test_experts_divided_among_replicas_equal_one_process"
+    ),
+    cause="which replicas hold the same one",
+    symptom="With divided experts the loss falls more slowly than on one process, and experts become alike.",
+)
+def hybrid_experts_averaged_over_all_replicas(
+    self: ReplicatedExperts, module: nn.Module, groups: ExpertGroups, pattern: str | None
+) -> None:
+    """Experts learn from the tokens of other experts: their gradients are averaged over all replicas."""
+    self._experts, self._ranks = experts_of(module), groups.num_expert_ranks
+    own = set(self._experts)
+    dense = [parameter for parameter in module.parameters() if parameter not in own]
+    both = (dense, groups.everyone), (self._experts, groups.everyone)
+    self._parts = [BucketDataParallel(nn.ParameterList(p), group, pattern) for p, group in both]
+
+
+@mutant(
+    target="hybrid_parallel.expert_axis.ReplicatedExperts.finish_gradient_sync",
+    killer=(
+        "tests.hybrid_parallel.test_context_and_experts.test_experts_divided_among_replicas_equal_one_process"
+    ),
+    cause="as many times too large as ranks share the experts",
+    symptom=(
+        "With SGD the more ranks share the experts, the sooner they diverge; with Adam nothing is noticed."
+    ),
+)
+def hybrid_experts_not_divided_by_expert_ranks(self: ReplicatedExperts) -> None:
+    """Experts learn faster than all else on a mesh: their gradients are sums over the ranks that share
+    them.
+    """
+    for part in self._parts:
+        part.finish_gradient_sync()
+
+
+@mutant(
+    target="hybrid_parallel.hybrid.HybridParallel._replicate",
+    killer=(
+        "tests.hybrid_parallel.test_narrated_axes."
+        "test_gradients_are_means_over_the_ranks_of_the_data_and_the_context_axis"
+    ),
+    cause="never pass from one group of ranks to the other",
+    symptom="With a context axis the loss falls more slowly, and ranks end with different parameters.",
+)
+def hybrid_mean_over_data_without_context(
+    self: HybridParallel, optimizer_class: OptimizerClass, options: dict[str, Any]
+) -> None:
+    """Ranks that have other tokens of the same examples drift apart: the mean is taken along data only."""
+    group, pattern, zero = self.mesh.data, self.pattern, self.sizes.zero
+    self.data: Any
+    if zero in (1, 2):
+        sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
+        parameters = self.module.parameters()
+        self.data = self.optimizer = sharded(parameters, optimizer_class, group, pattern, **options)
+        return
+    if zero == 3:
+        self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
+    elif self.sizes.replicas > 1 and self.experts is not None:
+        self.data = ReplicatedExperts(self.module, self.experts.groups, pattern)
+    elif self.sizes.replicas > 1:
+        self.data = BucketDataParallel(self.module, group, pattern)
+    else:
+        self.data = None
+    self.optimizer = optimizer_class(self.module.parameters(), **options)
+
+
+@mutant(
+    target="hybrid_parallel.hybrid.HybridParallel._replicate",
+    killer="tests.hybrid_parallel.test_equivalence.test_replicas_of_divided_tokens_equal_one_process",
+    cause="never pass from one group of ranks to the other",
+)
+def hybrid_mean_over_the_wrong_axis(
+    self: HybridParallel, optimizer_class: OptimizerClass, options: dict[str, Any]
+) -> None:
+    """Replicas drift apart, and layers that are divided get mixed up: the mean is taken over the tensor
+    axis.
+    """
+    group, pattern, zero = self.mesh.replicas, self.pattern, self.sizes.zero
+    self.data: Any
+    if zero in (1, 2):
+        sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
+        parameters = self.module.parameters()
+        self.data = self.optimizer = sharded(parameters, optimizer_class, group, pattern, **options)
+        return
+    if zero == 3:
+        self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
+    elif self.sizes.replicas > 1 and self.experts is not None:
+        self.data = ReplicatedExperts(self.module, self.experts.groups, pattern)
+    elif self.sizes.replicas > 1:
+        self.data = BucketDataParallel(self.module, group, pattern)
+        self.data.group = self.mesh.tensor
+    else:
+        self.data = None
+    self.optimizer = optimizer_class(self.module.parameters(), **options)
+
+
+@mutant(
+    target="hybrid_parallel.clipping.counted_elsewhere",
+    killer="tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers_equal_one_process",
+    cause="Count it once",
+)
+def hybrid_norm_counts_copies(pipeline: Pipeline | None, tensor: TensorParallel | None) -> set[nn.Parameter]:
+    """Runs with a pipeline clip harder: a tied embedding counts in the norm once for each stage that has
+    it.
+    """
+    found: set[nn.Parameter] = set()
+    if tensor is not None and dist.get_rank(tensor.group) > 0:
+        named = tensor.module.named_parameters(remove_duplicate=False)
+        found |= {parameter for name, parameter in named if name not in tensor.dims}
+    return found
+
+
+@mutant(
+    target="hybrid_parallel.hybrid.HybridParallel.clip_grad_norm_",
+    killer="tests.hybrid_parallel.test_clipping.test_divided_experts_count_once_and_so_does_everything_else",
+    cause="Count it once",
+    symptom=(
+        "With experts on several ranks a run clips harder, and trains more slowly, than with all on each."
+    ),
+)
+def hybrid_norm_counts_dense_gradients_for_each_expert_rank(self: HybridParallel, max_norm: float) -> Tensor:
+    """With divided experts a run clips harder: what is no expert counts in the norm once for each expert
+    rank.
+    """
+    groups = [self.mesh.pipeline, self.mesh.tensor]
+    gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+    uncounted = counted_elsewhere(self.pipeline, self.tensor)
+    if self.sizes.zero:
+        groups.append(self.mesh.replicas)
+        gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
+    if self.experts is not None:
+        groups.append(self.experts.groups.experts)
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    return clip_over(groups, gradients, uncounted, max_norm, self.pattern, self.device)
+
+
+@mutant(
+    target="hybrid_parallel.context_axis.ContextAxis._at_own_positions",
+    killer=(
+        "tests.hybrid_parallel.test_context_and_experts."
+        "test_cut_sequences_beside_divided_layers_equal_one_process"
+    ),
+    cause="its own position in the full sequence",
+    symptom="With a context axis the loss is not that of one process, from the first step on.",
+)
+def hybrid_positions_of_own_tokens(self: ContextAxis, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+    """Every rank looks up positions 0, 1, ... for its tokens: a pre-hook that returns nothing changes
+    nothing.
+    """
+    [positions_t] = args
+    args = (self._positions.to(positions_t.device)[positions_t],)
+
+
+@mutant(
+    target="hybrid_parallel.run.stream_of",
+    killer="tests.hybrid_parallel.test_run.test_replicas_and_stages_draw_masks_of_their_own",
+    cause="must draw the same mask",
+)
+def hybrid_replicas_draw_alike(rank: int, sizes: ParallelSizes) -> int:
+    """More replicas help less than they should: all draw the same dropout masks."""
+    return rank // (sizes.tensor * sizes.replicas)
+
+
+@mutant(
+    target="hybrid_parallel.run.Run._load",
+    killer=(
+        "tests.hybrid_parallel.test_resume.test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was"
+    ),
+    cause="A resumed run must go on as if it had not stopped",
+)
+def hybrid_resumes_with_the_first_batches(self: Run) -> int:
+    """A resumed run has another loss than an undisturbed one: it trains on the first batches again."""
+    args, step = self._args, self._saved.latest()
+    if step is None:
+        raise WorkbookError(f"{args.checkpoint} has no checkpoint to resume from.")
+    extra = self._saved.load(step, pieces_of(self._hybrid))[0]
+    if extra["made_with"] != (here := self._made_with()):
+        raise WorkbookError(
+            f"The checkpoint was made with {extra['made_with']}, and this run has {here}; give the same "
+            "arguments, or another folder."
+        )
+    if step >= args.steps and args.auto_resume:
+        raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
+    if step >= args.steps:
+        raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
+    set_optimizer_steps(self._hybrid, extra["optimizer_steps"])
+    return 0
+
+
+@mutant(
+    target="hybrid_parallel.traffic._stages",
+    killer="tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers_equal_one_process",
+    cause="and nothing of another rank",
+)
+def hybrid_stage_expected_to_send_for_all(hybrid: HybridParallel) -> Iterator[set[str]]:
+    """In a pipeline the formulas exceed the counted bytes: each stage is expected to run all layers."""
+    for stage in [hybrid.plain]:
+        yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
+
+
+@mutant(
+    target="hybrid_parallel.hybrid.HybridParallel._one_backward",
+    killer=(
+        "tests.hybrid_parallel.test_equivalence.test_divided_tokens_and_gradients_in_shards_equal_one_process"
+    ),
+    cause="added up over the tensor group",
+)
+def hybrid_terms_lost_beside_zero(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:
+    """With ZeRO norms drift apart: their terms are added up in gradients that ZeRO has already taken and
+    sent.
+    """
+    with self.in_precision():
+        loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
+    if self.pipeline is not None:
+        self.pipeline.finish_gradient_sync()
+    if self.data is not None:
+        self.data.finish_gradient_sync()
+    if self.terms is not None and not self.sizes.zero:
+        self.terms.finish_gradient_sync()
+    return loss
+
+
+@mutant(
+    target="hybrid_parallel.hybrid.HybridParallel._one_backward",
+    killer="tests.hybrid_parallel.test_equivalence.test_a_tied_embedding_gets_the_sum_of_both_stages",
+    cause="both copies must get the sum",
+)
+def hybrid_tied_embedding_over_the_wrong_axis(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:
+    """The first and the last stage train different embeddings: the sum is taken over the replicas."""
+    with self.in_precision():
+        loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
+    if self.pipeline is not None:
+        for parameter, _ in self.pipeline._shared():
+            all_reduce(parameter.grad, op="mean", group=self.mesh.replicas)
+        self.pipeline._new.forget()
+    if self.data is not None:
+        self.data.finish_gradient_sync()
+    if self.terms is not None:
+        self.terms.finish_gradient_sync()
+    return loss
+
+
+@mutant(
+    target="hybrid_parallel.planner.memory_model.tokens_of",
+    killer=(
+        "tests.hybrid_parallel.test_planner_memory."
+        "test_microbatches_divide_what_a_step_holds_without_a_pipeline"
+    ),
+    cause="is a division missing, such as that by the number of microbatches",
+)
+def planner_holds_the_batch_at_once(shape: ModelShape, sizes: ParallelSizes, batch: int) -> float:
+    """The planner asks for too many devices: each microbatch counts as large as a replica's batch."""
+    return batch / sizes.data * shape.sequence_length / sizes.context
+
+
+@mutant(
+    target="hybrid_parallel.planner.memory_model.layer_activations",
+    killer="tests.hybrid_parallel.test_planner_memory.test_norms_are_divided_by_sequence_parallelism_only",
+)
+def planner_norms_divided_without_sequence_parallelism(shape: ModelShape, sizes: ParallelSizes) -> float:
+    """A plan with tensor parallelism runs out of memory: norms and residuals count as divided, too."""
+    c, mask = ITEMSIZE[sizes.precision], 1 if shape.dropout else 0
+    numbers = 4 * shape.width + 2 * shape.query_width + 2 * shape.kv_width
+    numbers += shape.active_experts * (3 if shape.gated else 2) * shape.inner_width
+    scores = 0 if shape.fused_attention else shape.num_heads * shape.sequence_length * (2 * c + mask)
+    return (numbers * c + 2 * shape.width * mask + scores) / sizes.tensor
+
+
+@mutant(
+    target="hybrid_parallel.planner.time_model.TimeModel.layer",
+    killer="tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers",
+    cause="costs a second forward",
+)
+def planner_recomputes_for_free(self: TimeModel, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
+    """The planner always recomputes: the second forward saves memory, and its time is not counted."""
+    compute, tensor = self._compute(sizes), self._collectives(sizes)
+    return Pass(compute, tensor), Pass(compute, tensor), Pass(compute, 0.0)
+
+
+@mutant(
+    target="hybrid_parallel.planner.machine.Machine.link",
+    killer=(
+        "tests.hybrid_parallel.test_planner_time."
+        "test_a_link_across_nodes_is_as_fast_as_the_cards_that_the_group_has_in_a_node"
+    ),
+)
+def planner_takes_the_slow_link_for_all(self: Machine, ranks: int, stride: int) -> Link:
+    """The planner avoids groups that cross nodes: of the network cards of a node one counts, instead of
+    all.
+    """
+    return self.inner if (ranks - 1) * stride < self.devices_per_node else self.outer

@@ -1,0 +1,296 @@
+"""Wrong implementations of what all lessons share: data, clipping, evaluation and checkpoints."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from exercises.mutants import mutant
+from hybrid_parallel import checkpoint_folder as files
+from hybrid_parallel.checkpoint_pieces import Part, Piece
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.state import Held, held
+from lab import checkpoint
+from lab.launch.errors import WorkbookError, reason
+from lab.ranges import Items, LoadPlanner, Range, Reader
+from training.data import VALIDATION_BATCHES, TrainingData
+from training.range_checkpoint import Found
+
+
+@mutant(
+    target="training.checkpoint.FullState.save",
+    killer="tests.training.test_checkpoint.test_no_rank_goes_on_before_the_checkpoint_is_on_disk",
+    cause="does rank 0 alone do or await",
+)
+def checkpoint_awaited_by_one_rank(self, cluster, folder: str, header: dict) -> None:
+    """A rank that reads the checkpoint sometimes finds the one before: only rank 0 waits until it is on
+    disk.
+    """
+    state = header | self.get()
+    if cluster.is_main:
+        checkpoint.save(Path(folder), state)
+
+
+@mutant(
+    target="hybrid_parallel.checkpoint.BackgroundCheckpoints._write",
+    killer=(
+        "tests.hybrid_parallel.test_checkpoint."
+        "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete"
+    ),
+    cause="before the last of its files",
+    symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
+)
+def checkpoint_complete_before_it_is_written(self, step: int, tensors: dict, values: dict) -> None:
+    """A checkpoint cannot be loaded: its manifest was renamed before the files of all ranks were on disk."""
+    rank, failure = self._cluster.rank, ""
+    files.folder_of(self._folder, step).mkdir(exist_ok=True)
+    parts = [files.as_json(part) for part in files.describe(rank, tensors)]
+    self._complete(step, json.dumps(values | {"parts": parts, "failure": failure}))
+    try:
+        files.write_rank(self._folder, step, rank, self._token, tensors)
+    except Exception as error:
+        failure = f"rank {rank}: {reason(error)}"
+
+
+@mutant(
+    target="hybrid_parallel.checkpoint.BackgroundCheckpoints.save",
+    killer=(
+        "tests.hybrid_parallel.test_checkpoint."
+        "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change"
+    ),
+    cause="where the run is in its data",
+    symptom="A resumed run leaves out some batches, and its losses differ from those of a run in one go.",
+)
+def checkpoint_of_a_later_batch(
+    self,
+    step: int,
+    pieces: Iterable[Piece],
+    extra: Mapping[str, Any],
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """A resumed run leaves out batches: the data position is that of the moment in which the thread wrote
+    it.
+    """
+    if self._not_loaded is not None:
+        raise WorkbookError(
+            f"{self._folder} has the checkpoint of step {self._not_loaded}, from which this run has not "
+            "started: resume from it, or name another folder"
+        )
+    self._finish_writing()
+    if step == self._last_saved:
+        return
+    tensors = self._snapshot(pieces)
+    self._saves += 1
+    values = {"extra": extra, "tied": tied or {}}
+    self._writer = threading.Thread(target=self._write, args=(step, tensors, values), daemon=True)
+    self._writer.start()
+
+
+@mutant(
+    target="hybrid_parallel.checkpoint.BackgroundCheckpoints._snapshot",
+    killer=(
+        "tests.hybrid_parallel.test_checkpoint."
+        "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change"
+    ),
+    cause="copied before the call returns",
+    symptom="The losses jump after a restart, as if the weights of two steps were mixed.",
+)
+def checkpoint_of_tensors_that_change(self, pieces: Iterable[Piece]) -> dict[Part, Tensor]:
+    """A checkpoint mixes the weights of two steps: a thread reads the tensors that the optimizer changes."""
+    tensors: dict[Part, Tensor] = {}
+    for piece in pieces:
+        if piece.is_replica:
+            continue
+        part = piece.part
+        if part in tensors:
+            raise ValueError(f"this rank has {part} in two pieces")
+        tensors[part] = piece.tensor.detach().reshape(-1)
+    self._buffers = tensors
+    return tensors
+
+
+@mutant(
+    target="training.range_checkpoint._refuse_damaged",
+    killer=(
+        "tests.training.test_range_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"
+    ),
+    cause="check that must refuse it",
+    fails_with="DID NOT RAISE",
+)
+def checkpoint_only_measured(folder: Path, digests: dict[str, str]) -> None:
+    """A bit of a checkpoint has flipped on disk, and training resumes from a wrong weight without an
+    error.
+    """
+    for name in digests:
+        if (folder / name).stat().st_size == 0:
+            raise WorkbookError(f"{folder / name} is damaged: resume from another checkpoint")
+
+
+@mutant(
+    target="hybrid_parallel.state._with_replicas",
+    killer="tests.hybrid_parallel.test_state.test_each_element_of_the_model_is_saved_by_one_rank",
+    cause="also what only some ranks hold",
+    symptom="A run with divided experts saves checkpoints without an error, and no run can resume from one.",
+)
+def hybrid_experts_of_one_rank_saved(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
+    """A checkpoint lacks experts: replicas take turns in saving parameters, and hold different experts."""
+    elements = [0] * hybrid.sizes.replicas
+    own = dist.get_rank(hybrid.mesh.replicas)
+    for one in held(hybrid):
+        if hybrid.sizes.zero:
+            yield one, own
+        else:
+            replica = elements.index(min(elements))
+            elements[replica] += one.tensor.numel()
+            yield one, replica
+
+
+@mutant(
+    target="lab.evaluation.evaluating",
+    killer="tests.pipeline_parallel.test_forward_only.test_training_goes_on_with_dropout_after_an_evaluation",
+    cause="training mode again",
+)
+@contextmanager
+def pipeline_evaluation_mode_stays(model: nn.Module) -> Iterator[None]:
+    """After the first evaluation training continues without dropout, and the model overfits."""
+    model.eval()
+    with torch.no_grad():
+        yield
+
+
+@mutant(
+    target="training.randomness.seed_step",
+    killer="tests.training.test_randomness.test_ranks_with_examples_of_their_own_draw_different_masks",
+    cause="the same again",
+)
+def ranks_drop_out_the_same(seed: int, step: int, stream: int) -> None:
+    """Dropout regularises less on more ranks: all have the same seed, so their examples share one mask."""
+    torch.manual_seed(seed * 1_000_003 + step)
+
+
+@mutant(
+    target="training.gradient_part.GradientPart.norms",
+    killer="tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_uses_the_norm_of_the_full_model",
+    cause="one rank's part",
+)
+def tensor_clipped_by_the_norm_of_a_part(parts, ord=2, dtype=None, **_):
+    """torch's clip_grad_norm_ scales each rank's shards of a tensor parallel model by a different factor."""
+    return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
+
+
+@mutant(
+    target="training.evaluation.held_out_means",
+    killer="tests.training.test_evaluation.test_all_ranks_report_the_means_over_the_examples_of_all_ranks",
+    cause="one rank's part only",
+)
+def validated_on_one_ranks_slice(
+    batches, sums, tokens: int, device: torch.device, pattern: str
+) -> tuple[float, float]:
+    """The validation loss depends on the number of ranks: rank 0 reports the mean over its own slice only."""
+    total, counted = torch.zeros(2, dtype=torch.float64, device=device), 0
+    for x, y, counts in batches:
+        mine = sums(x, y, counts)
+        if mine is not None:
+            total += mine
+            counted += int(counts.sum()) * y.shape[1:].numel()
+    loss, right = (total / max(counted, 1)).tolist()
+    return loss, right
+
+
+@mutant(
+    target="training.data.TrainingData.held_out",
+    killer="tests.training.test_evaluation.test_what_is_validated_is_not_trained_on",
+    cause="are its examples also trained on",
+)
+def validated_on_what_was_trained_on(self: TrainingData) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The validation loss falls as the training loss does, however much the model overfits."""
+    for step in range(VALIDATION_BATCHES):
+        x, y = self.batch(step)
+        yield x, y, y[:, 0] >= 0
+
+
+@mutant(
+    target="training.evaluation.sums_of",
+    killer="tests.training.test_evaluation.test_repeated_images_do_not_count",
+    cause="count twice",
+)
+def validation_counts_repeated_images(outputs: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    """The validation loss and accuracy of digits change with the batch size: a few images count twice."""
+    losses = F.cross_entropy(outputs.flatten(0, -2), y.flatten(), reduction="sum")
+    return torch.stack([losses, (outputs.argmax(-1) == y).sum()]).double()
+
+
+@mutant(
+    target="training.gradient_part.GradientPart.norm_of_one",
+    killer="tests.zero.test_zero3_torch_tools.test_torchs_own_clipping_uses_the_norm_over_all_ranks",
+    cause="one rank's part",
+)
+def zero3_clipped_by_the_norm_of_a_part(part, ord=2, **_):
+    """torch's clip_grad_norm_ scales each rank's shards of a stage 3 model by a different factor."""
+    return torch.linalg.vector_norm(part, ord)
+
+
+@mutant(
+    target="training.gradient_part.GradientPart.unscale",
+    killer="tests.zero.test_zero3_torch_tools.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none",
+    cause="what only that rank has seen",
+)
+def zero3_inf_found_by_one_rank(parts, found_inf, inverse_scale) -> None:
+    """With a GradScaler one rank skips a step that another takes, so their shards and scales drift apart."""
+    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
+
+
+@mutant(
+    target="training.clipping.clip_grad_norm_",
+    killer="tests.zero.test_zero_mutant_killers.test_gradients_are_clipped_by_the_norm_over_all_shards",
+    cause="one rank's part",
+)
+def zero_clipped_by_the_local_norm(pieces: list[nn.Parameter], max_norm: float, group, pattern) -> Tensor:
+    """Clipped gradients are too long and change direction: each rank clips by the norm of its own shard."""
+    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    for gradient in gradients:
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+@mutant(
+    target="training.gradient_part.GradientPart.of",
+    killer="tests.zero.test_sharded_clipping.test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf",
+    cause="what only that rank has seen",
+    symptom="With fp16 and a GradScaler the ranks' scales drift apart.",
+    fails_with="all_gather",
+)
+def zero_scaler_asks_one_rank(part: Tensor, group, pattern: str | None) -> Tensor:
+    """With fp16 and a GradScaler the ranks' scales drift apart: each rank looks for inf in its own shard
+    only.
+    """
+    return part
+
+
+@mutant(
+    target="training.range_checkpoint.read",
+    killer="tests.zero.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards",
+    cause="belongs to the first one",
+)
+def zero_state_of_the_first_shard(found: Found, items: Items) -> None:
+    """After a resume the loss jumps: all ranks have loaded the optimizer state of a parameter's first
+    shard.
+    """
+    wrong = {
+        key: dataclasses.replace(item, start=0)
+        if key.startswith("optimizer/") and isinstance(item, Range)
+        else item
+        for key, item in items.items()
+    }
+    reader = Reader(found.folder, found.metadata)
+    dcp.load(wrong, storage_reader=reader, planner=LoadPlanner(False, False))
