@@ -23,7 +23,7 @@ from expert_parallel.groups import form_groups
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from training.arguments import NotOffered, TrainArgs
-from training.checkpoint import FullState
+from training.full_state_checkpoint import FullState
 
 
 @dataclasses.dataclass

@@ -86,8 +86,13 @@ def _largest(tensor: Tensor) -> float:
 
 def module_digest(module: nn.Module) -> str:
     """Return the SHA-256 of the names and the bytes of all parameters and buffers."""
+    return state_digest(dict([*module.named_parameters(), *module.named_buffers()]))
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names and the bytes of all tensors."""
     sha = hashlib.sha256()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in state.items():
         sha.update(name.encode())
         sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()

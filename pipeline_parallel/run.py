@@ -36,7 +36,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.report import RankFigures, Report
 from pipeline_parallel.schedules import table_of
 from training.arguments import TrainArgs
-from training.checkpoint import FullState
+from training.full_state_checkpoint import FullState
 from training.run import RECORDED_STEPS, WARMUP_STEPS
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw

@@ -20,8 +20,8 @@ from lab.trace.memory import saved_activations
 from tensor_parallel.arguments import validate_size
 from tensor_parallel.parallel_model import TensorParallel
 from training.arguments import ClipArgs, NotOffered, Size
-from training.checkpoint import FullState
 from training.evaluation import Sums
+from training.full_state_checkpoint import FullState
 
 
 @dataclasses.dataclass

@@ -13,9 +13,18 @@ with run.checkpointing(model, optimizer) as first:    # 0, or the step that --re
         run.evaluate(step, model)                     # on held-out data: --eval-every, and after the last
         run.stop_if_asked(step)                       # with --checkpoint, all ranks end after one Ctrl-C
 run.finish(model)
+
+A model that divides something among ranks has what Run needs as methods of its own. All ranks call them
+together; a plain module needs none of them.
+
+    full_state_dict()                 the state as one process has it, on every rank
+    load_full_state_dict(state)       takes this rank's part of such a state
+    shards(optimizer)                 what this rank holds of each full tensor (training/checkpoint.py)
+    evaluation_sums(x, y, counts)     the sums over what this rank counts of a held-out batch; None if another
+                                      rank counts it (training/evaluation.py)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +42,7 @@ from lab.evaluation import evaluating
 from lab.launch.errors import Stopped
 from lab.launch.interrupt import StopRequest
 from lab.launch.same_start import check_same_start
-from lab.models.model import GPT, BabyCNN, GPTConfig
+from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, MLPConfig
 from lab.models.text import rank_slice
 from lab.trace import timeline
 from lab.trace.gantt import Event
@@ -43,9 +52,9 @@ from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
 from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce
-from training.checkpoint import Checkpoint, FullState, State
 from training.data import TrainingData
 from training.evaluation import Sums, held_out_means, sums_of
+from training.full_state_checkpoint import Checkpoint, FullState, State
 from training.randomness import seed_step
 from training.replicas import replica_digests
 from training.report import overlap_figures, pattern_and_transport
@@ -55,25 +64,47 @@ WARMUP_STEPS = 2  # neither timed nor drawn
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
 DRAWN_STEPS = 3  # in a picture; more would not make it clearer
 
+Draw = Callable[[str, list[Event]], None]
+
 
 class Run:
-    """One rank's side of a training run. `model` is "gpt" (text), "baby_cnn" or "mlp" (digits).
+    """One rank's side of a training run.
 
-    A rank gets its slice of each batch, or with `whole_batch` all of it. Set `not_measured` to a reason where
-    spans cannot tell what was computed while something was sent: the report then leaves these figures out.
+    `share` (i, n): this rank trains on the i-th of n equal parts of each batch; None: its rank's part.
+    `stream` is the number of the random stream from which it draws dropout masks; None: i. Ranks get
+    different initial weights, so that a missing broadcast shows, or the same ones with `same_weights`.
+
+    `args.model` is "gpt" (text; the default), "baby_cnn" or "mlp" (digits). If `args` has a method
+    `validate(world_size)`, it is called once all ranks are known to have the same arguments, and may refuse
+    them. Set `not_measured` to a reason where spans cannot tell what was computed while something was sent:
+    the report then leaves these figures out. Set `link` to have its alpha and beta in the report instead of
+    those of an all-reduce.
     """
 
     not_measured: str | None = None
+    link: Link | None = None
     _all_ranks_save = False  # in a folder that they share
 
     def __init__(
-        self, cluster: Cluster, args: TrainArgs, run_mode: str, model: str = "gpt", whole_batch: bool = False
+        self,
+        cluster: Cluster,
+        args: TrainArgs,
+        run_mode: str,
+        model: str | None = None,
+        whole_batch: bool = False,
+        *,
+        share: tuple[int, int] | None = None,
+        stream: int | None = None,
+        same_weights: bool = False,
     ) -> None:
-        self._cluster, self._args, self._run_mode, self._model = cluster, args, run_mode, model
-        self._share = (0, 1) if whole_batch else (cluster.rank, cluster.world_size)  # of each batch
-        self._stream = self._share[0]  # of random numbers, such as dropout masks
+        self._cluster, self._args, self._run_mode = cluster, args, run_mode
+        self._model: str = getattr(args, "model", "gpt") if model is None else model
+        own_share = (0, 1) if whole_batch else (cluster.rank, cluster.world_size)
+        self._share = own_share if share is None else share
+        self._stream = self._share[0] if stream is None else stream
+        self._seed = args.seed + (0 if same_weights else cluster.rank)  # of the initial weights
         self._config = self._gpt_config(args)
-        self._data = TrainingData(model, args.batch_size, args.seed, self._config.block_size)
+        self._data = TrainingData(self._model, args.batch_size, args.seed, self._config.block_size)
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
         check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
         self._validate(args)
@@ -81,7 +112,6 @@ class Run:
         choice.use_transport(args.transport)
         self.pattern = getattr(args, "pattern", None) or default_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
-        self._link = self._measured_link()
         self._expected = Traffic()
         self._validation: dict[str, float] = {}
         self._validation_bytes = 0
@@ -91,9 +121,13 @@ class Run:
         self._until_reported = ExitStack()
 
     def _gpt_config(self, args: TrainArgs) -> GPTConfig:
-        return GPTConfig.named(args.size)
+        """Return the sizes of the GPT: those of --size, with the script's own --layers and --length."""
+        own = {"num_layers": getattr(args, "layers", None), "block_size": getattr(args, "length", None)}
+        return GPTConfig.named(args.size, **{name: size for name, size in own.items() if size is not None})
 
     def _validate(self, args: TrainArgs) -> None:
+        if hasattr(args, "validate"):
+            args.validate(self._cluster.world_size)
         validate_arguments(args, self._share[1], self._model)
         if args.trace is not None:
             validate_folder(self._cluster, "--trace", args.trace)
@@ -107,10 +141,12 @@ class Run:
 
     def model(self) -> nn.Module:
         """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
-        seed = self._args.seed + self._cluster.rank
         if self._model == "baby_cnn":
-            return BabyCNN(seed=seed).to(self._cluster.device)
-        gpt = GPT(self._config, seed=seed).to(self._cluster.device)
+            return BabyCNN(seed=self._seed).to(self._cluster.device)
+        if self._model == "mlp":
+            shape = MLPConfig(getattr(self._args, "layers", 8), self._config.width)
+            return MLP(shape.sizes, seed=self._seed).to(self._cluster.device)
+        gpt = GPT(self._config, seed=self._seed).to(self._cluster.device)
         return gpt if self._tick is None else metronome_of(gpt, self._tick)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -177,6 +213,9 @@ class Run:
         timeline.settle()
 
     def _begin(self) -> Meter:
+        if self.link is None:
+            self.link = self._measured_link()
+        self._link = self.link
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
         return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step)
@@ -219,6 +258,8 @@ class Run:
 
     def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return the sums over this rank's slice of a held-out batch; None if another rank counts them."""
+        if hasattr(model, "evaluation_sums"):
+            return model.evaluation_sums(x, y, counts)  # type: ignore[operator]
         outputs = self.outputs(model, x)
         return None if outputs is None else sums_of(outputs, y, counts)
 
@@ -241,8 +282,11 @@ class Run:
             sentence = f"stopped after {done}; the checkpoint is in {where}, and --resume goes on from there."
             raise Stopped(sentence, int(asked))
 
-    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
+    def finish(self, model: nn.Module, draw: Draw | None = None, **extras: Any) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
+
+        `extras` are the lesson's own rows. One that is a function is called with the spans of each observed
+        step on this rank. `draw(folder, events)` writes the files of --trace instead of `Run`.
 
         Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 
@@ -250,9 +294,9 @@ class Run:
         over `observed_steps` steps: the first ones after the warm-up. The others are for the whole run.
         """
         with self._until_reported:
-            return self._report(model, extras)
+            return self._report(model, draw or self._draw, extras)
 
-    def _report(self, model: nn.Module, extras: dict[str, Any]) -> dict[str, Any]:
+    def _report(self, model: nn.Module, draw: Draw, extras: dict[str, Any]) -> dict[str, Any]:
         cluster, args = self._cluster, self._args
         assert self._meter is not None, "there was no step"
         timeline.stop_recording()
@@ -263,12 +307,13 @@ class Run:
             extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
         if self._tick is not None:
             extras |= {"metronome": f"{args.metronome}: a clock replaces computing, so there is no loss"}
+        own_rows = {"predicted_step_seconds": self._predicted_seconds} | extras
+        own_rows = {name: value(by_step) if callable(value) else value for name, value in own_rows.items()}
         digests = replica_digests(cluster, model)
         summary = self._meter.finish(
             **pattern_and_transport(self._meter.traffic, self.pattern),
             observed_steps=len(by_step),
             **overlap_figures(by_step if self.not_measured is None else []),
-            predicted_step_seconds=self._predicted_seconds(by_step),
             alpha_seconds=self._link.alpha,
             beta_seconds_per_byte=self._link.beta,
             bytes_formula=self._expected.bytes_sent,
@@ -276,11 +321,11 @@ class Run:
             **self._validation,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],
-            **extras,
+            **own_rows,
         )
         if args.trace is not None:
             drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
-            self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
+            draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
         refuse_unequal(digests)
         return summary
 

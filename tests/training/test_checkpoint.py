@@ -17,7 +17,7 @@ from lab.ranks import run_ranks
 from tests.data_parallel.test_scripts import STEPS, everyones_summaries, train
 from tests.training.attempts import refusal, the_one_sentence
 from training.arguments import Args
-from training.checkpoint import FullState
+from training.full_state_checkpoint import FullState
 from training.run import Run
 
 CASES = [("naive", 2), ("overlap", 2), ("bucket", 2), ("bucket", 3), ("ddp", 2)]
