@@ -27,7 +27,7 @@ from training.range_checkpoint import Found
 
 
 @mutant(
-    target="training.checkpoint.FullState.save",
+    target="training.full_state_checkpoint.FullState.save",
     killer="tests.training.test_checkpoint.test_no_rank_goes_on_before_the_checkpoint_is_on_disk",
     cause="does rank 0 alone do or await",
 )
