@@ -1,12 +1,22 @@
 """Every RUN_MODE of entrypoint.sh as tests need it: its script, its `main` and the class of its arguments."""
 
 import ast
+import contextlib
 import functools
 import importlib
+import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
+from unittest import mock
+
+import tyro
+
+from comm.cost import Link
+from lab.cluster import Cluster
+from training.arguments import NotOffered
+from training.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES: list[tuple[str, str, str]] = re.findall(
@@ -42,3 +52,39 @@ def start_of(mode: str) -> Start:
 def few_steps(mode: str) -> list[str]:
     """Return the options of a short run."""
     return FEW_STEPS.get(mode, ["--steps", "1"])
+
+
+LINK = Link(1e-4, 1e-9)
+_MEASURING = (
+    "training.run.measure_all_reduce",
+    "training.run.measure_link",
+    "pipeline_parallel.run.measure_link",
+)
+
+
+def offers(mode: str, option: str, choice: str | None = None) -> bool:
+    """Tell whether the mode's command line has the option, such as "checkpoint", and this choice of it."""
+    offered = get_type_hints(start_of(mode).arguments, include_extras=True).get(option, NotOffered)
+    return offered != NotOffered and (choice is None or choice in get_args(offered))
+
+
+def train(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
+    """Run the mode's `main` with the options of a command line, and return this rank's report.
+
+    The link's alpha and beta are given and not measured, which takes most of the time of a short run.
+    """
+    reports: list[dict[str, Any]] = []
+    finish = Run.finish
+
+    def noting(*args: Any, **figures: Any) -> dict[str, Any]:
+        reports.append(finish(*args, **figures))
+        return reports[-1]
+
+    main, arguments = start_of(mode)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Run, "finish", noting))
+        for path in _MEASURING:
+            if pydoc.locate(path) is not None:
+                patches.enter_context(mock.patch(path, lambda *_, **__: LINK))
+        main(cluster, tyro.cli(arguments, args=[*options, "--json"]))
+    return reports[-1]

@@ -1,0 +1,128 @@
+"""Every train script does what all of them promise: reports, formulas, checkpoints, refusals."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.ranks import run_ranks
+from tests.run_modes import SCRIPTS, offers, train
+from tests.summary import FIELDS
+
+SHORT = ("--size", "tiny", "--batch-size", "8", "--lr", "3e-3", "--seed", "1")
+OPTIONS = {
+    "context_ring": ("--length", "50"),  # which no number of ranks divides
+    "context_all_to_all": ("--length", "50"),
+    "data_parallel_bucket_overlap": ("--bucket-mb", "0.01"),
+}
+OTHERS = (
+    "comm",
+    "point_to_point",
+    "train",
+    "hybrid_elastic",
+    "hybrid_elastic_mesh",
+)  # have tests of their own
+TRAINED = [mode for mode in SCRIPTS if mode not in OTHERS]
+RESUMED = [mode for mode in TRAINED if offers(mode, "checkpoint")]
+FAMILIES = ("data_parallel", "zero", "fsdp", "tensor", "sequence")  # they train the same model
+SIZES = (1, 2, 4)
+
+
+def short(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
+    return train(cluster, mode, *SHORT, *OPTIONS.get(mode, ()), *options)
+
+
+@functools.cache
+def reports(world_size: int, *options: str) -> dict[str, list[dict[str, Any]]]:
+    """Run all scripts one after the other on the same ranks; return the reports of all ranks."""
+
+    def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
+        return {mode: short(cluster, mode, "--steps", "3", *options) for mode in TRAINED}
+
+    by_rank = run_ranks(work, world_size, timeout=300)
+    return {mode: [of_rank[mode] for of_rank in by_rank] for mode in TRAINED}
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_report_begins_with_the_same_rows_in_every_mode(world_size: int):
+    for mode, by_rank in reports(world_size).items():
+        for report in by_rank:
+            assert list(report)[: len(FIELDS)] == FIELDS, mode
+            assert (report["run_mode"], report["world_size"], report["steps"]) == (mode, world_size, 3)
+            assert report["tokens_per_second"] > 0 < report["peak_memory_bytes"], mode
+            assert report["step_seconds"] >= (report.get("compute_seconds") or 0), mode
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_every_rank_sends_exactly_what_the_formula_says(world_size: int):
+    for mode, by_rank in reports(world_size).items():
+        for report in by_rank:
+            assert report["bytes_sent"] == report["bytes_formula"], mode
+            assert report["messages_sent"] == report["messages_formula"], mode
+        assert (sum(report["bytes_sent"] for report in by_rank) > 0) == (world_size > 1), mode
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_all_ranks_end_with_the_same_full_model(world_size: int):
+    for mode, by_rank in reports(world_size).items():
+        assert len({report["replica_digest"] for report in by_rank}) == 1, mode
+        assert all(report["replicas_equal"] for report in by_rank), mode
+
+
+@pytest.mark.parametrize("mode", TRAINED)
+def test_the_losses_are_those_of_one_process(mode: str):
+    [alone] = reports(1)[mode]
+    for world_size in SIZES[1:]:
+        for report in reports(world_size)[mode]:
+            for field in ("first_loss", "last_loss", "validation_loss"):
+                assert report[field] == pytest.approx(alone[field], rel=1e-4), field
+
+
+def test_scripts_that_train_the_same_model_on_the_same_batches_have_the_same_losses():
+    same = [
+        mode for mode in TRAINED if mode.startswith(("data_parallel", "zero", "fsdp", "tensor", "sequence"))
+    ]
+    assert len(same) > 10
+    losses = [reports(2)[mode][0]["last_loss"] for mode in same]
+    assert losses == pytest.approx([losses[0]] * len(same), rel=1e-4)
+
+
+def test_a_tree_carries_all_messages_if_it_is_chosen():
+    def work(cluster: Cluster) -> None:
+        for mode in (mode for mode in TRAINED if offers(mode, "pattern", "tree")):
+            report = short(cluster, mode, "--steps", "1", "--pattern", "tree")
+            assert "tree" in report["pattern"] and report["replicas_equal"], mode
+            assert report["bytes_sent"] == report["bytes_formula"], mode
+            assert report["messages_sent"] == report["messages_formula"], mode
+
+    run_ranks(work, 4, timeout=300)
+
+
+def test_every_mode_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
+    def first(cluster: Cluster) -> None:
+        for mode in RESUMED:
+            short(cluster, mode, "--steps", "2", "--checkpoint", str(tmp_path / mode))
+
+    def rest(cluster: Cluster) -> dict[str, float]:
+        return {
+            mode: short(cluster, mode, "--steps", "3", "--checkpoint", str(tmp_path / mode), "--resume")[
+                "last_loss"
+            ]
+            for mode in RESUMED
+        }
+
+    run_ranks(first, 4, timeout=300)
+    for mode, loss in run_ranks(rest, 2, timeout=300)[0].items():
+        assert loss == pytest.approx(reports(1)[mode][0]["last_loss"], rel=1e-4), mode
+
+
+def test_ranks_with_different_arguments_are_refused_by_all_with_the_option_and_the_ranks():
+    def work(cluster: Cluster) -> None:
+        for mode in TRAINED:
+            own = ("--lr", "0.5") if cluster.rank == 1 else ()
+            with pytest.raises(WorkbookError, match=r"^--lr is 0.003 on rank 0 and 0.5 on rank 1: start"):
+                short(cluster, mode, *own)
+
+    run_ranks(work, 2, timeout=120)
