@@ -15,11 +15,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.checker.grade import PASSED, Grade, grade, report
+from exercises.checker.inspect_file import problem_of, shown
 from exercises.find_the_bug import Bug, bugs
-from exercises.grade import PASSED, Grade, grade, report
-from exercises.inspect_file import problem_of, shown
-from exercises.names import all_exercises, exercise_named, suggestion
-from exercises.typed import typed
+from exercises.names import all_exercises, exercise_named, suggestion, typed
 from exercises.workspace import Progress, Workspace
 
 POLL_SECONDS = 0.3

@@ -38,7 +38,7 @@ class ExerciseFile(pytest.File):
 
     def graded(self):
         """Return the grade. The first of the exercise's tests that is asked for runs all of them."""
-        from exercises.grade import grade
+        from exercises.checker.grade import grade
 
         if self.grade is None:
             self.grade = grade(self.exercise, self.learners)
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    from exercises.grade import report
+    from exercises.checker.grade import report
 
     if not (grades := config.stash[GRADES]):
         return

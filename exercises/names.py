@@ -1,12 +1,14 @@
-"""Find an exercise by its name, also one that asks to find a bug, and suggest one for a misspelt name."""
+"""Find an exercise by its name, suggest one for a misspelt name, and say how a command is typed."""
 
 import difflib
 import functools
+import os
 import re
 
 from exercises.catalog import BY_NAME, Exercise
 from exercises.find_the_bug import bugs
-from exercises.typed import typed
+
+BY_MAKE = "EXERCISES_BY_MAKE"  # the Makefile sets this variable
 
 
 @functools.cache
@@ -31,3 +33,10 @@ def suggestion(name: str) -> str:
     same = [known for known in BY_NAME if known.replace("_", "") == re.sub(r"[\W_]", "", name).lower()]
     near = same or difflib.get_close_matches(name, all_exercises(), n=1) or parts[:1]
     return f": did you mean {near[0]}?" if near else "."
+
+
+def typed(arguments: str) -> str:
+    """Return the command with these arguments: "python -m exercises check zero1", or the one of make."""
+    return (
+        f"make exercises ARGS='{arguments}'" if BY_MAKE in os.environ else f"python -m exercises {arguments}"
+    )

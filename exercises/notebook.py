@@ -15,11 +15,10 @@ from typing import Any
 import cloudpickle
 
 from exercises.catalog import BY_NAME, Exercise, name_of
+from exercises.checker.grade import INVALID, Grade, judge
+from exercises.checker.plugin import PICKLE
 from exercises.find_the_bug import Bug
-from exercises.grade import INVALID, Grade, judge
-from exercises.names import all_exercises, exercise_named, suggestion
-from exercises.replacing_plugin import PICKLE
-from exercises.typed import typed
+from exercises.names import all_exercises, exercise_named, suggestion, typed
 
 
 class NoSuchExercise(LookupError):

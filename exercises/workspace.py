@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from exercises.catalog import EXERCISES, Exercise
+from exercises.checker.grade import PASSED, Grade
 from exercises.find_the_bug import Bug, bugs
 from exercises.generate import generated, solution
-from exercises.grade import PASSED, Grade
 from exercises.names import all_exercises
 
 FOLDER = Path(__file__).resolve().parent

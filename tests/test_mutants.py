@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from exercises.failure import failure_of
-from exercises.mutants import WITHOUT_A_CAUSE, Mutant, all_mutants, files
+from exercises.checker.failure import failure_of
+from exercises.mutants import Mutant, all_mutants, files
 from lab.ranks import RankError
 from lab.replace import replaced
 from tests.caches import without_new_results
@@ -108,14 +108,6 @@ def test_each_mutant_has_a_name_and_a_symptom_of_its_own():
         == len(MUTANTS)
         == sum(file.read_text().count("\n@mutant(") for file in files())
     )
-
-
-def test_the_checker_names_the_cause_of_every_mutant_of_a_technique():
-    without = {mutant.target: name for name, mutant in MUTANTS.items() if not mutant.cause}
-    kinds = tuple(WITHOUT_A_CAUSE)
-    assert {target: name for target, name in without.items() if not target.startswith(kinds)} == {}
-    for kind in kinds:
-        assert any(target.startswith(kind) for target in without), f"no mutant of {kind} is without a cause"
 
 
 def test_a_mutant_that_does_not_differ_would_be_reported_as_a_survivor():

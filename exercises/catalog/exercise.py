@@ -19,7 +19,7 @@ class Exercise:
     together with it. `tests` are pytest's node ids. `difficulty` is 1 to 5, and `minutes` is a guess. `needs`
     names exercises that should be solved before. `doc` replaces the lesson's docstring of the target, and
     `docs` those of others, by name, where the lesson's would give the solution away. `beyond` names a target
-    beyond correctness (exercises/targets.py), which is measured when all tests have passed.
+    beyond correctness (exercises/checker/targets.py), which is measured when all tests have passed.
 
     `notebook` is the notebook to read first, and `page` a page that explains what no notebook does. The
     exercise's file lists the helpers that the lesson's code uses (exercises/helpers.py). `objects` has the

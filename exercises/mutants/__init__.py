@@ -3,7 +3,7 @@
     @mutant(
         target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",  # what it replaces
         killer="tests.data_parallel.test_equivalence.test_a_gradient_is_the_mean",  # the test that must fail
-        cause="sum over ranks that should be a mean",  # a part of what the checker must say about it
+        cause="sum over ranks that should be a mean",  # a part of what checker/causes.py says, if it knows
         symptom="With SGD, twice as many ranks double the learning rate.",  # what a user sees
         fails_with="The ranks do not fit together",  # unless an assertion fails
     )
@@ -13,7 +13,8 @@
 The docstring says the symptom and, after a colon, the mistake. `symptom` is needed where the docstring's
 first part tells the mistake: the mutants of techniques are exercises, too (exercises/find_the_bug.py). The
 killer has no arguments. `cause` and `fails_with` may be tuples, of which one must be named (a race decides
-which), and only the kinds of WITHOUT_A_CAUSE may lack a cause. tests/test_mutants.py runs all mutants.
+which). A mutant of a method is a function that replaces the whole method, so that it is wrong by what it
+does, and not right where it does nothing. tests/test_mutants.py runs all mutants.
 
 A mutant must not call its own target: while the mutant is in place, that name is the mutant.
 """
@@ -24,17 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-# Some kinds of mutants need no cause. Each kind is the beginning of a target, with the reason.
-WITHOUT_A_CAUSE = {
-    "lab.": "It is equipment: a wrong report or setting shows in a test of that report or setting only.",
-    "comm.rendezvous.keep_from_preempting": "It is equipment: gloo's threads change the time, and no result.",
-    "comm.transport.": "It is equipment: what goes wrong on the way of bytes depends on the machine and its "
-    "devices, and the tensors do not tell it.",
-    "hybrid_parallel.planner.machine.": "A formula of the planner: the test's name says which case is wrong.",
-    "hybrid_parallel.planner.memory_model.layer_activations": "A formula of the planner: the test's name "
-    "says which term is wrong.",
-}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ class _Broadcast(Function):
     killer=(
         "tests.comm.test_functions.test_the_conjugate_of_a_broadcast_is_a_sum_and_that_of_a_sum_a_broadcast"
     ),
-    cause="The backward of a broadcast is such a sum",
 )
 def broadcast_gradient_not_summed(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
     """The gradients of the other ranks are lost: the root learns only from its own use of the tensor."""
@@ -65,7 +64,6 @@ def broadcast_gradient_not_summed(x: Tensor, root: int = 0, group: Group = None)
 @mutant(
     target="comm.algorithms.hypercube.recursive_doubling",
     killer="tests.comm.test_delayed_messages.test_an_all_reduce_does_not_change_what_is_still_being_sent",
-    cause="belongs to the transport until",
     symptom="Once in many runs the ranks end an all-reduce with different sums.",
 )
 def doubling_adds_into_what_is_being_sent(wire: Wire, tensor: torch.Tensor, op: str) -> None:
@@ -124,7 +122,6 @@ def exchanged_values_run_code(value: Any, group: dist.ProcessGroup | None = None
 @mutant(
     target="comm.functions.gather_tokens",
     killer="tests.comm.test_functions.test_cheaper_functions_equal_those_they_are_composed_of",
-    cause="adds up the gradients of all ranks",
 )
 def gather_backward_without_a_sum(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """With sequence parallel gradients are too small: an all-gather's backward leaves out all other ranks."""
@@ -160,7 +157,6 @@ def halving_divides_each_round(wire: Wire, tensor: torch.Tensor, op: str) -> Non
 @mutant(
     target="comm.algorithms.in_place._wait_for_all",
     killer="tests.comm.test_in_place.test_a_rank_returns_only_when_all_ranks_have_written_their_chunk",
-    cause="wait until the others have finished with it",
     symptom="Now and then a part of the gradient is that of one rank alone, and only on busy machines.",
 )
 def in_place_leaves_before_all_have_written(wire: Wire) -> None:
@@ -196,7 +192,6 @@ def mean_overflows_in_fp16(op: str, dtype: torch.dtype, ranks: int) -> int:
 @mutant(
     target="comm.algorithms.pairwise.all_to_all",
     killer="tests.comm.test_narrated.test_pairwise_all_to_all_equals_one_process",
-    cause="one part left out",
     symptom="After an all-to-all a part of the result is garbage.",
 )
 def pairwise_own_part_missing(
@@ -233,7 +228,6 @@ def reduce_scatter_neighbours_shard(wire: Wire, shard: torch.Tensor, full: torch
 @mutant(
     target="comm.algorithms.pipelined_ring.chunk_sent",
     killer="tests.comm.test_collectives_by_hand.test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk",
-    cause="count chunks alike",
 )
 def ring_chunk_off_by_one(rank: int, step: int, n: int) -> int:
     """All-reduced gradients are wrong and differ by rank: the loss is noise, and replicas drift apart."""
@@ -243,7 +237,6 @@ def ring_chunk_off_by_one(rank: int, step: int, n: int) -> int:
 @mutant(
     target="comm.algorithms.ring.shift",
     killer="tests.comm.test_collectives_by_hand.test_a_ring_starts_no_message_for_an_empty_tensor",
-    cause="is there nothing to send",
     symptom="On a ring a tensor with fewer elements than ranks takes more messages than it needs.",
 )
 def ring_sends_empty_chunks(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
@@ -315,7 +308,6 @@ def sharded_tree_gathers_by_position(
 @mutant(
     target="comm.algorithms.sharded_tree.reduce_scatter",
     killer="tests.comm.test_collectives_by_hand.test_a_reduce_scatter_does_not_change_the_full_tensor",
-    cause="a tensor of the caller written to",
     symptom="After a reduce-scatter by tree rank 0's own gradients have changed.",
 )
 def sharded_tree_reduces_in_place(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
@@ -327,7 +319,6 @@ def sharded_tree_reduces_in_place(wire: Wire, shard: torch.Tensor, full: torch.T
 @mutant(
     target="comm.shards.shard_sizes",
     killer="tests.comm.test_cost.test_a_tensor_is_divided_as_by_tensor_split_and_its_segments_cover_it",
-    cause="may differ by one at most",
 )
 def shards_as_chunk_makes_them(numel: int, ranks: int) -> list[int]:
     """With 5 ranks and 6 elements two ranks get nothing: torch.chunk rounds up, so the last shards are
@@ -353,7 +344,6 @@ class _SummedBothWays(Function):
 @mutant(
     target="comm.functions.sum_over_ranks",
     killer="tests.comm.test_functions.test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum",
-    cause="The backward of a sum over ranks is the identity",
 )
 def tensor_sum_reduced_again(x: Tensor, group: Group = None) -> Tensor:
     """Gradients below a row layer are n times too large, below two n * n times; Adam hides the error."""
@@ -363,7 +353,6 @@ def tensor_sum_reduced_again(x: Tensor, group: Group = None) -> Tensor:
 @mutant(
     target="comm.algorithms.ring.reduce_chunks",
     killer="tests.comm.test_narrated.test_ring_all_reduce_equals_one_process",
-    cause="is that sum what the next step sends",
 )
 def textbook_ring_adds_only_the_last_arrival(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
     """Sums are right on two ranks and too small on more: a chunk has the contributions of two ranks only."""
@@ -379,7 +368,6 @@ def textbook_ring_adds_only_the_last_arrival(wire: Wire, chunks: list[torch.Tens
 @mutant(
     target="comm.algorithms.ring.gather_chunks",
     killer="tests.comm.test_narrated.test_ring_all_reduce_equals_one_process",
-    cause="begin with the one that it has completed",
     symptom="After an all-reduce the ranks have different results.",
 )
 def textbook_ring_sends_the_wrong_chunk(wire: Wire, chunks: list[torch.Tensor]) -> None:
@@ -392,7 +380,6 @@ def textbook_ring_sends_the_wrong_chunk(wire: Wire, chunks: list[torch.Tensor]) 
 @mutant(
     target="comm.algorithms.tree.reduce",
     killer="tests.comm.test_collectives_by_hand.test_a_reduce_does_not_change_the_other_ranks_tensors",
-    cause="a tensor of the caller written to",
 )
 def tree_reduce_in_place(wire: Wire, tensor: torch.Tensor, op: str, root: int) -> None:
     """A reduce to rank 0 overwrites the tensors of the other ranks with partial sums."""
@@ -411,7 +398,6 @@ def tree_reduce_in_place(wire: Wire, tensor: torch.Tensor, op: str, root: int) -
 @mutant(
     target="comm.algorithms.tree.family",
     killer="tests.comm.test_collectives_by_hand.test_a_tree_broadcasts_from_every_root",
-    cause="such as the root",
     symptom="A broadcast from rank 2 does not send rank 2's tensor.",
 )
 def tree_root_not_rotated(wire: Wire, root: int) -> tuple[int | None, list[int]]:
@@ -435,7 +421,6 @@ def tree_root_not_rotated(wire: Wire, root: int) -> tuple[int | None, list[int]]
         "tests.comm.test_collectives_by_hand."
         "test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time"
     ),
-    cause="Does something start too early",
     symptom=(
         "A broadcast of a large tensor by tree takes longer than its formula says, on links of one speed."
     ),

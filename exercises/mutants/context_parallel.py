@@ -20,7 +20,6 @@ from lab.trace.timeline import span
 @mutant(
     target="context_parallel.train_ring_attention.RingAttention.backward",
     killer="tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home",
-    cause="over the keys of all ranks, not over those of one block",
     symptom=(
         "The first loss is right, and the gradients of attention are too large, the more so the more ranks."
     ),
@@ -58,7 +57,6 @@ def context_backward_by_the_blocks_own_sum(ctx: Any, dy: Tensor) -> tuple[Tensor
 @mutant(
     target="context_parallel.parallel_model.SharedSequence.parts",
     killer="tests.context_parallel.test_mutant_killers.test_no_query_attends_to_another_document",
-    cause="of the keys that arrive, too",
     symptom="With --documents the loss depends on the number of ranks, and without it does not.",
 )
 def context_documents_ignored_on_the_ring(self, source: int) -> list[Part]:
@@ -70,7 +68,6 @@ def context_documents_ignored_on_the_ring(self, source: int) -> list[Part]:
 @mutant(
     target="context_parallel.sequence_cut.SequenceCut.parts",
     killer="tests.context_parallel.test_mutant_killers.test_no_query_attends_to_a_later_key",
-    cause="compare positions in the full sequence",
     symptom="The loss falls faster than it can, and the trained model writes nonsense.",
 )
 def context_every_block_causal(
@@ -116,7 +113,6 @@ def context_heads_in_the_wrong_order(y_bhte: Tensor, sequence: SharedSequence) -
 @mutant(
     target="context_parallel.block_attention.join",
     killer="tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home",
-    cause="in the proportion of their sums of exponentials",
     symptom=(
         "The loss is that of one process on one rank, and a different one for each other number of ranks."
     ),
@@ -131,7 +127,6 @@ def context_joined_without_rescaling(
 @mutant(
     target="context_parallel.train_ring_attention.RingAttention.backward",
     killer="tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home",
-    cause="to the rank from which the keys came",
     symptom=(
         "The first loss is right. The gradients of keys and values are wrong, those of queries are right."
     ),
@@ -168,7 +163,6 @@ def context_key_gradients_one_hop_short(ctx: Any, dy: Tensor) -> tuple[Tensor, T
 @mutant(
     target="context_parallel.sequence_cut.SequenceCut.positions",
     killer="tests.context_parallel.test_mutant_killers.test_a_rank_uses_its_own_positions_and_targets",
-    cause="its own position in the full sequence",
     symptom="The loss is not that of one process, from the first step on.",
 )
 def context_positions_contiguous(self, rank: int) -> Tensor:
@@ -180,7 +174,6 @@ def context_positions_contiguous(self, rank: int) -> Tensor:
 @mutant(
     target="context_parallel.parallel_model.ContextParallel.loss",
     killer="tests.context_parallel.test_mutant_killers.test_a_rank_uses_its_own_positions_and_targets",
-    cause="Are the targets cut as the tokens are?",
     symptom="The loss hardly falls, although the logits of the first step are right.",
 )
 def context_targets_of_other_tokens(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:

@@ -66,7 +66,6 @@ def bucket_divided_twice(numbers: Tensor, dtype: torch.dtype, ranks: int) -> tup
         "tests.data_parallel.test_dtypes."
         "test_complex_gradients_keep_their_imaginary_parts_and_are_clipped_as_in_one_process"
     ),
-    cause="imaginary parts are lost",
     symptom="With compressed buckets complex weights become real.",
 )
 def bucket_drops_imaginary_parts(flat: Tensor) -> Tensor:
@@ -175,7 +174,6 @@ def bucket_not_waited_for(self) -> None:
 @mutant(
     target="data_parallel.train_bucket_overlap.BucketDataParallel.set_extra_state",
     killer="tests.data_parallel.test_bucket_overlap.test_a_resumed_run_equals_an_uninterrupted_run",
-    cause="the order of gradients",
 )
 def bucket_order_not_saved(self, state: dict) -> None:
     """A run that is resumed from a checkpoint differs in the last bits from a run without an interruption."""
@@ -185,7 +183,6 @@ def bucket_order_not_saved(self, state: dict) -> None:
 @mutant(
     target="data_parallel.bucket_order.BucketOrder.adopt_observed",
     killer="tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order",
-    cause="one order on which they have agreed",
     symptom="When one rank computes gradients in another order, parameters learn from wrong gradients.",
 )
 def bucket_order_of_each_rank(self, group: Group) -> bool:
@@ -215,7 +212,6 @@ def bucket_overflows_in_fp16(numbers: Tensor, dtype: torch.dtype, ranks: int) ->
         "tests.data_parallel.test_loops."
         "test_a_backward_does_not_write_into_buckets_of_dropped_gradients_while_these_travel"
     ),
-    cause="still on their way",
 )
 def bucket_overwritten_while_it_travels(self, parameter: Tensor) -> None:
     """In a GAN gradients are sometimes wrong: the next backward writes into buckets that are still being
@@ -298,7 +294,6 @@ def guard_forgotten_sync_not_noticed(self, optimizer: Optimizer) -> None:
 @mutant(
     target="data_parallel.ordered_launcher.OrderedLauncher.ready",
     killer="tests.data_parallel.test_equivalence.test_hooks_on_one_rank_may_fire_in_another_order",
-    cause="one order on which they have agreed",
     symptom="When one rank computes gradients in another order, training hangs, or the gradients are wrong.",
 )
 def launched_as_soon_as_ready(self, i: int) -> None:
@@ -324,7 +319,6 @@ def missing_broadcast(self, module: nn.Module, group: Group = None, pattern: str
 @mutant(
     target="data_parallel.train_overlap.OverlapDataParallel._launch",
     killer="tests.data_parallel.test_overlap.test_overlap_hides_most_of_its_communication_and_naive_nothing",
-    cause="does something wait before the computing goes on",
 )
 def overlap_blocks(self, i: int) -> None:
     """Overlap is as slow as naive: each hook waits for its all-reduce, so the backward waits too."""
@@ -439,7 +433,6 @@ def overlap_skips_what_no_rank_used(self) -> None:
         "tests.data_parallel.test_sampler."
         "test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sampler"
     ),
-    cause="has a rank more or fewer than the others",
 )
 class sampler_of_uneven_shares(DistributedSampler):
     """Training hangs at the end of an epoch if the data does not divide: one rank has no last batch."""
@@ -451,7 +444,6 @@ class sampler_of_uneven_shares(DistributedSampler):
 @mutant(
     target="data_parallel.sampler.DistributedSampler",
     killer="tests.data_parallel.test_sampler.test_an_evaluation_on_kept_shares_counts_each_example_once",
-    cause="count twice",
 )
 class sampler_repeats_examples_in_evaluation(DistributedSampler):
     """The accuracy depends on the number of ranks: in an evaluation too the sampler repeats examples."""
@@ -473,7 +465,6 @@ def sampler_without_set_epoch(self, epoch: int) -> None:
 @mutant(
     target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
     killer="tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_on_all_ranks_or_on_none",
-    cause="must contribute zeros",
 )
 def unused_flags_ignored(self) -> None:
     """Training hangs when only some ranks use a parameter: each rank reduces the gradients that it has."""
@@ -485,7 +476,6 @@ def unused_flags_ignored(self) -> None:
 @mutant(
     target="data_parallel.train_bucket_overlap.BucketDataParallel",
     killer="tests.data_parallel.test_equivalence.test_a_parameter_has_a_gradient_on_all_ranks_or_on_none",
-    cause="Zeros stand where no gradient should be",
 )
 class unused_get_zeros(BucketDataParallel):
     """Weight decay shrinks parameters that no rank uses: their gradients are zeros instead of none."""
@@ -500,7 +490,6 @@ class unused_get_zeros(BucketDataParallel):
 @mutant(
     target="data_parallel.flat.Flat.pieces",
     killer="tests.zero.test_zero_mutant_killers.test_every_number_of_every_parameter_is_in_one_ranks_shard",
-    cause="begin where the one before it ends",
     symptom="The last number of each shard never changes, and the losses look normal.",
 )
 def zero_shard_off_by_one(self, shard: Tensor) -> list[tuple[int, Tensor]]:

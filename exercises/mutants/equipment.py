@@ -26,7 +26,6 @@ from lab.trace.overlap import COMMUNICATION, COMPUTE, Overlap, busy, intersectio
 @mutant(
     target="lab.launch.same_start._differing",
     killer="tests.lab.test_same_start.test_every_rank_names_the_arguments_that_differ_and_their_ranks",
-    cause="Every rank must say the same",
 )
 def arguments_not_compared(arguments: list[dict[str, str]]) -> list[str]:
     """One rank runs with another seed: no error is raised, the loss falls, and the model is worse."""
@@ -48,7 +47,6 @@ def cma_believes_its_neighbour(pid: int, nonce_address: int, nonce: memoryview) 
         "tests.expert_parallel.test_equivalence."
         "test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual"
     ),
-    cause="does its residual reach the output",
     symptom="With a capacity the loss stays higher than the dropped tokens explain.",
 )
 def expert_dropped_residual(self, x_btd: Tensor) -> Tensor:
@@ -117,7 +115,6 @@ def gpu_tensor_read_before_it_is_computed(self: Handover) -> Iterator[None]:
 @mutant(
     target="comm.transport.handshake._common",
     killer="tests.comm.test_handshake.test_another_dtype_of_the_same_width_is_a_mismatch",
-    cause="left out of what the ranks compare",
     symptom="One rank sends integers, the others floats, and there is no error.",
 )
 def header_without_dtype(header: Header) -> tuple:
@@ -128,7 +125,6 @@ def header_without_dtype(header: Header) -> tuple:
 @mutant(
     target="comm.transport.wire.name_axis",
     killer="tests.hybrid_parallel.test_traffic.test_each_message_counts_for_the_axis_along_which_it_travels",
-    cause="have its own axis's name",
 )
 def hybrid_bytes_of_another_axis(group: Group, axis: str) -> None:
     """The report says that a pipeline sends more than divided layers: the bytes of the two axes are
@@ -144,7 +140,6 @@ def hybrid_bytes_of_another_axis(group: Group, axis: str) -> None:
         "tests.comm.test_leaving."
         "test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_header"
     ),
-    cause="Every rank must say the same",
     symptom="After a mismatch one rank names it, and a slower rank reports only a lost connection.",
 )
 def leaves_before_all_have_read(wire: Wire) -> None:
@@ -171,7 +166,6 @@ def ledger_keeps_the_last_message(
         "tests.comm.test_memory_ends."
         "test_a_sender_gets_its_memory_back_only_after_the_receiver_has_read_all_of_it"
     ),
-    cause="is used again while another rank still reads it",
     symptom=(
         "A large tensor sometimes arrives with an end that its sender wrote only after the send had ended."
     ),
@@ -198,7 +192,6 @@ def memory_given_back_before_it_is_read(self, into: memoryview, message_bytes: i
 @mutant(
     target="comm.membership.liveness.cause",
     killer="tests.comm.test_liveness.test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour",
-    cause="Every rank must say the same",
 )
 def neighbour_blamed(patience: float = 0.0) -> Departure | None:
     """When a rank dies, each survivor names its own neighbour instead of the rank that died."""
@@ -235,7 +228,6 @@ def pairs_connected_at_the_first_message(self, pairs) -> None:
 @mutant(
     target="comm.membership.liveness.finish",
     killer="tests.comm.test_liveness.test_all_ranks_learn_that_a_rank_has_finished",
-    cause="Every rank must say the same",
 )
 def rank_leaves_without_notice() -> None:
     """A rank that finishes early is reported as dead by the others, though it ended without an error."""
@@ -269,7 +261,6 @@ def report_tokens_of_one_rank(self) -> float | None:
     killer=(
         "tests.comm.test_memory_ends.test_space_in_the_ring_buffer_is_free_only_after_its_bytes_were_copied"
     ),
-    cause="is used again while another rank still reads it",
     symptom="On a busy machine a rank sometimes gets a message in which a part of the next one stands.",
 )
 def ring_buffer_freed_before_it_is_copied(self, into: memoryview) -> int:
@@ -291,7 +282,6 @@ def ring_buffer_freed_before_it_is_copied(self, into: memoryview) -> int:
         "tests.comm.test_memory_ends."
         "test_a_message_that_goes_over_the_end_of_the_ring_buffer_goes_on_at_its_beginning"
     ),
-    cause="fit before the end",
     symptom="Now and then a message between ranks of one machine is wrong from some byte on.",
 )
 def ring_buffer_wraps_a_byte_too_early(ring: memoryview, position: int, data: memoryview) -> None:
@@ -311,7 +301,6 @@ _kept_streams: list[object] = []
 @mutant(
     target="comm.transport.streams.Streams.close",
     killer="tests.comm.test_stream_failures.test_mismatches_leave_no_connection_and_no_memory_behind",
-    cause="grow from one time to the next",
 )
 def ring_never_hangs_up(self: Streams) -> None:
     """A job that catches mismatches and goes on runs out of file descriptors: each mismatch leaves some."""
@@ -324,7 +313,6 @@ def ring_never_hangs_up(self: Streams) -> None:
         "tests.comm.test_memory_ends."
         "test_a_rank_makes_its_counter_visible_before_it_looks_whether_the_other_one_sleeps"
     ),
-    cause="is there a fence between",
     symptom="On some processors a small message between ranks of one machine now and then takes a second.",
 )
 def sleeps_without_a_fence() -> None:
@@ -346,7 +334,6 @@ def store_open_to_the_network(address: str, port: int, timeout: timedelta) -> di
 @mutant(
     target="comm.transport.stream_wire.StreamHandshake.finish",
     killer="tests.comm.test_handshake.test_another_dtype_of_the_same_width_is_a_mismatch",
-    cause="left out of what the ranks compare",
     symptom=(
         "One rank sends integers, the others floats: over gloo that is an error, and over sockets garbage."
     ),
@@ -373,7 +360,6 @@ def stream_headers_not_compared(self) -> int:
     killer=(
         "tests.comm.test_progress.test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_go_on"
     ),
-    cause="must move all of its messages",
     symptom="Small tensors are right, and with large ones all ranks hang.",
     fails_with="no answer within",
 )

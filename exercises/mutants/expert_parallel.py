@@ -9,7 +9,6 @@ from exercises.mutants import mutant
 @mutant(
     target="expert_parallel.balancing.auxiliary_loss",
     killer="tests.expert_parallel.test_equivalence.test_the_auxiliary_loss_counts_the_tokens_of_all_ranks",
-    cause="are the counts those of all ranks",
     symptom="With a balancing loss, training depends on the number of ranks.",
 )
 def expert_balance_of_one_rank(probabilities_tE: Tensor, chosen_rE: Tensor) -> Tensor:
@@ -22,7 +21,6 @@ def expert_balance_of_one_rank(probabilities_tE: Tensor, chosen_rE: Tensor) -> T
 @mutant(
     target="expert_parallel.train_moe.MixtureOfExperts.combine",
     killer="tests.expert_parallel.test_layer.test_tokens_reach_their_experts_and_come_home_in_order",
-    cause="added to the token that it was made of",
     symptom="With top-k 1 training equals one process, and with top-k 2 it does not.",
 )
 def expert_outputs_of_other_tokens(
@@ -50,7 +48,6 @@ def expert_weights_detached(self, x_td: Tensor) -> tuple[Tensor, Tensor, Tensor]
 @mutant(
     target="expert_parallel.train_moe.ExpertParallel.finish_gradient_sync",
     killer="tests.expert_parallel.test_equivalence.test_an_expert_is_averaged_over_its_replicas_only",
-    cause="which ranks hold the same one",
     symptom="With a copy of each expert on one rank in two, the loss falls more slowly than on one process.",
 )
 def experts_averaged_over_all_ranks(self) -> None:

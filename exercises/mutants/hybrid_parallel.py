@@ -42,7 +42,6 @@ from zero.train_zero3 import FullyShardedDataParallel
         "tests.hybrid_parallel.test_elastic."
         "test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process"
     ),
-    cause="fewer ranks share the batch",
     symptom="After a death gradients are too small, and with Adam the loss looks normal.",
 )
 def elastic_divides_by_the_old_world_size(self, x: Tensor, y: Tensor, rank: int, ranks: int) -> Tensor:
@@ -68,10 +67,6 @@ def elastic_divides_by_the_old_world_size(self, x: Tensor, y: Tensor, rank: int,
     killer=(
         "tests.hybrid_parallel.test_elastic."
         "test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_state_and_takes_it_once"
-    ),
-    cause=(
-        "No rank may take a step twice, or miss one",
-        "The ranks call different collectives, or the same ones in different orders",
     ),
     symptom="After a death the replicas differ: one of them has taken a step twice.",
 )
@@ -145,7 +140,6 @@ def hybrid_clipped_by_one_tensor_ranks_norm(self: HybridParallel, max_norm: floa
     killer=(
         "tests.hybrid_parallel.test_context_and_experts.test_experts_divided_among_replicas_equal_one_process"
     ),
-    cause="which replicas hold the same one",
     symptom="With divided experts the loss falls more slowly than on one process, and experts become alike.",
 )
 def hybrid_experts_averaged_over_all_replicas(
@@ -164,7 +158,6 @@ def hybrid_experts_averaged_over_all_replicas(
     killer=(
         "tests.hybrid_parallel.test_context_and_experts.test_experts_divided_among_replicas_equal_one_process"
     ),
-    cause="as many times too large as ranks share the experts",
     symptom=(
         "With SGD the more ranks share the experts, the sooner they diverge; with Adam nothing is noticed."
     ),
@@ -284,7 +277,6 @@ def hybrid_norm_counts_dense_gradients_for_each_expert_rank(self: HybridParallel
         "tests.hybrid_parallel.test_context_and_experts."
         "test_cut_sequences_beside_divided_layers_equal_one_process"
     ),
-    cause="its own position in the full sequence",
     symptom="With a context axis the loss is not that of one process, from the first step on.",
 )
 def hybrid_positions_of_own_tokens(self: ContextAxis, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -298,7 +290,6 @@ def hybrid_positions_of_own_tokens(self: ContextAxis, _: nn.Module, args: tuple[
 @mutant(
     target="hybrid_parallel.run.stream_of",
     killer="tests.hybrid_parallel.test_run.test_replicas_and_stages_draw_masks_of_their_own",
-    cause="must draw the same mask",
 )
 def hybrid_replicas_draw_alike(rank: int, sizes: ParallelSizes) -> int:
     """More replicas help less than they should: all draw the same dropout masks."""
@@ -310,7 +301,6 @@ def hybrid_replicas_draw_alike(rank: int, sizes: ParallelSizes) -> int:
     killer=(
         "tests.hybrid_parallel.test_resume.test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was"
     ),
-    cause="A resumed run must go on as if it had not stopped",
 )
 def hybrid_resumes_with_the_first_batches(self: Run) -> int:
     """A resumed run has another loss than an undisturbed one: it trains on the first batches again."""
@@ -334,7 +324,6 @@ def hybrid_resumes_with_the_first_batches(self: Run) -> int:
 @mutant(
     target="hybrid_parallel.traffic._stages",
     killer="tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers_equal_one_process",
-    cause="and nothing of another rank",
 )
 def hybrid_stage_expected_to_send_for_all(hybrid: HybridParallel) -> Iterator[set[str]]:
     """In a pipeline the formulas exceed the counted bytes: each stage is expected to run all layers."""
@@ -347,7 +336,6 @@ def hybrid_stage_expected_to_send_for_all(hybrid: HybridParallel) -> Iterator[se
     killer=(
         "tests.hybrid_parallel.test_equivalence.test_divided_tokens_and_gradients_in_shards_equal_one_process"
     ),
-    cause="added up over the tensor group",
 )
 def hybrid_terms_lost_beside_zero(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:
     """With ZeRO norms drift apart: their terms are added up in gradients that ZeRO has already taken and
@@ -367,7 +355,6 @@ def hybrid_terms_lost_beside_zero(self: HybridParallel, x: Tensor, y: Tensor) ->
 @mutant(
     target="hybrid_parallel.hybrid.HybridParallel._one_backward",
     killer="tests.hybrid_parallel.test_equivalence.test_a_tied_embedding_gets_the_sum_of_both_stages",
-    cause="both copies must get the sum",
 )
 def hybrid_tied_embedding_over_the_wrong_axis(self: HybridParallel, x: Tensor, y: Tensor) -> Tensor:
     """The first and the last stage train different embeddings: the sum is taken over the replicas."""
@@ -390,7 +377,6 @@ def hybrid_tied_embedding_over_the_wrong_axis(self: HybridParallel, x: Tensor, y
         "tests.hybrid_parallel.test_planner_memory."
         "test_microbatches_divide_what_a_step_holds_without_a_pipeline"
     ),
-    cause="is a division missing, such as that by the number of microbatches",
 )
 def planner_holds_the_batch_at_once(shape: ModelShape, sizes: ParallelSizes, batch: int) -> float:
     """The planner asks for too many devices: each microbatch counts as large as a replica's batch."""
@@ -413,7 +399,6 @@ def planner_norms_divided_without_sequence_parallelism(shape: ModelShape, sizes:
 @mutant(
     target="hybrid_parallel.planner.time_model.TimeModel.layer",
     killer="tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers",
-    cause="costs a second forward",
 )
 def planner_recomputes_for_free(self: TimeModel, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
     """The planner always recomputes: the second forward saves memory, and its time is not counted."""

@@ -54,7 +54,6 @@ def pipeline_bias_not_deferred(ctx, dy):
 @mutant(
     target="pipeline_parallel.train_afab.AllForwardAllBackward",
     killer="tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process",
-    cause="in the same order of microbatches",
     symptom="With GPipe by hand the loss is right, and the gradients are wrong.",
 )
 class pipeline_by_hand_gradients_in_reverse(AllForwardAllBackward):
@@ -82,7 +81,6 @@ class pipeline_by_hand_loss_not_divided(AllForwardAllBackward):
 @mutant(
     target="pipeline_parallel.train_model_parallel.ModelParallel",
     killer="tests.pipeline_parallel.test_narrated.test_model_parallel_equals_one_process",
-    cause="and not the activation",
 )
 class pipeline_by_hand_sends_the_activation_back(ModelParallel):
     """All stages but the last learn nonsense: an activation is sent back instead of its gradient."""
@@ -160,7 +158,6 @@ def pipeline_deadlock_on_an_even_number_of_ranks(self) -> None:
         "tests.pipeline_parallel.test_forward_only."
         "test_an_error_in_the_last_stage_reaches_the_ranks_before_it"
     ),
-    cause="Every rank must say the same",
 )
 def pipeline_evaluation_fails_alone(self) -> Exception | None:
     """An error in the last stage of an evaluation is raised there only, and the others hang in the next
@@ -172,7 +169,6 @@ def pipeline_evaluation_fails_alone(self) -> Exception | None:
 @mutant(
     target="pipeline_parallel.pipeline.Pipeline._shared",
     killer="tests.pipeline_parallel.test_mutant_killers.test_a_frozen_embedding_gets_no_gradient",
-    cause="Zeros stand where no gradient should be",
 )
 def pipeline_frozen_gets_zeros(self):
     """Weight decay shrinks a frozen tied embedding: its gradient is zeros instead of none."""
@@ -200,7 +196,6 @@ def pipeline_full_backward_forgets_weights(self, microbatch: int, dy):
         "tests.pipeline_parallel.test_mutant_killers."
         "test_a_stage_between_others_hands_back_the_gradient_of_its_own_input"
     ),
-    cause="to which the next one is added",
 )
 def pipeline_input_gradient_piles_up(self, microbatch: int, dy):
     """A stage sends gradients that are too large: those of earlier microbatches are added to each of them."""
@@ -215,7 +210,6 @@ def pipeline_input_gradient_piles_up(self, microbatch: int, dy):
 @mutant(
     target="pipeline_parallel.executor.Executor._hand_over",
     killer="tests.pipeline_parallel.test_mutant_killers.test_full_backwards_may_stand_beside_split_ones",
-    cause="rows of its microbatch",
     symptom="The gradients of a stage's input are right, but they belong to other rows of the batch.",
 )
 def pipeline_input_gradients_as_they_come(self, action, made) -> None:
@@ -235,7 +229,6 @@ def pipeline_input_gradients_as_they_come(self, action, made) -> None:
         "tests.pipeline_parallel.test_mutant_killers."
         "test_a_backward_uses_the_activations_of_its_own_microbatch"
     ),
-    cause="what its own microbatch's forward has kept",
 )
 def pipeline_last_microbatchs_activations(self, microbatch: int, dy):
     """With several microbatches gradients are wrong: each backward uses the last forward's activations."""
@@ -292,7 +285,6 @@ def pipeline_norm_counts_tied_copies(self, max_norm: float) -> Tensor:
     killer=(
         "tests.pipeline_parallel.test_mutant_killers.test_messages_meet_the_receives_that_are_meant_for_them"
     ),
-    cause="receives must be posted in that order",
 )
 def pipeline_receives_in_order_of_need(table: Table, ahead: int = 1) -> list[list[Step]]:
     """Stages receive the wrong tensors of the right shape: receives are not in the order of the sends."""
@@ -316,7 +308,6 @@ def pipeline_receives_in_order_of_need(table: Table, ahead: int = 1) -> list[lis
 @mutant(
     target="pipeline_parallel.stage_runner.AutogradRunner.forward",
     killer="tests.pipeline_parallel.test_mutant_killers.test_recomputation_drops_out_the_same",
-    cause="must draw the same mask",
 )
 def pipeline_recomputed_with_other_masks(self, microbatch: int, x, target=None):
     """With recomputation and dropout gradients are wrong: the second forward draws other dropout masks."""
@@ -331,7 +322,6 @@ def pipeline_recomputed_with_other_masks(self, microbatch: int, x, target=None):
 @mutant(
     target="pipeline_parallel.failure.SharedFailure.compute_unless_failed",
     killer="tests.pipeline_parallel.test_failure.test_a_smaller_last_batch_is_refused_by_all_ranks",
-    cause="Every rank must say the same",
 )
 def pipeline_refused_alone(self, action, compute, like=None):
     """A smaller last batch is an error on the first rank only, and the others wait until the timeout."""
@@ -403,7 +393,6 @@ def pipeline_tied_counted_again(self, parameter):
     killer=(
         "tests.pipeline_parallel.test_mutant_killers.test_both_copies_of_a_tied_embedding_get_both_gradients"
     ),
-    cause="both copies",
     symptom="The embedding and the head share a weight, and after some steps they do not.",
 )
 def pipeline_tied_not_synchronised(self) -> None:
@@ -458,7 +447,6 @@ def pipeline_weight_gradient_twice(ctx, dy):
         "tests.pipeline_parallel.test_mutant_killers."
         "test_when_weight_gradients_are_computed_nothing_they_needed_is_left"
     ),
-    cause="keep its graph",
 )
 def pipeline_weight_gradient_with_a_graph(self) -> None:
     """Memory grows in every step: weight gradients are computed with a graph, which keeps their inputs."""

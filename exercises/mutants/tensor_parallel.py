@@ -47,7 +47,6 @@ def tensor_bias_on_every_rank(self, x: Tensor) -> Tensor:
         "tests.tensor_parallel.test_layers."
         "test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed"
     ),
-    cause="`launched`",
 )
 def tensor_column_gradient_not_hidden(ctx, *grads: Tensor):
     """Results are right but slow: the backward waits for the input gradient before it computes the
@@ -89,7 +88,6 @@ def tensor_column_gradient_not_reduced(ctx, *grads: Tensor):
         "tests.tensor_parallel.test_parallelize."
         "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process"
     ),
-    cause="count positions from its own first token",
 )
 def tensor_every_rank_at_the_first_position(self, positions_t: Tensor) -> Tensor:
     """With sequence parallel all ranks use the first positions: each counts its tokens from 0."""
@@ -103,7 +101,6 @@ def tensor_every_rank_at_the_first_position(self, positions_t: Tensor) -> Tensor
         "tests.tensor_parallel.test_dropout."
         "test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one"
     ),
-    cause="must draw the same mask",
 )
 @contextlib.contextmanager
 def tensor_heads_share_a_mask(self, device, probability: float = 1.0) -> Iterator[None]:
@@ -114,7 +111,6 @@ def tensor_heads_share_a_mask(self, device, probability: float = 1.0) -> Iterato
 @mutant(
     target="tensor_parallel.cross_entropy._CrossEntropy.forward",
     killer="tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all_ranks_is_subtracted",
-    cause="subtract the largest value of all ranks",
 )
 def tensor_max_not_reduced(
     ctx, logits_tv: Tensor, targets: Tensor, vocab_size: int, group, ignore: int, smoothing: float
@@ -198,7 +194,6 @@ def tensor_norms_not_synchronised(self) -> None:
 @mutant(
     target="tensor_parallel.layers.VocabParallelEmbedding.forward",
     killer="tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process",
-    cause="zeros for what it does not own",
 )
 def tensor_other_ranks_tokens_embedded(self, tokens: Tensor) -> Tensor:
     """Embeddings are wrong: each rank adds its first row for every token that another rank owns."""
@@ -210,7 +205,6 @@ def tensor_other_ranks_tokens_embedded(self, tokens: Tensor) -> Tensor:
 @mutant(
     target="tensor_parallel.parallel_model.TensorParallel.loss",
     killer="tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process",
-    cause="vocabulary's padding",
 )
 def tensor_padding_gets_probability(self, logits_btw: Tensor, targets_bt: Tensor) -> Tensor:
     """The loss is slightly too large: the padding of the vocabulary gets a share of the probability."""
@@ -222,7 +216,6 @@ def tensor_padding_gets_probability(self, logits_btw: Tensor, targets_bt: Tensor
     killer=(
         "tests.tensor_parallel.test_dropout.test_blocks_computed_again_in_the_backward_draw_the_same_masks"
     ),
-    cause="must draw the same mask",
 )
 @contextlib.contextmanager
 def tensor_recomputed_with_other_masks(self, device, probability: float = 1.0) -> Iterator[None]:
@@ -248,7 +241,6 @@ def tensor_recomputed_with_other_masks(self, device, probability: float = 1.0) -
         "tests.tensor_parallel.test_dropout."
         "test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one"
     ),
-    cause="must draw the same mask",
 )
 def tensor_residual_masks_differ(self, group=None) -> None:
     """The residual stream differs by rank: each rank draws its dropout masks from another seed."""
@@ -259,7 +251,6 @@ def tensor_residual_masks_differ(self, group=None) -> None:
 @mutant(
     target="tensor_parallel.layers.RowParallelLinear.forward",
     killer="tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process",
-    cause="add up the outputs of all ranks",
 )
 def tensor_row_gathers_its_outputs(self, x: Tensor) -> Tensor:
     """Ranks agree, the loss falls, and it is wrong: a row layer's output uses an n-th of the layer's

@@ -29,7 +29,6 @@ from training.range_checkpoint import Found
 @mutant(
     target="training.full_state_checkpoint.FullState.save",
     killer="tests.training.test_checkpoint.test_no_rank_goes_on_before_the_checkpoint_is_on_disk",
-    cause="does rank 0 alone do or await",
 )
 def checkpoint_awaited_by_one_rank(self, cluster, folder: str, header: dict) -> None:
     """A rank that reads the checkpoint sometimes finds the one before: only rank 0 waits until it is on
@@ -46,7 +45,6 @@ def checkpoint_awaited_by_one_rank(self, cluster, folder: str, header: dict) -> 
         "tests.hybrid_parallel.test_checkpoint."
         "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete"
     ),
-    cause="before the last of its files",
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
 )
 def checkpoint_complete_before_it_is_written(self, step: int, tensors: dict, values: dict) -> None:
@@ -67,7 +65,6 @@ def checkpoint_complete_before_it_is_written(self, step: int, tensors: dict, val
         "tests.hybrid_parallel.test_checkpoint."
         "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change"
     ),
-    cause="where the run is in its data",
     symptom="A resumed run leaves out some batches, and its losses differ from those of a run in one go.",
 )
 def checkpoint_of_a_later_batch(
@@ -101,7 +98,6 @@ def checkpoint_of_a_later_batch(
         "tests.hybrid_parallel.test_checkpoint."
         "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change"
     ),
-    cause="copied before the call returns",
     symptom="The losses jump after a restart, as if the weights of two steps were mixed.",
 )
 def checkpoint_of_tensors_that_change(self, pieces: Iterable[Piece]) -> dict[Part, Tensor]:
@@ -138,7 +134,6 @@ def checkpoint_only_measured(folder: Path, digests: dict[str, str]) -> None:
 @mutant(
     target="hybrid_parallel.state._with_replicas",
     killer="tests.hybrid_parallel.test_state.test_each_element_of_the_model_is_saved_by_one_rank",
-    cause="also what only some ranks hold",
     symptom="A run with divided experts saves checkpoints without an error, and no run can resume from one.",
 )
 def hybrid_experts_of_one_rank_saved(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
@@ -157,7 +152,6 @@ def hybrid_experts_of_one_rank_saved(hybrid: HybridParallel) -> Iterator[tuple[H
 @mutant(
     target="lab.evaluation.evaluating",
     killer="tests.pipeline_parallel.test_forward_only.test_training_goes_on_with_dropout_after_an_evaluation",
-    cause="training mode again",
 )
 @contextmanager
 def pipeline_evaluation_mode_stays(model: nn.Module) -> Iterator[None]:
@@ -190,7 +184,6 @@ def tensor_clipped_by_the_norm_of_a_part(parts, ord=2, dtype=None, **_):
 @mutant(
     target="training.evaluation.held_out_means",
     killer="tests.training.test_evaluation.test_all_ranks_report_the_means_over_the_examples_of_all_ranks",
-    cause="one rank's part only",
 )
 def validated_on_one_ranks_slice(
     batches, sums, tokens: int, device: torch.device, pattern: str
@@ -209,7 +202,6 @@ def validated_on_one_ranks_slice(
 @mutant(
     target="training.data.TrainingData.held_out",
     killer="tests.training.test_evaluation.test_what_is_validated_is_not_trained_on",
-    cause="are its examples also trained on",
 )
 def validated_on_what_was_trained_on(self: TrainingData) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The validation loss falls as the training loss does, however much the model overfits."""
@@ -221,7 +213,6 @@ def validated_on_what_was_trained_on(self: TrainingData) -> Iterator[tuple[Tenso
 @mutant(
     target="training.evaluation.sums_of",
     killer="tests.training.test_evaluation.test_repeated_images_do_not_count",
-    cause="count twice",
 )
 def validation_counts_repeated_images(outputs: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     """The validation loss and accuracy of digits change with the batch size: a few images count twice."""
@@ -242,7 +233,6 @@ def zero3_clipped_by_the_norm_of_a_part(part, ord=2, **_):
 @mutant(
     target="training.gradient_part.GradientPart.unscale",
     killer="tests.zero.test_zero3_torch_tools.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none",
-    cause="what only that rank has seen",
 )
 def zero3_inf_found_by_one_rank(parts, found_inf, inverse_scale) -> None:
     """With a GradScaler one rank skips a step that another takes, so their shards and scales drift apart."""
@@ -280,7 +270,6 @@ def zero_scaler_asks_one_rank(part: Tensor, group, pattern: str | None) -> Tenso
 @mutant(
     target="training.range_checkpoint.read",
     killer="tests.zero.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards",
-    cause="belongs to the first one",
 )
 def zero_state_of_the_first_shard(found: Found, items: Items) -> None:
     """After a resume the loss jumps: all ranks have loaded the optimizer state of a parameter's first

@@ -67,7 +67,6 @@ def zero1_summed(self, bucket: ParameterBucket) -> None:
     killer=(
         "tests.zero.test_zero_mutant_killers.test_weight_decay_does_not_change_parameters_that_no_rank_used"
     ),
-    cause="Zeros stand where no gradient should be",
 )
 def zero1_unused_get_zeros(self) -> None:
     """In stage 1 AdamW's weight decay shrinks layers that no rank uses: zeros count as their gradients."""
@@ -154,7 +153,6 @@ def zero2_summed(self, bucket: ParameterBucket) -> None:
     killer=(
         "tests.zero.test_zero_mutant_killers.test_weight_decay_does_not_change_parameters_that_no_rank_used"
     ),
-    cause="Zeros stand where no gradient should be",
 )
 def zero2_unused_get_zeros(self) -> None:
     """In stage 2 AdamW's weight decay shrinks layers that no rank uses: zeros count as their gradients."""
@@ -194,7 +192,6 @@ def zero3_blocks_never_freed(self) -> None:
 @mutant(
     target="zero.any_loop.AnyLoop._give_up_backward",
     killer="tests.zero.test_zero3_exceptions.test_after_an_exception_in_any_pass_the_next_step_is_right",
-    cause="given up",
 )
 def zero3_broken_gradients_kept(self) -> None:
     """After a caught exception the next step's gradients are too large: the failed step's are added to
@@ -228,7 +225,6 @@ def zero3_late_gradients_lost(self) -> None:
 @mutant(
     target="zero.train_zero3.FullyShardedDataParallel._before_backward",
     killer="tests.zero.test_zero_mutant_killers.test_a_block_is_gathered_during_its_forward_and_its_backward",
-    cause="gathered again before the backward",
 )
 def zero3_not_gathered_in_the_backward(self, turn) -> None:
     """Results are right but each backward waits: a block is gathered unit by unit, when a unit is needed."""
@@ -252,7 +248,6 @@ def zero3_penalty_lost(names, units) -> None:
 @mutant(
     target="zero.train_zero3.FullyShardedDataParallel._before_backward",
     killer="tests.zero.test_zero_mutant_killers.test_the_next_block_is_gathered_while_one_computes",
-    cause="start too late",
 )
 def zero3_prefetches_the_wrong_block(self, turn) -> None:
     """Results are right but each backward waits: the block that is prefetched has been used already."""
@@ -308,7 +303,6 @@ class _Rest:
 @mutant(
     target="zero.train_zero3.FullyShardedDataParallel",
     killer="tests.zero.test_zero_mutant_killers.test_a_layer_shared_by_blocks_is_gathered_in_each_of_them",
-    cause="what several blocks share",
 )
 class zero3_shared_goes_with_the_first_block(FullyShardedDataParallel):
     """A model with tied layers crashes in its forward: the shared weight is freed with the first block."""
@@ -339,7 +333,6 @@ def zero3_summed(self) -> None:
     killer=(
         "tests.zero.test_zero_mutant_killers.test_weight_decay_does_not_change_parameters_that_no_rank_used"
     ),
-    cause="Zeros stand where no gradient should be",
 )
 def zero3_unused_get_zeros(self) -> None:
     """In stage 3 AdamW's weight decay shrinks layers that no rank uses: zeros count as their gradients."""
@@ -350,7 +343,6 @@ def zero3_unused_get_zeros(self) -> None:
 @mutant(
     target="zero.unit.ShardedUnit.adopt_gradients",
     killer="tests.zero.test_zero3_loops.test_a_gan_learns_as_in_one_process",
-    cause="zero_grad()",
 )
 def zero3_zero_grad_unnoticed(self) -> list:
     """A GAN does not learn: the discriminator keeps gradients that zero_grad() should have cleared."""
@@ -376,7 +368,6 @@ def zero_clipped_by_torch(self, parameter: Tensor) -> Tensor | None:
         "tests.zero.test_sharded_loops."
         "test_a_dropped_backward_through_some_layers_does_not_change_later_microbatches"
     ),
-    cause="given up",
     symptom="In a GAN the gradients of a microbatch are sometimes wrong.",
 )
 def zero_dropped_gradients_come_back(self, parameter: Tensor) -> bool:
@@ -394,7 +385,6 @@ def zero_dropped_gradients_come_back(self, parameter: Tensor) -> bool:
 @mutant(
     target="zero.gradient_arrivals.GradientArrivals.add",
     killer="tests.zero.test_zero_mutant_killers.test_the_backward_of_one_rank_may_run_in_another_order",
-    cause="one order on which they have agreed",
     symptom="When ranks compute their gradients in different orders, layers learn from wrong gradients.",
 )
 def zero_order_of_each_rank(self, parameter: Tensor) -> None:

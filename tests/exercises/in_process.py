@@ -3,8 +3,8 @@
 import importlib
 
 from exercises.catalog import Exercise
+from exercises.checker.plugin import short_hangs
 from exercises.generate import generated, solution
-from exercises.replacing_plugin import short_hangs
 
 
 def solved(exercise: Exercise) -> str:

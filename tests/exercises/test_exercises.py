@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES, ROOT, Exercise
+from exercises.checker.grade import grade
+from exercises.checker.plugin import load
 from exercises.generate import FOLDER, generated, missing
-from exercises.grade import grade
 from exercises.mutants import Mutant, all_mutants
-from exercises.replacing_plugin import load
 from lab.replace import apply, replaced
 from tests.exercises.in_process import run_tests, solved
 

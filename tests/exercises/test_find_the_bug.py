@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-import exercises.grade
+import exercises.checker.grade
 from exercises.bug_difficulty import difficulty_of
 from exercises.catalog import BY_NAME, EXERCISES
+from exercises.checker.explain import name_of
+from exercises.checker.grade import Grade, excused, grade
+from exercises.checker.plugin import load
 from exercises.commands import main
-from exercises.explain import name_of
 from exercises.find_the_bug import EQUIPMENT, WRONG_IN_WHAT_WAY, bugs, described
 from exercises.generate import generated, solution
-from exercises.grade import Grade, excused, grade
 from exercises.mutants import all_mutants
 from exercises.names import all_exercises, exercise_named
 from exercises.notebook import bug as show_in_a_notebook
-from exercises.replacing_plugin import load
 from exercises.workspace import Workspace
 from lab.replace import apply
 from tests.exercises.in_process import run_tests
@@ -127,7 +127,7 @@ def test_the_file_fails_the_killer_and_passes_it_once_mended(tmp_path, mutant, w
 def test_a_test_that_the_short_implementation_never_passed_is_not_asked_for(monkeypatch):
     killer, lacking, broken = SUMMED.tests[:3]
     before = Grade(SUMMED.name, "failed", "", (broken,), (lacking,))
-    monkeypatch.setattr(exercises.grade, "judge", lambda bug, file: before)
+    monkeypatch.setattr(exercises.checker.grade, "judge", lambda bug, file: before)
     mended = Grade(SUMMED.name, "failed", "It lacks a flag.", (killer, broken), (lacking,))
     assert (excused(SUMMED, mended).state, excused(SUMMED, mended).credit) == ("passed", 1.0)
     assert f'"{name_of(lacking)}" fails as it did before' in excused(SUMMED, mended).sentence

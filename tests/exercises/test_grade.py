@@ -6,13 +6,13 @@ import subprocess
 
 import pytest
 
-import exercises.grade
-from exercises import replacing_plugin
+import exercises.checker.grade
 from exercises.catalog import BY_NAME, Exercise
-from exercises.explain import explain, load_error, most_telling
-from exercises.failure import failure_of
-from exercises.grade import Grade, grade
-from exercises.replacing_plugin import load
+from exercises.checker import plugin
+from exercises.checker.explain import explain, load_error, most_telling
+from exercises.checker.failure import failure_of
+from exercises.checker.grade import Grade, grade
+from exercises.checker.plugin import load
 from lab.replace import apply
 from tests.exercises.in_process import run_tests, solved
 
@@ -55,7 +55,7 @@ def test_what_the_code_prints_in_the_failed_test_is_shown_with_its_rank(tmp_path
     failure = failure_of(error, test) | {"printed": capsys.readouterr().out}
     tests = [{"id": test, "passed": False, "failure": failure}]
     report.write_text(json.dumps({"load_error": None, "tests": tests}))
-    result = exercises.grade._graded(RING, file, report, "invalid", "")
+    result = exercises.checker.grade._graded(RING, file, report, "invalid", "")
     assert result.state == "failed"
     assert "[rank 0] step 0" in result.printed and "[rank 3] step 0" in result.printed
 
@@ -125,7 +125,7 @@ def test_an_assertion_of_one_process_is_told_before_a_hang():
 
 
 def test_a_loop_without_an_end_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(exercises.grade, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(exercises.checker.grade, "LIMIT_SECONDS", 1.0)
     result = graded(tmp_path, RING, solved(RING))
     assert (result.state, result.failed) == ("hangs", RING.tests)
     assert result.sentence == "The tests did not end within 1 s: look for a loop without an end."
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_is_named(tmp_path):
 
 
 def test_a_hang_names_the_line_on_which_each_rank_is_stuck(tmp_path, monkeypatch):
-    monkeypatch.setattr(replacing_plugin, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(plugin, "HANG_SECONDS", 2.0)
     waits = "wire.irecv(arrived, (r - 1) % n).wait()"
     state, sentence, line = explained(tmp_path, "shift(wire, outgoing, arrived)", waits)
     assert state == "hangs"
@@ -163,7 +163,7 @@ def test_a_hang_names_the_line_on_which_each_rank_is_stuck(tmp_path, monkeypatch
 
 
 def test_a_loop_without_an_end_on_the_ranks_is_no_deadlock(tmp_path, monkeypatch):
-    monkeypatch.setattr(replacing_plugin, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(plugin, "HANG_SECONDS", 2.0)
     state, sentence, line = explained(tmp_path, "shift(wire, outgoing, arrived)", "while True: pass")
     assert state == "hangs" and "wait" not in sentence
     where = f"at line {line} of ring_reduce_scatter.py: look for a loop without an end."
@@ -172,7 +172,7 @@ def test_a_loop_without_an_end_on_the_ranks_is_no_deadlock(tmp_path, monkeypatch
 
 def test_a_test_process_that_dies_is_reported_with_its_exit_code(tmp_path, monkeypatch):
     died = subprocess.CompletedProcess([], returncode=3, stdout="", stderr="")
-    monkeypatch.setattr(exercises.grade, "_run_tests", lambda *arguments: died)
+    monkeypatch.setattr(exercises.checker.grade, "_run_tests", lambda *arguments: died)
     result = graded(tmp_path, RING, solved(RING))
     assert (result.state, result.credit) == ("invalid", 0.0)
     assert result.sentence == "The tests' process ended early, with exit code 3."

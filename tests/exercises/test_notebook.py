@@ -8,10 +8,10 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import exercises.notebook
 from exercises.catalog import BY_NAME, Exercise
-from exercises.explain import explain
-from exercises.grade import Grade
+from exercises.checker.explain import explain
+from exercises.checker.grade import Grade
+from exercises.checker.plugin import load
 from exercises.notebook import check
-from exercises.replacing_plugin import load
 from lab.replace import apply
 from tests.exercises.in_process import run_tests, solved
 

@@ -3,8 +3,8 @@
 import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES
-from exercises.replacing_plugin import load
-from exercises.targets import TARGETS
+from exercises.checker.plugin import load
+from exercises.checker.targets import TARGETS
 from lab.replace import apply
 from tests.exercises.in_process import solved
 

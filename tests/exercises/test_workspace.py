@@ -12,10 +12,10 @@ from rich.console import Console
 
 import exercises.commands
 from exercises.catalog import EXERCISES, ROOT
+from exercises.checker.grade import Grade
 from exercises.commands import main
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
-from exercises.grade import Grade
 from exercises.workspace import Workspace
 
 FIRST = EXERCISES[0]

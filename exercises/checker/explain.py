@@ -1,18 +1,51 @@
 """Say in one sentence why a test failed with the learner's function."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from exercises.catalog import Exercise
-from exercises.generate import missing
-from exercises.inspect_file import shown
-from exercises.own_code import OwnCode, own_code
+import cloudpickle
 
+from exercises.catalog import Exercise
+from exercises.checker.inspect_file import shown
+from exercises.generate import missing
+
+_CELL = r"[^\s\"]*/ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>"
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
 _OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
 _HANGS = "no answer within"
 _FACTOR = re.compile(r"(\S+) times what it should be")
+
+
+class OwnCode(NamedTuple):
+    """The names, as a regular expression, that Python gives to the files or cells with the learner's code."""
+
+    names: str
+
+    def line_in_traceback(self, trace: str) -> str:
+        """Return the innermost line of the learner's code: "line 12 of ring.py", or ""."""
+        found = re.findall(rf'File "({self.names})", line (\d+)', trace)
+        return _shown(*found[-1]) if found else ""
+
+    def line_in_stack(self, stack: str) -> str:
+        """Return the innermost line of the learner's code in one rank's part of a hang's report, or ""."""
+        found = re.search(rf"({self.names}):(\d+) in", stack)
+        return _shown(found[1], found[2]) if found else ""
+
+
+def own_code(file: Path) -> OwnCode:
+    """Return where the learner's code is: in this file or, for a pickle, where its functions are from."""
+    if file.suffix == ".py":
+        return OwnCode(re.escape(str(file.resolve())))
+    functions: dict[str, Callable[..., Any]] = cloudpickle.loads(file.read_bytes())
+    codes = [getattr(function, "__code__", None) for function in functions.values()]
+    names = {code.co_filename for code in codes if code is not None}
+    return OwnCode("|".join([*map(re.escape, sorted(names)), _CELL]))
+
+
+def _shown(name: str, line: str) -> str:
+    return f"line {line} of {'your cell' if re.fullmatch(_CELL, name) else Path(name).name}"
 
 
 class Explanation(NamedTuple):
@@ -24,7 +57,7 @@ class Explanation(NamedTuple):
 
 
 def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation:
-    """Explain a failed test of exercises/replacing_plugin.py's report."""
+    """Explain a failed test of the report that plugin.py has written."""
     failure = test["failure"]
     text, trace = failure["text"], failure["trace"]
     for unwritten in (missing(exercise, target) for target in exercise.targets):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exercises.catalog import ROOT, Exercise
-from exercises.explain import explain, load_error, most_telling, name_of
+from exercises.checker.explain import explain, load_error, most_telling, name_of
+from exercises.checker.inspect_file import problem_of
 from exercises.find_the_bug import Bug
-from exercises.inspect_file import problem_of
 
 LIMIT_SECONDS = 60.0  # of computing, for all tests of an exercise; on a busy machine that takes longer
 BUSY = 5  # at most as many times as long
@@ -107,7 +107,7 @@ def judge(exercise: Exercise, file: Path) -> Grade:
 
 def _run_tests(exercise: Exercise, file: Path, report: Path) -> subprocess.CompletedProcess[str]:
     asked = ["--exercise", exercise.name, str(file.resolve()), str(report)]
-    plugin = ["-p", "exercises.replacing_plugin", *asked]
+    plugin = ["-p", "exercises.checker.plugin", *asked]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *exercise.tests],
         cwd=ROOT,

@@ -1,6 +1,6 @@
 """Let pytest run with a learner's function in place of the lesson's, and write what each test said to a file.
 
-exercises/grade.py starts pytest with `-p exercises.replacing_plugin`. `run_ranks` sends the replacement to
+grade.py starts pytest with `-p exercises.checker.plugin`. `run_ranks` sends the replacement to
 every rank, so the learner's function runs there too.
 """
 
@@ -21,10 +21,10 @@ import pytest
 
 from exercises.catalog import Exercise
 from exercises.catalog import name_of as name_of_target
-from exercises.failure import failure_of
+from exercises.checker.failure import failure_of
+from exercises.checker.schedule_table import originals, wrong_table
 from exercises.find_the_bug import Bug
 from exercises.names import exercise_named
-from exercises.schedule_table import originals, wrong_table
 from lab.ranks import forked, run_ranks
 from lab.replace import apply
 
@@ -130,7 +130,7 @@ class Plugin:
         passed = [test for test in self.found["tests"] if test["passed"]]
         if self.exercise.beyond is None or len(passed) < len(self.exercise.tests):
             return
-        from exercises.targets import TARGETS  # which imports all lessons
+        from exercises.checker.targets import TARGETS  # which imports all lessons
 
         with contextlib.suppress(Exception):  # a right solution passes, whatever becomes of its measurement
             self.found["beyond"] = vars(TARGETS[self.exercise.beyond]())
@@ -153,7 +153,7 @@ class Plugin:
 def start_ranks_with_few_imports(exercise: Exercise) -> None:
     """Start the forkserver before tests/conftest.py does, which imports all tests and so takes seconds."""
     tests = {test.partition(".py::")[0].replace("/", ".") for test in exercise.tests}
-    measured_by = ["exercises.targets"] if exercise.beyond else []
+    measured_by = ["exercises.checker.targets"] if exercise.beyond else []
     forked.preload(exercise.module, *sorted(tests), *measured_by)
     forked.warm_up()
 

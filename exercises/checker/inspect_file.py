@@ -7,7 +7,7 @@ from pathlib import Path
 from exercises.catalog import Exercise, name_of
 from exercises.find_the_bug import Bug, problem_of_bug
 from exercises.generate import definition, generated, missing
-from exercises.typed import typed
+from exercises.names import typed
 
 
 def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:

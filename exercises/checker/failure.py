@@ -1,16 +1,47 @@
-"""Say in a few words what differs: which value, which element, what the test got and what it expected."""
+"""Describe the error of a failed test: where it happened, what differs, and what has probably caused it."""
 
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from exercises.relations import Relation, wrong_values
-from lab.ranks.compared import Compared
+from exercises.checker.causes import Evidence, likely_cause
+from exercises.checker.explain import name_of
+from exercises.checker.relations import Relation, wrong_values
+from lab.ranks import RankError
+from lab.ranks.compared import Compared, compared_in
+from lab.ranks.waiting import drawn
 
 _NAMES_VALUES = re.compile(r"\b(not|expected|got|instead of)\b")
 CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
+
+
+def failure_of(error: BaseException, test: str = "", table: str | None = None) -> dict[str, Any]:
+    """Return what grade.py needs to know about an error: where it happened, what differs, what may cause it.
+
+    `test` is the failed test's id, and `table` the learner's wrong schedule, which begins with a sentence.
+    """
+    own = compared_in(error)
+    compared = error.compared if isinstance(error, RankError) else {None: own} if own else {}
+    waits = error.waits if isinstance(error, RankError) else {}
+    rank = error.rank if isinstance(error, RankError) else None
+    evidence = Evidence(name_of(test), str(error), compared, waits)
+    difference, drawing = shown_difference(compared, rank), ""
+    if found := evidence.who_waits():
+        drawing = drawn(found)
+    if table:
+        difference, _, drawing = table.partition("\n")
+    return {
+        "type": type(error).__name__,
+        "rank": rank,
+        "text": str(error),
+        "trace": "".join(traceback.format_exception(error)),
+        "difference": difference,
+        "cause": likely_cause(evidence),
+        "drawing": drawing,
+    }
 
 
 def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) -> str | None:
