@@ -37,9 +37,9 @@ from benchmarks import side_by_side
 from benchmarks.planner_steps import Config, Measured, calibrate, measure, screen
 from comm.transport import slow_link
 from hybrid_parallel.mesh import AXES
-from hybrid_parallel.planner.plan import Plan, best_by_division, describe
-from hybrid_parallel.planner.search import plans
+from hybrid_parallel.planner.search import Plan, best_by_division, plans
 from hybrid_parallel.planner.shapes import shape_of_config
+from hybrid_parallel.planner.table import describe
 from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
 from lab.ranks.forked import preload

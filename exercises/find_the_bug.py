@@ -50,8 +50,8 @@ WRONG_IN_WHAT_WAY = (
     ),
     (
         (
-            "hybrid_parallel.planner.memory_model.",
-            "hybrid_parallel.planner.time_model.",
+            "hybrid_parallel.planner.memory.",
+            "hybrid_parallel.planner.step_time.",
             "hybrid_parallel.planner.machine.",
         ),
         "It chooses a plan, and its numbers are wrong.",

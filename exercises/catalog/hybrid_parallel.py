@@ -134,7 +134,7 @@ EXERCISES = (
         name="memory_model",
         title="The memory of a rank",
         notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.planner.memory_model.memory_of_rank",
+        target="hybrid_parallel.planner.memory.memory_of_rank",
         tests=(
             MEMORY + "test_the_state_of_a_rank_is_the_papers_table[1]",
             MEMORY + "test_microbatches_divide_what_a_step_holds_without_a_pipeline",
@@ -212,15 +212,16 @@ EXERCISES = (
 
             `batch` is the number of examples in a step, over all devices together. `given` are fields of
             ParallelSizes that must stay as they are. `candidates` needs them as one dictionary together with
-            the precision; a precision in `given` counts more than the argument. First call
-            `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory, seconds). It fits if the
-            fullest rank needs at most USABLE times machine.device.memory_bytes; else its seconds are None.
-            Raise WorkbookError if there is no plan at all.
+            the precision; a precision in `given` counts more than the argument. Raise WorkbookError with "The
+            number of {what} is {number}" if there are less than one `devices` or `examples in a step`. A plan
+            is a Plan(sizes, memory, seconds). It fits if the fullest rank needs at most USABLE times
+            machine.device.memory_bytes; else its seconds are None. Raise WorkbookError ("No division of
+            {devices} devices makes sense ...") if there is no plan at all.
 
-            Steps are equally fast if they agree in four significant digits. Of equally fast plans the one
-            with fewer microbatches comes first, and then the one with less memory. `_num_kernels(plan)` is
-            the number of microbatches, and 0 for a plan that does not fit, so that only memory decides the
-            order of these. In the end each plan gets the reason that `reason_of` finds for it.
+            `compared_seconds` of a plan are those of its step, or infinity if it does not fit. Of equally
+            fast plans the one with fewer microbatches comes first, and then the one with less memory. Only
+            memory decides the order of plans that do not fit. In the end each plan gets the reason that
+            `reason_of` finds for it.
         """,
         docs={
             "choose": """
@@ -234,11 +235,10 @@ EXERCISES = (
         hints=(
             "For each of the candidates predict the memory. Whether you need its time depends on that.",
             "Sort by a tuple: Python compares its first numbers, and the next ones only where these are "
-            "equal. float(f'{seconds:.4g}') leaves four digits, and the step of a plan without seconds is "
-            "infinity.",
-            "key=lambda p: (float(f'{p.step_seconds:.4g}'), _num_kernels(p), p.memory_bytes). A Plan is "
-            "frozen, so use dataclasses.replace(plan, reason=reason_of(plan, found[0], usable)). choose "
-            "needs to look at found[0] only.",
+            "equal.",
+            "key=lambda p: (p.compared_seconds, p.sizes.microbatches * (p.seconds is not None), "
+            "p.memory_bytes). A Plan is frozen, so use dataclasses.replace(plan, "
+            "reason=reason_of(plan, found[0], usable)). choose needs to look at found[0] only.",
         ),
     ),
 )

@@ -5,16 +5,12 @@ contains the solution. All that you need is in this file, in the notebook and in
 
 You may use:
 
-    _num_kernels(plan: Plan) -> int
-        Return the number of microbatches, with which that of kernels grows; 0 if the plan does not
-        fit.
-    _refuse(devices: int, batch: int, given: Mapping[str, Any]) -> None
     AnyShape = ModelShape | MLPShape
     candidates(shape, machine, devices, batch, given) -> Iterator[ParallelSizes]
         Yield every division of `devices` that makes sense and agrees with `given`, in every way to
         run it.
     Machine(device: Device, devices_per_node: int, inner: Link, outer: Link, cores: int | None = None,
-            handling: Handling = NO_HANDLING, hides_reductions: bool = False, autocast: bool = False,
+            handling: Handling = Handling(), hides_reductions: bool = False, autocast: bool = False,
             gathers_keys: bool = False)
         Holds a device, the number of them in a node, and the links of each device within and between
         nodes.
@@ -54,16 +50,15 @@ You may use:
 Check it with `python -m exercises check choose_a_plan`.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybrid_parallel.planner.machine import Machine
-from hybrid_parallel.planner.memory_model import predict_memory
-from hybrid_parallel.planner.plan import Plan, reason_of
-from hybrid_parallel.planner.search import USABLE, _num_kernels, _refuse, candidates
+from hybrid_parallel.planner.memory import predict_memory
+from hybrid_parallel.planner.search import USABLE, Plan, candidates, reason_of
 from hybrid_parallel.planner.shapes import AnyShape
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.sizes import Precision
 from lab.launch.errors import WorkbookError
 from lab.units import show_bytes
@@ -81,15 +76,16 @@ def plans(
 
     `batch` is the number of examples in a step, over all devices together. `given` are fields of
     ParallelSizes that must stay as they are. `candidates` needs them as one dictionary together with
-    the precision; a precision in `given` counts more than the argument. First call
-    `_refuse(devices, batch, given or {})`. A plan is a Plan(sizes, memory, seconds). It fits if the
-    fullest rank needs at most USABLE times machine.device.memory_bytes; else its seconds are None.
-    Raise WorkbookError if there is no plan at all.
+    the precision; a precision in `given` counts more than the argument. Raise WorkbookError with "The
+    number of {what} is {number}" if there are less than one `devices` or `examples in a step`. A plan
+    is a Plan(sizes, memory, seconds). It fits if the fullest rank needs at most USABLE times
+    machine.device.memory_bytes; else its seconds are None. Raise WorkbookError ("No division of
+    {devices} devices makes sense ...") if there is no plan at all.
 
-    Steps are equally fast if they agree in four significant digits. Of equally fast plans the one
-    with fewer microbatches comes first, and then the one with less memory. `_num_kernels(plan)` is
-    the number of microbatches, and 0 for a plan that does not fit, so that only memory decides the
-    order of these. In the end each plan gets the reason that `reason_of` finds for it.
+    `compared_seconds` of a plan are those of its step, or infinity if it does not fit. Of equally
+    fast plans the one with fewer microbatches comes first, and then the one with less memory. Only
+    memory decides the order of plans that do not fit. In the end each plan gets the reason that
+    `reason_of` finds for it.
     """
     raise NotImplementedError("Choosing a plan is not written yet: `plans` has no body.")
 

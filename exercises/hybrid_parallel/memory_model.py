@@ -1,7 +1,7 @@
-"""The memory of a rank. Write `memory_of_rank` of hybrid_parallel/planner/memory_model.py.
+"""The memory of a rank. Write `memory_of_rank` of hybrid_parallel/planner/memory.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/memory_model.py
-yet: it contains the solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/memory.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
@@ -29,10 +29,12 @@ You may use:
     parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float
         Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor
         axis.
+    shape.dense_parameters: Numbers
+        Return the parameters of a layer without its experts.
+    shape.expert_parameters: Numbers
+        Return the parameters of all experts of a layer.
     shape.last_numbers: tuple[int, int]
         Return the numbers that the last stage holds for each token: of its norm, and the logits.
-    shape.layer_parameters: int
-        Return the number of parameters of one layer, with all experts, norms and biases.
     shape.width: int
     sizes.chunks: int
     sizes.microbatches: int
@@ -58,7 +60,7 @@ You may use:
 Check it with `python -m exercises check memory_model`.
 """
 
-from hybrid_parallel.planner.memory_model import (
+from hybrid_parallel.planner.memory import (
     ITEMSIZE,
     Memory,
     has_head,

@@ -19,10 +19,9 @@ from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import BalancedExperts, ExpertAxis, Experts, ReplicatedExperts, experts_of
 from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
 from hybrid_parallel.planner.machine import Machine
-from hybrid_parallel.planner.memory_model import ITEMSIZE
-from hybrid_parallel.planner.seconds import Pass
+from hybrid_parallel.planner.memory import ITEMSIZE
 from hybrid_parallel.planner.shapes import ModelShape
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.step_time import Pass, TimeModel
 from hybrid_parallel.run import Run
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.state import pieces_of, set_optimizer_steps
@@ -372,7 +371,7 @@ def hybrid_tied_embedding_over_the_wrong_axis(self: HybridParallel, x: Tensor, y
 
 
 @mutant(
-    target="hybrid_parallel.planner.memory_model.tokens_of",
+    target="hybrid_parallel.planner.memory.tokens_of",
     killer=(
         "tests.hybrid_parallel.test_planner_memory."
         "test_microbatches_divide_what_a_step_holds_without_a_pipeline"
@@ -384,26 +383,26 @@ def planner_holds_the_batch_at_once(shape: ModelShape, sizes: ParallelSizes, bat
 
 
 @mutant(
-    target="hybrid_parallel.planner.memory_model.layer_activations",
+    target="hybrid_parallel.planner.memory.layer_activations",
     killer="tests.hybrid_parallel.test_planner_memory.test_norms_are_divided_by_sequence_parallelism_only",
 )
 def planner_norms_divided_without_sequence_parallelism(shape: ModelShape, sizes: ParallelSizes) -> float:
     """A plan with tensor parallelism runs out of memory: norms and residuals count as divided, too."""
-    c, mask = ITEMSIZE[sizes.precision], 1 if shape.dropout else 0
-    numbers = 4 * shape.width + 2 * shape.query_width + 2 * shape.kv_width
-    numbers += shape.active_experts * (3 if shape.gated else 2) * shape.inner_width
-    scores = 0 if shape.fused_attention else shape.num_heads * shape.sequence_length * (2 * c + mask)
-    return (numbers * c + 2 * shape.width * mask + scores) / sizes.tensor
+    c = ITEMSIZE[sizes.precision]
+    kept = shape.kept_bytes(c).on_a_rank(sizes.tensor, divides_tokens=True)
+    exchanged = sizes.context > 1 and sizes.attention == "all_to_all"
+    return kept + exchanged * shape.query_width * c / sizes.tensor
 
 
 @mutant(
-    target="hybrid_parallel.planner.time_model.TimeModel.layer",
+    target="hybrid_parallel.planner.step_time.TimeModel.layer",
     killer="tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers",
 )
 def planner_recomputes_for_free(self: TimeModel, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
     """The planner always recomputes: the second forward saves memory, and its time is not counted."""
-    compute, tensor = self._compute(sizes), self._collectives(sizes)
-    return Pass(compute, tensor), Pass(compute, tensor), Pass(compute, 0.0)
+    compute = self._compute(sizes)
+    forward, backward = self._tensor(sizes, compute)
+    return Pass(compute) + forward, Pass(compute) + backward, Pass(compute)
 
 
 @mutant(

@@ -12,8 +12,7 @@ from comm.exchange import on_main
 from comm.transport import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import read_command_line
-from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, this_machine
-from hybrid_parallel.planner.measured import measure_handling
+from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, measure_handling, this_machine
 from hybrid_parallel.planner.search import choose, plans
 from hybrid_parallel.planner.shapes import AnyShape, shape_of_config
 from hybrid_parallel.sizes import ParallelSizes

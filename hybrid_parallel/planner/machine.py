@@ -1,7 +1,7 @@
 """Describe the devices that train a model: memory, rates of computing, and the links between them.
 
-No program reaches the rates of a data sheet. So for each rate a device has the share that its kernels reach,
-one number for all models and plans:
+"this" is the machine of this process, whose rates are measured. No program reaches the rates of a data sheet,
+so a named device has for each rate the share that its kernels reach, one number for all models and plans:
 
     matmul       matrix products. H100: measured with torch 2.11 on one of 700 W, for 4 seconds with each
                  matrix of a Llama 3 layer: 650 to 700 of 989 teraFLOP/s, because the clock slows under load.
@@ -20,13 +20,24 @@ of NVIDIA's data sheets, for SXM and without sparsity.
 """
 
 import os
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Literal
 
+import torch
+import torch.nn.functional as F
+
+from comm import cost
+from comm.collectives import all_reduce, barrier
 from comm.cost import Link
-from hybrid_parallel.planner.measured import NO_HANDLING, Handling, measure_rates
+from comm.transport import slow_link
+from comm.transport.wire import Group
 from lab.launch.errors import WorkbookError
 from lab.launch.threads import own_cores
+from lab.models.model import SIZES, Block
 from lab.trace.memory import resident_bytes
 
 Precision = Literal["float32", "bf16"]
@@ -61,6 +72,18 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Handling:
+    """Holds the CPU seconds that a collective takes on a rank: for the call, and for each sent byte."""
+
+    call: float = 0.0
+    byte: float = 0.0
+
+    def seconds(self, calls: float, num_bytes: float) -> float:
+        """Return the CPU seconds of `calls` collectives that send `num_bytes` together."""
+        return calls * self.call + num_bytes * self.byte
+
+
+@dataclass(frozen=True)
 class Machine:
     """Holds a device, the number of them in a node, and the links of each device within and between nodes.
 
@@ -78,7 +101,7 @@ class Machine:
     inner: Link
     outer: Link
     cores: int | None = None
-    handling: Handling = NO_HANDLING
+    handling: Handling = Handling()
     hides_reductions: bool = False
     autocast: bool = False
     gathers_keys: bool = False
@@ -132,7 +155,7 @@ DEVICES = {
 
 
 def _node(device: Device, nvlink: float, network: float) -> Machine:
-    """Return nodes of 8 devices. The rates of the links are for each device, in bytes/s in one direction."""
+    """Return nodes of 8 devices, with the rates of each device's links in bytes/s in one direction."""
     return Machine(device, 8, Link(5e-6, 1 / (nvlink * LINK_SHARE)), Link(10e-6, 1 / (network * LINK_SHARE)))
 
 
@@ -158,18 +181,74 @@ def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machi
             f"There is no device {device!r}: choose one of {', '.join(MACHINES)}, or this for this machine."
         )
     machine = MACHINES[device]
-    return machine if link is None else Machine(machine.device, 8, machine.inner, link)
+    return machine if link is None else replace(machine, outer=link)
 
 
-def this_machine(ranks: int, link: Link, handling: Handling = NO_HANDLING) -> Machine:
-    """Return this machine, its cores and memory shared by `ranks` processes with one thread each.
-
-    The rates are those of a core. Measuring them takes about a second (measured.py).
-    """
-    rates = measure_rates()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-    peak = {"float32": rates.flops, "bf16": rates.flops}
-    attention = rates.attention_flops / rates.flops
-    free = max(0.0, memory - resident_bytes())  # a rank holds Python and torch, as this process does
-    device = Device("this", free, peak, rates.bandwidth, 1.0, attention, 1.0, 0.0, rates.layer_seconds)
+def this_machine(ranks: int, link: Link, handling: Handling = Handling()) -> Machine:
+    """Return this machine, its cores and memory shared by `ranks` processes with one thread each."""
+    # A rank holds Python and torch, as this process does.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks - resident_bytes()
+    device = replace(measure_rates(), memory_bytes=max(0.0, memory))
     return Machine(device, ranks, link, link, len(own_cores()), handling, True, True)
+
+
+ROWS, HEADS, TIME, HEAD_WIDTH = 512, 8, 256, 64
+COPIED_BYTES = 4 << 20
+
+
+@cache
+def measure_rates() -> Device:
+    """Return the rates of a core of this machine. The measurement takes about a second.
+
+    The times are CPU times of a thread. That clock stands still while others have the core, so the rates are
+    those of a core, however many ranks share it and whatever else the machine does.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        width = HEADS * HEAD_WIDTH
+        x, weight, wide = torch.randn(ROWS, width), torch.randn(width, width), torch.randn(ROWS, 4 * width)
+        heads = torch.randn(2, HEADS, TIME, HEAD_WIDTH)
+        block, token = Block(SIZES["tiny"]), torch.randn(1, 1, SIZES["tiny"].width)
+        flops = 2 * ROWS * width * width / usual(lambda: F.linear(x, weight))
+        # Two products for each pair of a query and a key, half of which the mask leaves.
+        scores = 2 * 2 * 2 * HEADS * TIME * TIME * HEAD_WIDTH / 2
+        attention = scores / usual(
+            lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        )
+        bandwidth = 2 * wide.nbytes / usual(lambda: F.gelu(wide))
+        calls = usual(lambda: block(token))  # with a single token: Python, and the calls of kernels
+    finally:
+        torch.set_num_threads(threads)
+    peak = {"float32": flops, "bf16": flops}
+    return Device("this", 0.0, peak, bandwidth, 1.0, attention / flops, 1.0, 0.0, calls)
+
+
+def measure_handling(pattern: str, group: Group = None, repeats: int = 5) -> Handling:
+    """Return the CPU time that an all-reduce takes on a rank, in all its threads. All ranks must call it."""
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return Handling()
+    sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))  # bytes: 1 s each
+
+    def seconds(numel: int) -> float:
+        call = partial(all_reduce, torch.zeros(numel), group=group, pattern=pattern)
+        return usual(call, time.process_time, repeats)
+
+    with slow_link.slowed(None):
+        barrier(group)
+        call, large = seconds(1), seconds(COPIED_BYTES // 4)
+    return Handling(call, max(0.0, large - call) / sent)
+
+
+def usual(
+    call: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 30
+) -> float:
+    """Return the median seconds of a call on the clock: the usual speed, not the best one."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = clock()
+        call()
+        seconds.append(clock() - start)
+    return statistics.median(seconds)

@@ -4,39 +4,70 @@
 
 A plan is a ParallelSizes (sizes.py). For each one that is possible for the model and the batch,
 
-      memory_model.py   predicts what the fullest rank holds at its peak, which must fit into a device
-      time_model.py     predicts how long a step takes, if the plan fits
-      plan.py           says why it is slower than the best plan, or does not fit
+      memory.py      predicts what the fullest rank holds at its peak, which must fit into a device
+      step_time.py   predicts how long a step takes, if the plan fits
+      reason_of      says why it is slower than the best plan, or does not fit
 
-`plans` returns all plans, the best one first, for `sharding_strategy: auto` and for the command line. It
-tries them all, because the formulas are fast: 16384 devices have some 17 000 plans. Only a long sequence is
-not cut into pieces so short that the formulas would promise too much (LEAST_TOKENS).
+`plans` tries them all, because the formulas are fast: 16384 devices have some 17 000 plans. Only a long
+sequence is not cut into so few tokens that the formulas would promise too much (LEAST_TOKENS).
 """
 
 import contextlib
-import dataclasses
-import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
-from rich.console import Console
-
-from comm.transport import slow_link
-from hybrid_parallel.planner.machine import Machine, machine_of
-from hybrid_parallel.planner.memory_model import predict_memory
-from hybrid_parallel.planner.plan import Plan, as_dict, best_by_division, describe, reason_of, table_of
-from hybrid_parallel.planner.shapes import AnyShape, shape_of
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.machine import Machine
+from hybrid_parallel.planner.memory import Memory, predict_memory
+from hybrid_parallel.planner.shapes import AnyShape
+from hybrid_parallel.planner.step_time import Seconds, TimeModel
 from hybrid_parallel.sizes import ParallelSizes, Precision, refuse_sizes
 from lab.launch.errors import WorkbookError
-from lab.units import show_bytes
+from lab.units import show_bytes, show_seconds
 
 USABLE = 0.95  # of a device's memory; the rest is for the runtime and for gaps between tensors
 LEAST_TOKENS = 2048  # that a rank has of a long sequence: with fewer its kernels do not reach their rates
+DIVISION = ("pipeline", "data", "context", "tensor", "expert_ranks")
+CAUSES = {
+    "compute": "for computing",
+    "tensor": "for collectives of the tensor axis",
+    "context": "for messages of the context axis",
+    "experts": "for sending tokens to experts",
+    "bubble": "idle in the pipeline",
+    "messages": "for messages between stages",
+    "data": "for collectives of the data axis",
+    "optimizer": "for the optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds a division of the ranks, its predicted memory and seconds, and why it is the best or is not.
+
+    A plan that does not fit into the memory of a device has None as `seconds`.
+    """
+
+    sizes: ParallelSizes
+    memory: Memory
+    seconds: Seconds | None
+    reason: str = ""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the bytes that the fullest rank holds at its peak."""
+        return self.memory.total
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step; infinity for a plan that does not fit."""
+        return float("inf") if self.seconds is None else self.seconds.total
+
+    @property
+    def compared_seconds(self) -> float:
+        """Return the seconds of a step as plans are compared: with four digits, because more mean nothing."""
+        return float(f"{self.step_seconds:.4g}")
 
 
 def plans(
@@ -53,7 +84,9 @@ def plans(
     ParallelSizes that must stay as they are. Raise WorkbookError if no plan is possible.
     """
     given = given or {}
-    _refuse(devices, batch, given)
+    for what, number in (("devices", devices), ("examples in a step", batch)):
+        if number < 1:
+            raise WorkbookError(f"The number of {what} is {number}; it must be at least 1.")
     model, usable = TimeModel(shape, machine, batch), USABLE * machine.device.memory_bytes
     found = []
     for sizes in candidates(shape, machine, devices, batch, {"precision": precision} | dict(given)):
@@ -67,17 +100,11 @@ def plans(
             + "; take another number of devices or examples."
         )
     # Of equally fast plans the one with larger microbatches comes first, because small kernels are slower
-    # than the formulas say, and then the one with less memory.
-    found.sort(key=lambda p: (p.compared_seconds, _num_kernels(p), p.memory_bytes))
-    return [dataclasses.replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
-
-
-def _num_kernels(plan: Plan) -> int:
-    """Return the number of microbatches, with which that of kernels grows; 0 if the plan does not fit.
-
-    So plans that do not fit are in order of their memory alone.
-    """
-    return 0 if plan.seconds is None else plan.sizes.microbatches
+    # than the formulas say, and then the one with less memory. Plans that do not fit are in order of memory.
+    found.sort(
+        key=lambda p: (p.compared_seconds, p.sizes.microbatches * (p.seconds is not None), p.memory_bytes)
+    )
+    return [replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
 
 
 def choose(found: list[Plan], memory_bytes: float) -> Plan:
@@ -90,6 +117,37 @@ def choose(found: list[Plan], memory_bytes: float) -> Plan:
             "devices, devices with more memory, or fewer examples in a step."
         )
     return best
+
+
+def reason_of(plan: Plan, best: Plan, usable: float) -> str:
+    """Return why a plan is not the best: what takes too much memory, or why it is slower than the best."""
+    if plan.seconds is None:
+        name, most = max(vars(plan.memory).items(), key=lambda item: item[1])
+        parts = {"temporary": "logits and buffers", "optimizer_state": "optimizer state"}
+        return (
+            f"needs {show_bytes(plan.memory_bytes)}, and there are {show_bytes(usable)}; "
+            f"{show_bytes(most)} are for {parts.get(name, name)}"
+        )
+    if plan is best:
+        return "the fastest that fits"
+    assert best.seconds is not None
+    slower = plan.compared_seconds / best.compared_seconds - 1
+    if slower == 0:  # then the plan comes after the best one for one of the reasons of `plans`
+        if plan.sizes.microbatches > best.sizes.microbatches:
+            return "as fast, with smaller microbatches"
+        more_bytes = plan.memory_bytes - best.memory_bytes
+        return f"as fast, with {show_bytes(more_bytes) if more_bytes else 'no'} more memory"
+    more = {name: getattr(plan.seconds, name) - getattr(best.seconds, name) for name in CAUSES}
+    cause = max(more, key=lambda name: more[name])
+    return f"{slower:.{1 if slower >= 5e-4 else 2}%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
+
+
+def best_by_division(found: list[Plan]) -> list[Plan]:
+    """Return the first plan of each division of the ranks and of the experts, in their order."""
+    first: dict[tuple[int, ...], Plan] = {}
+    for plan in found:
+        first.setdefault(tuple(getattr(plan.sizes, name) for name in DIVISION), plan)
+    return list(first.values())
 
 
 def candidates(
@@ -137,7 +195,7 @@ def _ways(shape: AnyShape, division: ParallelSizes, given: Mapping[str, Any]) ->
     kept = [_kept(given, name, otherwise) for name, otherwise in options.items()]
     for (schedule, number), values in product(schedules, product(*kept)):
         changes = dict(zip(options, values, strict=True))
-        yield dataclasses.replace(division, schedule=schedule, chunks=number, **changes)
+        yield replace(division, schedule=schedule, chunks=number, **changes)
 
 
 def _kept(given: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[Any]:
@@ -147,85 +205,3 @@ def _kept(given: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[Any
 def _divisors(number: int, most: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return [n for n in sorted({*small, *(number // n for n in small)}) if n <= most]
-
-
-def _refuse(devices: int, batch: int, given: Mapping[str, Any]) -> None:
-    for what, number in (("devices", devices), ("examples in a step", batch)):
-        if number < 1:
-            raise WorkbookError(f"The number of {what} is {number}; it must be at least 1.")
-    fields = [field.name for field in dataclasses.fields(ParallelSizes)]
-    for name in given:
-        if name not in fields:
-            raise WorkbookError(f"A plan has no {name}; it has {', '.join(fields)}.")
-
-
-@dataclass
-class Args:
-    """Choose by formula how a job's devices are divided, and print the plans, the best one first."""
-
-    model: str = "llama-3-8b"
-    """Name of a model (shapes.py, model.py), a .yaml file of its sizes, or a Hugging Face config.json."""
-    devices: int = 8
-    """Number of devices. Each of them is one rank."""
-    device: Literal["a100-40gb", "a100-80gb", "h100", "h200", "this"] = "h100"
-    """Kind of the devices. "this" is the machine that this command runs on; its speed is measured."""
-    batch: int | None = None
-    """Number of examples in a step, over all devices together. None: 64 for each device, but at most as many
-    as make 16 Mi tokens."""
-    sequence_length: int | None = None
-    """Number of tokens of an example. None: as many as the model's description says."""
-    context: int | None = None
-    """Number of ranks along the context axis, which cut each sequence. None: the planner chooses."""
-    link: str | None = None
-    """Link between nodes, as a rate (400gbit) or a rate and the latency of a message (1gbit,1ms). With
-    --device this, the link between ranks. None: that of the device's usual network; with --device this,
-    messages take no time."""
-    precision: Precision | None = None
-    """Type of the numbers in which the model computes. None: bf16; with --device this, float32."""
-    rows: int = 20
-    """Number of rows of the table. Each shows the best plan of one division of the devices."""
-    json: bool = False
-    """Print the plans of the table as one line of JSON."""
-
-
-def main(args: Args) -> None:
-    """Print the table of plans and the choice."""
-    for name in ("devices", "rows"):
-        if getattr(args, name) < 1:
-            raise WorkbookError(f"The number of {name} is {getattr(args, name)}; it must be at least 1.")
-    changes = {} if args.sequence_length is None else {"sequence_length": args.sequence_length}
-    shape = shape_of(args.model, **changes)
-    link = slow_link.parse(args.link) if args.link else None
-    machine = machine_of(args.device, args.devices, link)
-    precision = args.precision or ("float32" if args.device == "this" else "bf16")
-    batch = args.batch
-    if batch is None:
-        batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
-    given = {} if args.context is None else {"context": args.context}
-    found = plans(shape, machine, args.devices, batch, precision, given)
-    best = choose(found, machine.device.memory_bytes)
-    rows = best_by_division(found)[: args.rows]
-    if args.json:
-        print(json.dumps({"model": args.model, "batch": batch, "plans": [as_dict(plan) for plan in rows]}))
-        return
-    fit = sum(plan.seconds is not None for plan in found)
-    width = None if sys.stdout.isatty() else 160
-    Console(width=width).print(
-        f"{args.model}: {_number(shape.num_parameters)} parameters, {batch} examples of "
-        f"{shape.sequence_length} tokens in a step, {args.devices} {_devices(args.device, machine)}.",
-        f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
-        table_of(rows, TimeModel(shape, machine, batch)),
-        f"Choice: {best.sizes}; {describe(best.sizes)}.",
-        sep="\n",
-    )
-
-
-def _number(count: int) -> str:
-    return f"{count / 1e9:.4g} billion" if count >= 1e9 else f"{count / 1e6:.4g} million"
-
-
-def _devices(device: str, machine: Machine) -> str:
-    """Return what the ranks run on."""
-    if machine.cores is None:
-        return f"devices ({device})"
-    return f"ranks that share {machine.cores} core{'s' * (machine.cores > 1)} of this machine"

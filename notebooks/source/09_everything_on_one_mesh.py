@@ -361,8 +361,8 @@ for mistake in MISTAKES:
 #
 # `sharding_strategy: auto` asks the planner. It tries every plan on paper, that is, by formulas and without running it: each
 # division of the ranks, with each schedule, stage of ZeRO, number of microbatches and so on. For each plan it predicts the
-# memory of the fullest rank ([memory_model.py](../hybrid_parallel/planner/memory_model.py)) and the seconds of a step
-# ([time_model.py](../hybrid_parallel/planner/time_model.py)), with the formulas of notebooks 03 and 06 to 08. The fastest plan that
+# memory of the fullest rank ([memory.py](../hybrid_parallel/planner/memory.py)) and the seconds of a step
+# ([step_time.py](../hybrid_parallel/planner/step_time.py)), with the formulas of notebooks 03 and 06 to 08. The fastest plan that
 # fits is the choice. With `auto`, a step has `batch_size` examples for each process, whatever the division, so that all plans
 # train the same batch.
 #
@@ -373,10 +373,10 @@ for mistake in MISTAKES:
 from rich.console import Console
 
 from hybrid_parallel.planner.machine import MACHINES
-from hybrid_parallel.planner.plan import best_by_division, table_of
-from hybrid_parallel.planner.search import plans
+from hybrid_parallel.planner.search import best_by_division, plans
 from hybrid_parallel.planner.shapes import SHAPES
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.step_time import TimeModel
+from hybrid_parallel.planner.table import table_of
 
 llama, h100 = SHAPES["llama-3-8b"], MACHINES["h100"]
 
@@ -448,9 +448,9 @@ show(
 
 # %%
 from hybrid_parallel.planner.machine import this_machine
-from hybrid_parallel.planner.shapes import workbook_shape
+from hybrid_parallel.planner.shapes import shape_of
 
-model = TimeModel(workbook_shape("small"), this_machine(2, CABLE), batch=16)
+model = TimeModel(shape_of("small"), this_machine(2, CABLE), batch=16)
 for axis in AXES:
     predicted = model.predict(ParallelSizes(**{axis: 2}, microbatches=4)).total
     print(f"{axis:<10} predicted {predicted * 1e3:6.1f} ms      measured {steps[axis][1] * 1e3:6.1f} ms")

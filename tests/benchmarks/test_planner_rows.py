@@ -5,11 +5,10 @@ import pytest
 from benchmarks import planner
 from benchmarks.planner_steps import Measured
 from hybrid_parallel.planner.machine import MACHINES
-from hybrid_parallel.planner.plan import best_by_division
-from hybrid_parallel.planner.search import plans
-from hybrid_parallel.planner.shapes import workbook_shape
+from hybrid_parallel.planner.search import best_by_division, plans
+from hybrid_parallel.planner.shapes import shape_of
 
-FOUND = plans(workbook_shape("13m"), MACHINES["h100"], 4, 8, "float32")
+FOUND = plans(shape_of("13m"), MACHINES["h100"], 4, 8, "float32")
 
 
 def test_the_choice_and_the_best_plan_of_each_division_are_measured_once():

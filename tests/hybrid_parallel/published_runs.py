@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_parallel.planner.machine import MACHINES, Machine
 from hybrid_parallel.planner.shapes import SHAPES, ModelShape
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 
 A100, H100 = MACHINES["a100-80gb"], MACHINES["h100"]
@@ -77,11 +77,23 @@ def _sizes(
     return ParallelSizes(**axes, schedule=schedule, chunks=chunks, precision="bf16", **more)
 
 
+def _gpt(layers: int, width: int, heads: int) -> ModelShape:
+    """A GPT of Megatron-LM, before fused attention."""
+    return ModelShape(layers, width, heads, 51_200, 2048, positions=2048, dropout=True, fused_attention=False)
+
+
+MEGATRON_GPTS = {  # layers, width, heads
+    "1.7b": (24, 2304, 24), "3.6b": (30, 3072, 32), "7.5b": (36, 4096, 32), "18.4b": (40, 6144, 48),
+    "39.1b": (48, 8192, 64), "76.1b": (60, 10_240, 80), "145.6b": (80, 12_288, 96),
+    "310.1b": (96, 16_384, 128), "529.6b": (105, 20_480, 128), "1008b": (128, 25_600, 160),
+}  # fmt: skip
+
+
 def _megatron(
     size: str, t: int, p: int, gpus: int, batch: int, microbatch: int, layers: int, teraflops: float
 ) -> Run:
     """`layers` is the number of layers in a virtual stage, 0 without interleaving."""
-    shape, data = SHAPES[f"megatron-{size}"], gpus // (t * p)
+    shape, data = _gpt(*MEGATRON_GPTS[size]), gpus // (t * p)
     chunks = shape.num_layers // p // layers if layers else 1
     sizes = _sizes(p, data, t, batch // data // microbatch, chunks, recompute=True)
     # Their operations include a second forward; equation 3 of the paper.
@@ -122,8 +134,7 @@ LLAMA = [
 def _later(
     layers: int, width: int, heads: int, p: int, chunks: int, batch: int, microbatch: int, utilisation: float
 ) -> Run:
-    megatron = SHAPES["megatron-1008b"]
-    shape = replace(megatron, num_layers=layers, width=width, num_heads=heads)
+    shape = _gpt(layers, width, heads)
     sizes = _sizes(p, 1, 8, batch // microbatch, chunks, sequence_parallel=True)
     return Run(f"Megatron-LM 2022, {layers} x {width}", shape, A100, batch, sizes, utilisation)
 

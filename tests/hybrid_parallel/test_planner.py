@@ -5,32 +5,44 @@ import subprocess
 import sys
 import time
 from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hybrid_parallel.planner.auto
 from comm.cost import Link
+from hybrid_parallel.planner.__main__ import Args, main
 from hybrid_parallel.planner.auto import measured_machine
 from hybrid_parallel.planner.machine import MACHINES, Machine
-from hybrid_parallel.planner.memory_model import predict_memory
-from hybrid_parallel.planner.mlp_shape import MLPShape
-from hybrid_parallel.planner.plan import Plan, best_by_division, reason_of
-from hybrid_parallel.planner.search import Args, choose, main, plans
-from hybrid_parallel.planner.seconds import Seconds
-from hybrid_parallel.planner.shapes import SHAPES, workbook_shape
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.memory import predict_memory
+from hybrid_parallel.planner.search import Plan, best_by_division, candidates, choose, plans, reason_of
+from hybrid_parallel.planner.shapes import SHAPES, MLPShape, ModelShape, shape_of
+from hybrid_parallel.planner.step_time import Seconds, TimeModel
+from hybrid_parallel.planner.table import table_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.launch.errors import WorkbookError
 
-H100 = MACHINES["h100"]
-LLAMA = SHAPES["llama-3-8b"]
+H100, H200 = MACHINES["h100"], MACHINES["h200"]
+LLAMA, MIXTRAL = SHAPES["llama-3-8b"], SHAPES["mixtral-8x7b"]
+SMALL_EXPERTS = ModelShape(4, 32, 4, 64, 48, num_kv_heads=4, experts=6, active_experts=2)
+
+
+@cache
+def on_8_devices() -> list[Plan]:
+    return plans(LLAMA, H100, 8, 64)
 
 
 def with_memory(machine: Machine, num_bytes: float) -> Machine:
     return replace(machine, device=replace(machine.device, memory_bytes=num_bytes))
+
+
+def values(found: list[Plan], field: str) -> set[object]:
+    return {getattr(plan.sizes, field) for plan in found}
 
 
 def test_16384_devices_are_planned_on_paper_within_five_seconds():
@@ -45,7 +57,7 @@ def test_the_choice_for_llama_3_405b_without_a_context_axis_is_the_division_of_i
 
 
 def test_plans_come_in_order_and_those_that_do_not_fit_at_the_end():
-    found = plans(LLAMA, H100, 8, 64)
+    found = on_8_devices()
     fit = [plan for plan in found if plan.seconds is not None]
     assert found[: len(fit)] == fit and len(fit) < len(found)
     steps = [plan.step_seconds for plan in fit]
@@ -57,7 +69,7 @@ def test_plans_come_in_order_and_those_that_do_not_fit_at_the_end():
 
 
 def test_every_plan_makes_sense_and_is_there_once():
-    shape = workbook_shape("24heads")
+    shape = shape_of("24heads")
     found = plans(shape, H100, 12, 24)
     for plan in found:
         refuse_sizes(plan.sizes, shape, 24, 12)
@@ -113,14 +125,6 @@ def test_less_memory_makes_plans_that_hold_less():
     assert tight.memory_bytes < 0.5 * free.memory_bytes and tight.step_seconds > free.step_seconds
 
 
-def test_autocast_makes_the_state_of_a_plan_that_of_float32():
-    shape, given = workbook_shape("small"), {"data": 4, "microbatches": 1}
-    autocast, bf16 = (plans(shape, replace(H100, autocast=a), 4, 8, given=given) for a in (True, False))
-    gradients = {plan.sizes: plan.memory.gradients for plan in bf16}
-    assert autocast and {p.sizes.precision for p in autocast} == {"bf16"}
-    assert all(plan.memory.gradients == 2 * gradients[plan.sizes] for plan in autocast)
-
-
 def test_a_run_of_this_workbook_on_gpus_is_planned_with_autocast(monkeypatch):
     monkeypatch.setattr(hybrid_parallel.planner.auto, "measure_all_reduce", lambda *_, **__: Link(1.0, 1.0))
     monkeypatch.setattr(hybrid_parallel.planner.auto, "default_pattern", lambda _: "ring")
@@ -130,7 +134,7 @@ def test_a_run_of_this_workbook_on_gpus_is_planned_with_autocast(monkeypatch):
 
 
 def test_a_reason_names_what_differs():
-    found = plans(LLAMA, H100, 8, 64)
+    found = on_8_devices()
     assert found[0].reason == "the fastest that fits"
     again = replace(found[0].sizes, recompute=not found[0].sizes.recompute)
     slower = next(plan for plan in found if plan.sizes == again)
@@ -142,11 +146,11 @@ def test_a_reason_names_what_differs():
 
 
 def test_of_equally_fast_plans_the_one_with_larger_microbatches_and_less_memory_is_first():
-    alone = plans(workbook_shape("small"), H100, 1, 8, given={"recompute": False})
+    alone = plans(shape_of("small"), H100, 1, 8, given={"recompute": False})
     assert [plan.sizes.microbatches for plan in alone] == [1, 2, 4, 8]
     assert {plan.reason for plan in alone[1:]} == {"as fast, with smaller microbatches"}
     given = {"pipeline": 2, "microbatches": 8, "recompute": False}
-    found = {p.sizes.schedule: p for p in plans(workbook_shape("small"), H100, 2, 8, given=given)}
+    found = {p.sizes.schedule: p for p in plans(shape_of("small"), H100, 2, 8, given=given)}
     more = found["gpipe"].memory_bytes - found["1f1b"].memory_bytes
     assert list(found).index("1f1b") < list(found).index("gpipe") and more > 0
 
@@ -167,7 +171,7 @@ def test_plans_that_differ_in_the_fourth_digit_are_told_apart_in_their_reason():
 
 
 def test_a_table_has_one_row_for_each_division():
-    found = plans(LLAMA, H100, 8, 64)
+    found = on_8_devices()
     axes = ("pipeline", "data", "context", "tensor")
     rows = [tuple(getattr(plan.sizes, axis) for axis in axes) for plan in best_by_division(found)]
     powers = (1, 2, 4, 8)
@@ -181,7 +185,6 @@ def test_a_table_has_one_row_for_each_division():
     [
         (0, 8, {}, "The number of devices is 0; it must be at least 1."),
         (8, 0, {}, "The number of examples in a step is 0"),
-        (8, 8, {"pipelines": 2}, "A plan has no pipelines; it has pipeline, data"),
         (37, 8, {}, "No division of 37 devices makes sense for this model of 32 layers"),
         (8, 8, {"pipeline": 3}, "and pipeline 3; take another number of devices or examples."),
         (8, 8, {"data": 3}, "No division of 8 devices"),
@@ -206,7 +209,7 @@ def test_no_plan_fits_is_said_with_the_smallest_need():
 def test_the_table_shows_the_choice_and_its_step(capsys):
     main(Args(model="llama-3-8b", devices=8, batch=64))
     said = capsys.readouterr().out
-    best = plans(LLAMA, H100, 8, 64)[0]
+    best = on_8_devices()[0]
     assert "Choice: 8 ranks" in said and str(best.sizes) in said and "the fastest that fits" in said
     used = TimeModel(LLAMA, H100, 64).utilisation(best.sizes, best.step_seconds, causal=True)
     assert f"{used:.1%}" in said
@@ -215,7 +218,7 @@ def test_the_table_shows_the_choice_and_its_step(capsys):
 def test_json_holds_the_sizes_and_the_predictions(capsys):
     main(Args(model="small", devices=4, batch=16, json=True, rows=2))
     said = json.loads(capsys.readouterr().out)
-    best = plans(workbook_shape("small"), H100, 4, 16)[0]
+    best = plans(shape_of("small"), H100, 4, 16)[0]
     assert len(said["plans"]) == 2 and said["plans"][0]["step_seconds"] == best.step_seconds
     assert said["plans"][0] | vars(best.sizes) == said["plans"][0]
 
@@ -240,3 +243,101 @@ def test_the_command_line_ends_with_a_sentence_and_no_stack_trace():
 def test_wrong_arguments_are_refused_in_a_sentence(wrong, sentence: str):
     with pytest.raises(WorkbookError, match=sentence):
         main(Args(**wrong))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([SMALL_EXPERTS, replace(SMALL_EXPERTS, experts=1, active_experts=1, dropout=True)]),
+    st.sampled_from([1, 2, 4, 6, 8, 12]),
+    st.sampled_from([1, 3, 8, 12]),
+    st.sampled_from([{}, {"context": 2}, {"context": 3, "attention": "ring"}, {"expert_ranks": 2}]),
+)
+def test_every_candidate_is_a_division_that_training_accepts(shape, devices: int, batch: int, given):
+    found = list(candidates(shape, H100, devices, batch, given))
+    for sizes in found:
+        refuse_sizes(sizes, shape, batch, devices, shape.experts)
+        assert given.items() <= vars(sizes).items()
+    assert len(set(found)) == len(found)
+
+
+def test_experts_are_divided_among_as_many_replicas_as_can_share_them_equally():
+    found = plans(SMALL_EXPERTS, H100, 6, 12)
+    assert values(found, "expert_ranks") == {1, 2, 3, 6}
+    assert values([plan for plan in found if plan.sizes.replicas == 2], "expert_ranks") == {1, 2}
+    divided = [plan for plan in found if plan.sizes.expert_ranks > 1]
+    assert values(divided, "zero") == {0} and values(found, "sequence_parallel") == {False}
+    assert any(plan.sizes.data == 1 for plan in divided)  # the replicas of a context axis share them, too
+
+
+def test_a_long_sequence_is_cut_into_pieces_of_2048_tokens_or_more_unless_a_size_is_given():
+    def contexts(length: int, **given: int) -> set[object]:
+        shape = replace(SHAPES["llama-3-8b"], sequence_length=length)
+        found = candidates(shape, H100, 64, 64, {"pipeline": 1, "tensor": 1, "zero": 0, **given})
+        return {sizes.context for sizes in found}
+
+    assert contexts(8192) == {1, 2, 4} and contexts(65_536) == {1, 2, 4, 8, 16, 32}
+    assert contexts(8192, context=16) == {16}
+    assert contexts(48) == {1, 2, 4, 8}
+
+
+def test_a_sequence_that_fits_on_no_rank_fits_if_it_is_cut():
+    shape = replace(SHAPES["llama-3-8b"], sequence_length=1 << 20)
+    whole, cut = (plans(shape, H100, 64, 16, given=given) for given in ({"context": 1}, {}))
+    with pytest.raises(WorkbookError, match="No plan fits"):
+        choose(whole, H100.device.memory_bytes)
+    assert choose(cut, H100.device.memory_bytes).sizes.context > 1
+
+
+def test_replicas_hold_mixtral_without_zero_only_if_they_share_its_experts():
+    replicas = {"pipeline": 1, "tensor": 1, "zero": 0}
+    found = plans(replace(MIXTRAL, sequence_length=2048), H200, 8, 64, given=replicas)
+    fit = [plan for plan in found if plan.seconds is not None]
+    assert values(found, "expert_ranks") == {1, 2, 4, 8} and values(fit, "expert_ranks") == {8}
+
+
+def test_the_choice_depends_on_what_a_ring_can_hide():
+    shape = replace(SHAPES["llama-3-8b"], sequence_length=65_536)
+    given = {"context": 8, "recompute": True, "zero": 3}
+    apart = replace(H100, devices_per_node=1)
+    # With 8 key heads for 32 query heads messages are short enough to hide behind the attention to a block.
+    for kv_heads, attention in ((8, "ring"), (32, "all_to_all")):
+        found = plans(replace(shape, num_kv_heads=kv_heads), apart, 8, 8, given=given)
+        assert found[0].sizes.attention == attention
+
+
+def heads(found: list[Plan], shape: ModelShape) -> list[object]:
+    return [column.header for column in table_of(found, TimeModel(shape, H100, 8)).columns]
+
+
+def test_a_table_has_columns_for_context_and_experts_only_if_a_plan_uses_them():
+    shape = SMALL_EXPERTS
+    before = ["pipeline", "data", "tensor", "microbatches", "schedule", "ZeRO"]
+    before += ["also", "memory", "step", "MFU", "why"]
+    found = {
+        key: plans(shape, H100, 2, 8, given={"context": key[0], "expert_ranks": key[1]})
+        for key in ((1, 1), (2, 1), (1, 2), (2, 2))
+    }
+    assert heads(found[1, 1], shape) == before
+    assert heads(found[2, 1], shape) == [*before[:2], "context", *before[2:]]
+    assert heads(found[1, 2], shape) == [*before[:3], "experts", *before[3:]]
+    both = [*before[:2], "context", "tensor", "experts", *before[3:]]
+    assert heads(found[2, 2], shape) == heads(found[1, 1] + found[2, 2], shape) == both
+
+
+def test_the_command_line_divides_the_experts_of_mixtral(capsys):
+    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=3))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "experts on 8 ranks" in said and "tensor experts microbatches" in said
+    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=1, json=True))
+    [best] = json.loads(capsys.readouterr().out)["plans"]
+    assert best["expert_ranks"] == 8 and best["step_seconds"] > 0
+
+
+def test_the_command_line_cuts_long_sequences_and_keeps_a_given_context_axis(capsys):
+    main(Args(model="llama-3-8b", devices=64, sequence_length=131_072, batch=64, rows=1))
+    assert "(context)" in capsys.readouterr().out
+    main(Args(model="small", devices=4, batch=16, context=2, json=True, rows=100))
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert found and {plan["context"] for plan in found} == {2}
+    with pytest.raises(WorkbookError, match=r"makes sense .* and context 3;"):
+        main(Args(model="small", devices=4, batch=16, context=3))

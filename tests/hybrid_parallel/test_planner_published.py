@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_parallel.planner.memory_model import predict_memory
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.memory import predict_memory
+from hybrid_parallel.planner.step_time import TimeModel
 from tests.hybrid_parallel.published_runs import EXPERTS, LATER, LLAMA, MEGATRON, RING, SHARDED, Run
 
 ALL = [*MEGATRON, *LLAMA, *LATER, *SHARDED, *RING, *EXPERTS]

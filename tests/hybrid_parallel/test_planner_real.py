@@ -1,7 +1,6 @@
 """What the planner predicts on paper is what ranks of this machine hold."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from comm.cost import Link
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.planner.machine import this_machine
-from hybrid_parallel.planner.memory_model import fullest_ranks, parameters_of, predict_memory
-from hybrid_parallel.planner.shapes import shape_of_config, workbook_shape
+from hybrid_parallel.planner.memory import fullest_ranks, parameters_of, predict_memory
+from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
@@ -28,7 +27,7 @@ WAYS = [
     ParallelSizes(pipeline=2, tensor=2),
 ]
 CONFIG = GPTConfig.named("tiny", num_layers=4)
-SHAPE = replace(workbook_shape("tiny"), num_layers=4)
+SHAPE = shape_of_config(CONFIG)
 
 
 def test_a_rank_holds_the_parameters_and_the_optimizer_state_that_are_predicted_and_no_more():

@@ -1,18 +1,22 @@
 """The time model adds up what the lessons' formulas and the simulator say."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-import hybrid_parallel.planner.time_model
+import hybrid_parallel.planner.step_time
 from comm import cost
 from comm.cost import Link
-from hybrid_parallel.planner.machine import MACHINES, Device, Machine, machine_of
-from hybrid_parallel.planner.memory_model import parameters_of
-from hybrid_parallel.planner.replica_time import ADAM_BYTES
-from hybrid_parallel.planner.seconds import Seconds
+from context_parallel.expected_traffic import ring_layer
+from context_parallel.predict import ring_seconds, step_pairs
+from context_parallel.sequence_cut import SequenceCut
+from hybrid_parallel.planner.machine import MACHINES, Device, Handling, Machine, machine_of
+from hybrid_parallel.planner.memory import experts_of, parameters_of
 from hybrid_parallel.planner.shapes import SHAPES, ModelShape
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.step_time import ADAM_BYTES, Seconds, TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 from lab.launch.errors import WorkbookError
 from lab.launch.threads import own_cores
@@ -25,6 +29,14 @@ NO_LINK = Link(0.0, 0.0)
 FREE = Machine(CLOCK, 8, NO_LINK, NO_LINK)
 # Its attention and its head cost almost nothing beside 2 * 12 * 4096 * 4096 operations of a token and layer.
 SHAPE = ModelShape(12, 4096, 8, vocab_size=1, sequence_length=1, positions=1)
+# One layer; of 8 tokens each of 2 ranks has 4, with 4 numbers in each query, key and value.
+TINY = ModelShape(1, width=4, num_heads=2, vocab_size=1, sequence_length=8, num_kv_heads=2)
+# One layer. An expert's linear layers have 32 numbers between them, and each token passes two experts.
+EXPERTS = ModelShape(1, width=8, num_heads=2, vocab_size=16, sequence_length=4, experts=4, active_experts=2)
+
+
+def machine(beta: float, alpha: float = 0.0, **changes: object) -> Machine:
+    return replace(FREE, inner=Link(alpha, beta), outer=Link(alpha, beta), **changes)
 
 
 def predict(sizes: ParallelSizes, machine: Machine = FREE, batch: int = 48, shape=SHAPE) -> Seconds:
@@ -64,7 +76,7 @@ def test_recomputation_adds_a_third_to_the_layers():
 def test_the_simulator_and_the_formula_agree_on_equal_stages(schedule, microbatches, monkeypatch):
     sizes = ParallelSizes(pipeline=3, schedule=schedule, chunks=2, microbatches=microbatches)
     simulated = predict(sizes)
-    monkeypatch.setattr(hybrid_parallel.planner.time_model, "SIMULATED", 0)
+    monkeypatch.setattr(hybrid_parallel.planner.step_time, "SIMULATED", 0)
     by_formula = predict(sizes)
     assert simulated.total == pytest.approx(by_formula.total, rel=1e-4)
     assert simulated.bubble == pytest.approx(by_formula.bubble, rel=1e-3)
@@ -97,7 +109,7 @@ def test_the_tensor_axis_costs_four_all_reduces_in_each_layer():
 
 
 def test_a_message_between_stages_goes_as_shards_and_is_gathered_within_a_node(monkeypatch):
-    monkeypatch.setattr(hybrid_parallel.planner.time_model, "SIMULATED", 0)
+    monkeypatch.setattr(hybrid_parallel.planner.step_time, "SIMULATED", 0)
     machine = replace(FREE, outer=Link(0.0, 1.0), devices_per_node=2)
     numbers = 8 * 4096  # of a microbatch
     sizes, shape = ParallelSizes(pipeline=4, tensor=2, microbatches=6), replace(SHAPE, tied=False)
@@ -176,3 +188,208 @@ def test_each_layer_of_the_data_axis_has_messages_of_its_own():
     machine = replace(FREE, inner=Link(1.0, 0.0))
     once = cost.seconds("all_gather", "ring", 1, 4, machine.inner)
     assert predict(ParallelSizes(pipeline=2, data=4, zero=1), machine).data == pytest.approx(2 * 6 * once)
+
+
+def predicted(shape: ModelShape, sizes: ParallelSizes, where: Machine, batch: int = 1) -> Seconds:
+    return predict(sizes, where, batch, shape)
+
+
+def test_a_ring_shows_what_is_longer_than_the_attention_to_a_block_and_the_last_gradients():
+    # Attention takes 4 * 4 * 8 * 4 / 2 = 256 operations on a rank, 128 for each of two blocks. A message has
+    # 4 tokens * 2 * 4 numbers * 4 bytes = 128 bytes.
+    ring = ParallelSizes(context=2)
+    assert predicted(TINY, ring, machine(2.0)).context == pytest.approx((256 - 128) + (256 - 256) + 256)
+    assert predicted(TINY, ring, machine(3.0)).context == pytest.approx((384 - 128) + (384 - 256) + 384)
+    assert predicted(TINY, ring, machine(0.5)).context == pytest.approx(64)  # all but the last is hidden
+
+
+def test_neighbours_of_a_ring_are_as_far_apart_as_the_tensor_axis_is_long():
+    nodes, shape = Machine(CLOCK, 2, Link(0.0, 0.0), Link(0.0, 1e6)), replace(TINY, num_layers=2)
+    for attention in ("ring", "all_to_all"):
+        within, across = (
+            predicted(shape, ParallelSizes(context=2, tensor=t, attention=attention), nodes) for t in (1, 2)
+        )
+        assert within.context == 0 < across.context
+    # Stages lie beyond all replicas: those of 2 stages are in different nodes.
+    assert predicted(shape, ParallelSizes(pipeline=2, context=2), nodes).bubble > 1e6
+
+
+@pytest.mark.parametrize("beta", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, beta: float):
+    shape, link = replace(TINY, sequence_length=240), Link(5.0, beta)
+    seconds = predicted(shape, ParallelSizes(context=ranks), machine(beta, 5.0))
+    pairs = step_pairs(SequenceCut.zigzag(240, ranks))
+    per_pair = 4 * shape.query_width
+    attention = 3 * 240 / ranks * 240 / 2 * per_pair
+    expected = ring_seconds(pairs, per_pair, 240 // ranks * 2 * shape.kv_width * 4, link)
+    assert seconds.context + attention == pytest.approx(expected, rel=0.02)
+
+
+@given(st.integers(2, 8), st.sampled_from([1, 2]), st.sampled_from(["float32", "bf16"]))
+def test_a_slow_ring_takes_the_bytes_of_the_lessons_formula(ranks: int, kv_heads: int, precision):
+    shape = replace(TINY, sequence_length=16 * ranks, num_kv_heads=kv_heads)
+    cut = SequenceCut.zigzag(16 * ranks, ranks)
+    layer = ring_layer(SimpleNamespace(rank=0, size=ranks, cut=cut), 2, kv_heads, 4)
+    slow, sizes = machine(1e6), ParallelSizes(context=ranks, precision=precision)
+    waiting = predicted(shape, sizes, slow).context
+    sent = sum(traffic.bytes_sent for traffic in layer) * (1 if precision == "float32" else 0.5)
+    assert waiting == pytest.approx(sent * 1e6, rel=1e-2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_to_alls_take_the_bytes_of_the_lessons_formula_and_hide_nothing(ranks: int):
+    shape = ModelShape(3, width=64, num_heads=16, vocab_size=1, sequence_length=64, num_kv_heads=8)
+    sizes = ParallelSizes(context=ranks, attention="all_to_all")
+    tokens, numbers = 64 * 5, shape.query_width + shape.kv_width
+    sent = 4 * (ranks - 1) / ranks**2 * tokens * numbers * 4
+    assert predicted(shape, sizes, machine(1.0), 5).context == pytest.approx(3 * sent)
+    assert predicted(shape, sizes, machine(1e-9), 5).context == pytest.approx(3 * sent * 1e-9)
+    again = replace(sizes, recompute=True)  # the forward sends once more
+    assert predicted(shape, again, machine(1.0), 5).context == pytest.approx(1.5 * 3 * sent)
+
+
+def test_a_program_that_gathers_keys_waits_for_all_of_them():
+    where = machine(1.0, gathers_keys=True)
+    gather = cost.seconds("all_gather", "ring", 8 * 2 * 4 * 4, 4, where.inner)
+    assert predicted(TINY, ParallelSizes(context=4), where).context == pytest.approx(2 * gather)
+
+
+def test_a_ring_adds_results_in_float32_and_an_all_to_all_copies():
+    slow = replace(machine(0.0), device=replace(CLOCK, bandwidth=1.0))
+    plain, ring, exchanged = (
+        predicted(TINY, sizes, slow, 2).compute
+        for sizes in (
+            ParallelSizes(data=2),
+            ParallelSizes(context=2),
+            ParallelSizes(context=2, attention="all_to_all"),
+        )
+    )
+    numbers = 2 * 4 * 4  # of the queries of a rank; keys and values have twice as many
+    # The plain model has 8 tokens on each rank, too. Two blocks; 12 bytes for each number that is added.
+    assert ring - plain == pytest.approx(2 * 12 * (numbers + numbers + 2 * numbers))
+    assert exchanged - plain == pytest.approx(2 * 2 * 2 * (numbers + 2 * numbers + numbers) * 4)
+
+
+def test_messages_between_nodes_go_through_one_card_each():
+    where = Machine(CLOCK, 8, Link(1.0, 1.0), Link(5.0, 10.0))
+    assert where.message_link(8, 1) == where.pairwise_link(4, 2) == where.inner
+    assert where.message_link(16, 1) == where.message_link(2, 8) == where.outer
+    # Of 15 messages of an all-to-all, 7 stay in the node; with a stride of 4, one of 7.
+    assert where.pairwise_link(16, 1) == Link(5.0, (7 * 1 + 8 * 10) / 15)
+    assert where.pairwise_link(8, 4) == Link(5.0, (1 * 1 + 6 * 10) / 7)
+
+
+@pytest.mark.parametrize("cores", [4, 2])
+@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
+def test_messages_of_the_context_axis_need_a_core_as_a_part_of_their_time(attention: str, cores: int):
+    shape, sizes = replace(TINY, num_heads=4, num_kv_heads=4), ParallelSizes(context=4, attention=attention)
+    slow = Machine(CLOCK, 4, Link(0.0, 1e3), Link(0.0, 1e3), cores)
+    costs = (Handling(), Handling(call=7.0, byte=2.0))
+    without, handled = (predicted(shape, sizes, replace(slow, handling=cost)) for cost in costs)
+    block = 2 * 2 * 4 * 4  # bytes of the keys and values of two tokens
+    ring = 9 * (7.0 + 2.0 * block)
+    exchanges = 4 * 7.0 + 2 * 3 / 4 * 2.0 * (block + block)  # q, k, v and y: twice as much as k and v
+    work = ring if attention == "ring" else exchanges
+    assert handled.compute - without.compute == pytest.approx(work * 4 / cores)
+    assert without.context - handled.context == pytest.approx(work)
+
+
+def test_a_layer_sends_its_tokens_to_their_experts_and_back_in_both_passes():
+    shape, e, batch = replace(EXPERTS, num_layers=3), 2, 8
+    tokens = batch * 4 / 4
+    exchanges = 4 * (e - 1) / e * tokens * 2 * 8 * 4  # two experts for each token, 8 numbers of 4 bytes
+    counts = 3 / 4 * (4 * 4 * 8)  # of 4 experts on 4 ranks, 8 bytes each
+    sizes = ParallelSizes(data=4, expert_ranks=e)
+    assert predicted(shape, sizes, machine(1.0), batch).experts == pytest.approx(3 * (exchanges + counts))
+    again = predicted(shape, replace(sizes, recompute=True), machine(1.0), batch).experts
+    assert again == pytest.approx(3 * (1.5 * exchanges + 2 * counts))
+    # Without divided experts only the counts are gathered; the rounds of a small gather are log2 n, twice.
+    whole = ParallelSizes(data=4)
+    assert predicted(shape, whole, machine(1.0), batch).experts == pytest.approx(3 * counts)
+    assert predicted(shape, whole, machine(0.0, 1.0), batch).experts == pytest.approx(3 * 4)
+    assert predicted(shape, ParallelSizes(), machine(1.0, 1.0), batch).experts == 0
+
+
+def test_the_replicas_of_an_expert_reduce_its_gradients():
+    shape, where = replace(EXPERTS, num_layers=2), machine(1.0)
+    for e in (1, 2, 4):
+        sizes = ParallelSizes(pipeline=2, data=4, expert_ranks=e)  # a pipeline hides nothing
+        own = experts_of(shape, sizes, 0)
+        dense = max(parameters_of(shape, sizes, rank) for rank in (0, 1)) - own
+        reductions = ((dense, 4), (own, 4 // e))
+        expected = sum(cost.seconds("all_reduce", "ring", int(4 * n), r, where.inner) for n, r in reductions)
+        assert predicted(shape, sizes, where, 8).data == pytest.approx(expected)
+
+
+def test_exchanges_with_experts_need_a_core_as_a_part_of_their_time():
+    slow = Machine(CLOCK, 4, Link(0.0, 1e3), Link(0.0, 1e3), 2)
+    costs = (Handling(), Handling(call=7.0, byte=2.0))
+    sizes = ParallelSizes(data=4, expert_ranks=2)
+    without, handled = (predicted(EXPERTS, sizes, replace(slow, handling=cost), 4) for cost in costs)
+    work = 5 * 7.0 + 2.0 * (4 * 1 / 2 * 4 * 2 * 8 * 4 + 3 / 4 * 4 * 4 * 8)
+    assert handled.compute - without.compute == pytest.approx(work * 2)  # 4 ranks on 2 cores
+    assert without.experts - handled.experts == pytest.approx(work)
+
+
+def test_tokens_are_copied_weighted_and_added_up_on_their_way_to_experts():
+    dense = replace(EXPERTS, experts=1, active_experts=1, feed_forward_width=2 * 32)
+    slow = replace(machine(0.0), device=replace(CLOCK, bandwidth=1.0))
+    # Both have 64 numbers between the linear layers of a token. Two experts get 8 numbers each.
+    one, two = (predicted(shape, ParallelSizes(), slow).compute for shape in (dense, EXPERTS))
+    router = 6 * 4 * 8 * 4
+    assert two - one == pytest.approx(3 * 4 * 2 * 7 * 8 * 4 + router)
+
+
+def test_a_tensor_axis_adds_up_the_output_of_each_expert_of_a_token():
+    alone = replace(EXPERTS, experts=1, active_experts=1)
+    one, two = (predicted(shape, ParallelSizes(tensor=2), machine(1.0)).tensor for shape in (alone, EXPERTS))
+    assert two == pytest.approx(one * 3 / 2)
+
+
+SHARED = replace(SHAPE, tied=False)
+
+
+def on_cores(cores: int, link: Link, **changes: object) -> Machine:
+    return Machine(CLOCK, 4, link, link, cores, **changes)
+
+
+def test_ranks_share_cores_evenly_and_a_pipeline_fills_its_bubble():
+    for sizes in (ParallelSizes(data=4), ParallelSizes(tensor=4)):
+        own, shared = (predict(sizes, on_cores(cores, NO_LINK), shape=SHARED) for cores in (4, 2))
+        assert shared.compute == pytest.approx(2 * own.compute)
+    sizes = ParallelSizes(pipeline=4, microbatches=4)
+    own, shared = (predict(sizes, on_cores(cores, NO_LINK), shape=SHARED) for cores in (4, 2))
+    assert own.bubble / own.total > 0.4 and 0 < shared.bubble / shared.total < 0.25
+    # With one microbatch no two ranks compute at the same time.
+    alone = [predict(ParallelSizes(pipeline=4), on_cores(n, NO_LINK), shape=SHARED).total for n in (4, 2)]
+    assert alone[0] == pytest.approx(alone[1])
+
+
+def test_the_weights_gradient_hides_the_reduction_of_the_inputs_gradient():
+    sizes, slow = ParallelSizes(tensor=4), on_cores(4, Link(0.0, 1e4))
+    each = cost.seconds("all_reduce", "ring", 48 * 4096 * 4, 4, slow.inner)
+    shown, hidden = (
+        TimeModel(SHARED, replace(slow, hides_reductions=hides), 48).predict(sizes).tensor for hides in (0, 1)
+    )
+    assert shown == pytest.approx(12 * 4 * each)
+    columns = SHARED.column_weights * 2 * 48 / 4  # operations of the products that hide it
+    assert hidden == pytest.approx(12 * (2 * each + max(0.0, 2 * each - columns)), rel=1e-5)
+
+
+def test_copies_slow_down_what_hides_the_gradients():
+    sizes, one = ParallelSizes(data=4), on_cores(2, Link(0.0, 1e-3))
+    costs = (Handling(), Handling(byte=1e-3))
+    more = [TimeModel(SHARED, replace(one, handling=cost), 48).predict(sizes).data for cost in costs]
+    sent = 2 * 3 / 4 * 4 * SHARED.num_layers * sum(SHARED.dense_parameters)
+    assert more[1] - more[0] == pytest.approx(sent * 1e-3 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("cores", [4, 2])
+def test_a_layers_collectives_need_a_core_for_calls_and_copies_as_a_part_of_their_time(cores: int):
+    sizes, one = ParallelSizes(tensor=4), replace(on_cores(cores, Link(0.0, 1e-3)), hides_reductions=False)
+    costs = (Handling(), Handling(call=5.0, byte=1e-4))
+    without, handled = (TimeModel(SHARED, replace(one, handling=cost), 48).predict(sizes) for cost in costs)
+    of_all = 12 * 4 * (5.0 + 2 * 3 / 4 * 48 * 4096 * 4 * 1e-4)
+    assert handled.compute - without.compute == pytest.approx(of_all * 4 / cores)
+    assert without.tensor - handled.tensor == pytest.approx(of_all)
