@@ -31,7 +31,7 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.planner import search as planner
 from hybrid_parallel.planner.machine import MACHINES
 from hybrid_parallel.planner.shapes import SHAPES
-from hybrid_parallel.planner.time_model import TimeModel
+from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.models.model import MLP
