@@ -25,7 +25,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
 SIZES = [KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
-NOTES = {"ring": "textbook", "pipelined_ring": "used in training"}
+NOTES = {"ring": "textbook, used in training", "pipelined_ring": "in segments"}
 QUICK = {"reduce_scatter": [16 * MIB, 64 * MIB], "all_reduce": [4 * MIB, 16 * MIB, 64 * MIB]}
 
 

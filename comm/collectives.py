@@ -5,10 +5,10 @@
   scatter         root: x         rank r: x[r]                 flat  tree
   gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
   reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat  pairwise
-  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          pipelined_ring  ring  tree  pairwise
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          ring  pipelined_ring  tree  pairwise
                                                                bruck
-  reduce_scatter  rank r: x(r)    rank r: part r of the sum    pipelined_ring  ring  tree  pairwise
-  all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      pipelined_ring  ring  tree  flat
+  reduce_scatter  rank r: x(r)    rank r: part r of the sum    ring  pipelined_ring  tree  pairwise
+  all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      ring  pipelined_ring  tree  flat
                                                                recursive_doubling  halving_doubling
                                                                pairwise  hierarchical  in_place
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise  bruck

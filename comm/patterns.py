@@ -15,7 +15,7 @@ from comm.algorithms import (
     tree,
 )
 
-RINGS = ("pipelined_ring", "ring")
+RINGS = ("ring", "pipelined_ring")
 PATTERNS = {
     "broadcast": ("tree", "flat"),
     "scatter": ("flat", "tree"),

@@ -55,7 +55,7 @@ class TrainArgs:
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
-ShardPattern = Literal["auto", "pipelined_ring", "ring", "pairwise", "tree", "torch"]  # they also gather
+ShardPattern = Literal["auto", "ring", "pipelined_ring", "pairwise", "tree", "torch"]  # they also gather
 AllReducePattern = Literal[ShardPattern, "flat", "recursive_doubling", "halving_doubling", "hierarchical"]
 
 
@@ -66,7 +66,7 @@ class Args(TrainArgs):
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
     chunk in pieces; hierarchical adds up within each host first; torch is PyTorch's own; auto measures all
-    and takes the fastest for each size; the others are in comm/algorithms. None: pipelined_ring on gloo,
+    and takes the fastest for each size; the others are in comm/algorithms. None: ring on gloo,
     torch on nccl."""
 
 

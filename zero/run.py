@@ -44,7 +44,7 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
     """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
     pattern: Literal[ShardPattern, None] = None
     """Algorithm of the collectives: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; tree sends all data through rank 0; torch is PyTorch's own. None: pipelined_ring on gloo,
+    chunk in pieces; tree sends all data through rank 0; torch is PyTorch's own. None: ring on gloo,
     torch on nccl."""
     metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
 

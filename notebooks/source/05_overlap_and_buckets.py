@@ -273,7 +273,7 @@ except CommError as error:
     print(error)
 
 # %% [markdown]
-# (`pipelined_ring` is the algorithm that `comm` has chosen.) So all ranks need *one* order, which does not depend on
+# (`ring` is the algorithm that `comm` has chosen.) So all ranks need *one* order, which does not depend on
 # what happens to be ready first. The lesson takes the reverse of the order in which parameters are registered, which is
 # nearly the order of the backward. A gradient that is ready too early waits for those before it. The class for that has
 # 15 lines. You will write its heart in the exercise `ordered_launcher`, so read

@@ -117,7 +117,7 @@ def test_a_paused_rank_is_named_after_the_timeout_and_goes_on_when_it_is_woken()
     *awake, slept = outcomes(one_sleeps, 3, group_timeout=1.5)
     assert slept == "woken"
     for rank, text in enumerate(awake):
-        assert text.startswith(f"all_reduce (pipelined_ring): rank {rank} could not ")
+        assert text.startswith(f"all_reduce (ring): rank {rank} could not ")
         assert "waited until the timeout" in text
         assert "rank 2 has not reached this point, is stuck or is paused, or waits for a rank that is" in text
 

@@ -16,8 +16,8 @@ def test_another_size_is_a_mismatch_that_names_its_ranks():
         collectives.all_reduce(torch.ones(7 if rank == 1 else 5))
 
     assert sentence_of_all(3, call) == (
-        "The ranks do not fit together: ranks 0, 2: all_reduce(pipelined_ring, sum) of 5 elements of "
-        "float32; rank 1: all_reduce(pipelined_ring, sum) of 7 elements of float32. "
+        "The ranks do not fit together: ranks 0, 2: all_reduce(ring, sum) of 5 elements of "
+        "float32; rank 1: all_reduce(ring, sum) of 7 elements of float32. "
         "Every rank must pass tensors of the same size, and the same pattern, reduction and root."
     )
 
@@ -27,8 +27,8 @@ def test_another_dtype_of_the_same_width_is_a_mismatch():
         collectives.all_reduce(torch.ones(5, dtype=torch.int32 if rank == 2 else torch.float32))
 
     text = sentence_of_all(3, call)
-    assert "ranks 0, 1: all_reduce(pipelined_ring, sum) of 5 elements of float32" in text
-    assert "rank 2: all_reduce(pipelined_ring, sum) of 5 elements of int32" in text
+    assert "ranks 0, 1: all_reduce(ring, sum) of 5 elements of float32" in text
+    assert "rank 2: all_reduce(ring, sum) of 5 elements of int32" in text
     assert text.endswith("Every rank must pass tensors of the same dtype.")
 
 
@@ -41,7 +41,7 @@ def test_another_operation_is_a_mismatch():
 
     text = sentence_of_all(4, call)
     assert "rank 0: broadcast(tree, root 0) of 5 elements" in text
-    assert "ranks 1, 2, 3: all_reduce(pipelined_ring, sum) of 5 elements" in text
+    assert "ranks 1, 2, 3: all_reduce(ring, sum) of 5 elements" in text
     assert "Every rank must call the same collectives in the same order." in text
 
 

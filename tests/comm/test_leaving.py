@@ -40,7 +40,7 @@ def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_he
             collectives.all_reduce(torch.ones(5 + cluster.rank))
 
     for n in (2, 3):
-        assert "rank 1: all_reduce(pipelined_ring, sum) of 6 elements" in ends_alike(differ, n)
+        assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, n)
 
 
 @pytest.mark.parametrize("transport", ["auto", "sockets"])
@@ -76,4 +76,4 @@ def test_a_rank_that_waits_for_a_later_operation_first_raises_the_earlier_mismat
         for handle in (first, second) if cluster.rank == 0 else (second, first):
             handle.wait()
 
-    assert "rank 1: all_reduce(pipelined_ring, sum) of 6 elements" in ends_alike(differ, 2)
+    assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, 2)

@@ -10,7 +10,7 @@ from tests.comm.mismatches import error_text, works
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():
     wrong = {
-        "all_reduce has no pattern 'zigzag'; choose one of auto, torch, pipelined_ring, ring, tree": lambda: (
+        "all_reduce has no pattern 'zigzag'; choose one of auto, torch, ring, pipelined_ring, tree": lambda: (
             collectives.all_reduce(torch.ones(2), pattern="zigzag")
         ),
         "broadcast: root 2 is not a rank of this group of 2": lambda: collectives.broadcast(

@@ -124,7 +124,7 @@ def test_wait_raises_an_error_and_the_next_operation_works():
 
     texts = run_ranks(mismatch, 2)
     assert texts[0] == texts[1]
-    assert "rank 0: all_reduce(pipelined_ring, sum) of 2 elements" in texts[0]
+    assert "rank 0: all_reduce(ring, sum) of 2 elements" in texts[0]
 
 
 @pytest.mark.parametrize("pattern", [None, "torch"])

@@ -193,7 +193,7 @@ def test_after_a_node_is_killed_all_others_name_it_and_what_they_were_doing(up):
     for name in ("node0", "node1", "node3"):
         assert nodes[name].exit_code == 1
         [sentence] = [line for line in nodes[name].stderr.splitlines() if "has died" in line]
-        assert "(pipelined_ring)" in sentence and sentence.endswith(
+        assert "(ring)" in sentence and sentence.endswith(
             "rank 2 has died, so look for the first error in its log."
         )
         assert "Traceback" not in nodes[name].stderr

@@ -213,7 +213,7 @@ def test_parameters_of_two_dtypes_never_share_a_bucket():
 
 def test_compressed_gradients_are_close_and_take_half_the_bytes():
     def work(cluster: Cluster) -> None:
-        entry, (x, y), sizes = Entry("all_reduce", "pipelined_ring"), examples(3), [7, 33, 3]
+        entry, (x, y), sizes = Entry("all_reduce", "ring"), examples(3), [7, 33, 3]
         batch = x.float(), y
         expected = reference_gradients(MLP(sizes), lambda m: odd_loss(m, *batch))
         sent = {}

@@ -44,9 +44,9 @@ def test_without_a_pattern_it_is_the_default_and_the_transport_that_was_asked_fo
         ]
 
     for by_default, sockets, gloo, _ in run_ranks(work, 2):
-        assert by_default == ("pipelined_ring", OURS)
-        assert sockets == ("pipelined_ring", "sockets")
-        assert gloo == ("pipelined_ring", "gloo")
+        assert by_default == ("ring", OURS)
+        assert sockets == ("ring", "sockets")
+        assert gloo == ("ring", "gloo")
 
 
 @pytest.mark.parametrize("pattern", ["ring", "pipelined_ring", "torch"])
@@ -66,7 +66,7 @@ def test_a_pattern_that_an_operation_does_not_have_leaves_it_the_fastest_one():
     def work(cluster: Cluster) -> tuple[str, str]:
         return names(tensor_scripts.summary(cluster, "sequence_parallel", steps=1, pattern="flat"))
 
-    assert run_ranks(work, 2)[0][0] == "pipelined_ring, flat"
+    assert run_ranks(work, 2)[0][0] == "ring, flat"
 
 
 def test_a_pipelines_messages_go_directly_and_its_loss_by_the_pattern():

@@ -28,7 +28,7 @@ def test_stages_1_2_and_3_send_2_2_and_3_times_the_parameters(n: int):
                 ours.optimizer.step()
                 rows = {entry: traffic.bytes_sent for entry, traffic in LEDGER.rows().items()}
                 sent = {
-                    op: rows.get(Entry(op, "pipelined_ring"), 0) for op in ("reduce_scatter", "all_gather")
+                    op: rows.get(Entry(op, "ring"), 0) for op in ("reduce_scatter", "all_gather")
                 }
                 each = num_bytes * (n - 1) // n
                 reductions = 1 if stage == "zero1" else microbatches
