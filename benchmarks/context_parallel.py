@@ -28,7 +28,7 @@ import tyro
 from benchmarks import side_by_side
 from benchmarks.context_parallel_steps import activations, clocked, steps
 from benchmarks.side_by_side import medians, row
-from comm.transport import slow_link
+from comm.wire import slow_link
 from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.run import CUTS
 from lab.models.model import GPT, GPTConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks import side_by_side
 from comm import collectives
-from comm.transport import slow_link
+from comm.wire import slow_link
 from context_parallel.clock import Clock
 from context_parallel.parallel_model import ContextParallel, SharedSequence
 from context_parallel.run import CUTS

@@ -5,7 +5,7 @@
     python benchmarks/data_parallel.py --plot buckets.png    step time against bucket size, and the prediction
 
 Two ranks train a GPT of 12.9 million parameters. All variants share one process group and take turns, step
-by step (benchmarks/side_by_side.py). Slow links are software links (comm/transport/slow_link.py), the same
+by step (benchmarks/side_by_side.py). Slow links are software links (comm/wire/slow_link.py), the same
 for ours and DDP. On a slow link DDP sends through the hook of data_parallel/train_ddp.py; on loopback it is
 unchanged.
 
@@ -30,7 +30,7 @@ from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, alternate, hidden, metronome, peak, ready_times
 from benchmarks.side_by_side import MIB, median_of_slowest, medians
 from comm import cost
-from comm.transport import slow_link
+from comm.wire import slow_link
 from data_parallel.flat import fill
 from data_parallel.predict import step_seconds
 from lab.models.model import GPT

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import side_by_side
 from benchmarks.side_by_side import MIB
 from comm import collectives
-from comm.transport import slow_link
+from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks import side_by_side
-from comm.transport import slow_link
+from comm.wire import slow_link
 from expert_parallel.config import MoEConfig
 from expert_parallel.expected_traffic import traffic_per_step
 from expert_parallel.groups import form_groups

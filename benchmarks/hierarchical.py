@@ -33,7 +33,7 @@ from comm import collectives
 from comm.cost import by_reach
 from comm.exchange import exchange
 from comm.rendezvous import join, leave
-from comm.transport.hosts import VARIABLE
+from comm.wire.hosts import VARIABLE
 from lab.launch.interface import interface_bytes_sent
 
 PLACEMENTS = {"": [0, 0, 1, 1], " interleaved": [0, 1, 0, 1]}  # the host of each rank

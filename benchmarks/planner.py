@@ -35,7 +35,7 @@ from rich.table import Table
 
 from benchmarks import side_by_side
 from benchmarks.planner_steps import Config, Measured, calibrate, measure, screen
-from comm.transport import slow_link
+from comm.wire import slow_link
 from hybrid_parallel.mesh import AXES
 from hybrid_parallel.planner.search import Plan, best_by_division, plans
 from hybrid_parallel.planner.shapes import shape_of_config

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.side_by_side import timed
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.planner.auto import measured_machine

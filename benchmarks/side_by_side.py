@@ -22,7 +22,7 @@ from rich.table import Table
 
 from comm import collectives
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.units import KIB, MIB
 
 

@@ -8,7 +8,7 @@ The ranks train a GPT of 12.9 million parameters with tied weights on the same t
 step is forward, backward and SGD. All variants share one process group and take turns, step by step. DTensor
 is used as in tensor_parallel/train_dtensor.py, with one all-reduce for q, k and v.
 
-Slow links are software links (comm/transport/slow_link.py), the same for ours and DTensor. On a slow link
+Slow links are software links (comm/wire/slow_link.py), the same for ours and DTensor. On a slow link
 DTensor's collectives go through comm: `train_dtensor.by_comm` replaces the kernels of torch's operators
 `_c10d_functional.all_reduce`, `wait_tensor`, `all_gather_into_tensor` and `reduce_scatter_tensor` by calls of
 comm with pattern "torch". DTensor decides when to start and when to wait, and gloo moves the bytes. The link

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, Step, text
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.cluster import Cluster
 from lab.models.model import GPT, loss_of
 from lab.trace import meter

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from benchmarks.side_by_side import MIB, leave_gloo_as_it_is
 from comm import collectives
 from comm.transport.choice import use_transport
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.replace import replaced

@@ -6,7 +6,7 @@
 
 2 and 4 ranks train a GPT of 12.9 million parameters with AdamW. All variants share one process group and take
 turns, step by step (benchmarks/side_by_side.py). The slow link is a software link
-(comm/transport/slow_link.py), the same for all variants. On loopback `fsdp2` is unchanged FSDP2. On the slow
+(comm/wire/slow_link.py), the same for all variants. On loopback `fsdp2` is unchanged FSDP2. On the slow
 link FSDP2 sends through comm (zero/train_fsdp.py), because only comm can be slowed down; gloo still
 moves the bytes.
 

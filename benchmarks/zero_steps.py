@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CAP_MB, CONFIG, Turns, text
-from comm.transport import slow_link
+from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from lab.cluster import Cluster

@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from comm.transport import slow_link
 from comm.transport.choice import chosen_transport
-from comm.transport.wire import Group, group_of
+from comm.wire import slow_link
+from comm.wire.wire import Group, group_of
 from lab import units
 from lab.trace.ledger import LEDGER
 

@@ -9,7 +9,7 @@ import weakref
 import torch.distributed as dist
 
 from comm.collectives import PATTERNS, Group, default_pattern
-from comm.transport.wire import group_of
+from comm.wire.wire import group_of
 
 _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 

@@ -38,13 +38,13 @@ from comm.algorithms import bruck, pairwise, sharded_tree, star, tree
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.errors import CommError
 from comm.patterns import ALL_REDUCES, FILES, PATTERNS
+from comm.run_collective import run_collective
 from comm.shards import shard_sizes
-from comm.transport import native
-from comm.transport.handshake import UNEVEN, Header
-from comm.transport.run_collective import run_collective
-from comm.transport.shared_segment import place_of
-from comm.transport.staging import In, InOut, Out
-from comm.transport.wire import Group, Wire, group_of
+from comm.wire import native
+from comm.wire.handshake import UNEVEN, Header
+from comm.wire.shared_segment import place_of
+from comm.wire.staging import In, InOut, Out
+from comm.wire.wire import Group, Wire, group_of
 
 Patterns = dict[str, Callable[..., None]]
 Work = native.Work
@@ -241,7 +241,7 @@ def all_to_all(
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
-    """Wait until every rank has called this. The exchange of headers (transport/handshake.py) does that."""
+    """Wait until every rank has called this. The exchange of headers (wire/handshake.py) does that."""
     pattern = _choose("barrier", pattern, group, None)
     if pattern == "torch":
         return native.barrier(group, async_op)

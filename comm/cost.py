@@ -37,7 +37,7 @@ The pattern pipelined_ring costs as much as ring. The formulas of the two doubli
 two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta) more. For another n
 an all_to_all with bruck costs less than its formula. In hierarchical n = h m: each of h hosts has m ranks,
 which share the link of their host, with a latency of A seconds and b seconds per byte. Every collective also
-exchanges headers (transport/handshake.py), which takes L alpha. An all_to_all whose parts have different
+exchanges headers (wire/handshake.py), which takes L alpha. An all_to_all whose parts have different
 sizes exchanges the sizes as well, in another L alpha."""
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ import torch.distributed as dist
 
 from comm.algorithms.hierarchical import ranks_by_host
 from comm.shards import SEGMENT_BYTES, shard_sizes
-from comm.transport.handshake import ROW_BYTES
-from comm.transport.hosts import known_hosts
-from comm.transport.wire import Group
+from comm.wire.handshake import ROW_BYTES
+from comm.wire.hosts import known_hosts
+from comm.wire.wire import Group
 from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one

@@ -18,7 +18,7 @@ A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta 
 1994). A ping-pong with a tiny message measures alpha, and one with a large message beta.
 
 `isend` and `irecv` work like those of torch.distributed, and their bytes are counted (transport/messages.py).
-Between ranks of one machine the messages travel through shared memory (transport/mailbox.py), else over gloo.
+They travel as those of collectives do: through shared memory or over sockets (transport/streams.py).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from comm import collectives
 from comm.cost import Link
 from comm.script import start
 from comm.transport.messages import AnyTransfer, irecv, isend
-from comm.transport.wire import Group, message_device, peer_wire
+from comm.wire.wire import Group, message_device, peer_wire
 from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

@@ -16,7 +16,7 @@ import tyro
 
 from comm.membership import liveness
 from comm.rendezvous import join, leave
-from comm.transport.wire import is_lost_connection
+from comm.wire.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.launcher import run_in_a_child

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.exchange import exchange
-from comm.transport import shared_segment
 from comm.transport.segment import is_possible
-from comm.transport.wire import Group, group_of, message_device
+from comm.wire import shared_segment
+from comm.wire.wire import Group, group_of, message_device
 
 
 def zeros(numel: int, dtype: torch.dtype = torch.float32, group: Group = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ from comm.exchange import exchange
 from comm.point_to_point import measure_link, validate_message
 from comm.script import start
 from comm.shards import shard_sizes
-from comm.transport.wire import message_device
+from comm.wire.wire import message_device
 from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm import shared_tensors
-from comm.transport.wire import Group
+from comm.wire.wire import Group
 from lab.launch.errors import WorkbookError
 
 

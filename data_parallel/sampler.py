@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from comm.collectives import Group, all_gather
-from comm.transport.wire import message_device
+from comm.wire.wire import message_device
 from lab.launch.errors import WorkbookError
 
 Uneven = Literal["pad", "drop", "keep"]

@@ -34,7 +34,7 @@ WRONG_IN_WHAT_WAY = (
     (
         (
             "comm.membership.",
-            "comm.transport.handshake.",
+            "comm.wire.handshake.",
             "comm.transport.stream_wire.StreamHandshake.",
             "comm.transport.streams.Streams.close",
             "pipeline_parallel.failure.",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from comm.script import command_line
-from comm.transport import slow_link
+from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, refuse_options, sizes_of
 from hybrid_parallel.config_file import allowed
 from hybrid_parallel.mesh import AXES

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from comm.transport.wire import name_axis
+from comm.wire.wire import name_axis
 from expert_parallel.groups import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from comm.exchange import on_all
 from comm.point_to_point import recv, send
-from comm.transport.handshake import DTYPES
-from comm.transport.wire import Group
+from comm.wire.handshake import DTYPES
+from comm.wire.wire import Group
 from lab.launch.errors import WorkbookError, reason
 from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.split import costs_of, cut, measured_costs, split_as_given

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from comm import point_to_point
 from comm.errors import CommError
-from comm.transport.channels import Channels
 from comm.transport.messages import AnyTransfer
-from comm.transport.wire import Group
+from comm.wire.channels import Channels
+from comm.wire.wire import Group
 from lab.trace import timeline
 from pipeline_parallel.actions import (
     BACKWARD,

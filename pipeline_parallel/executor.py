@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from comm.point_to_point import irecv, isend
-from comm.transport.channels import Channels
 from comm.transport.messages import AnyTransfer
-from comm.transport.wire import Group
+from comm.wire.channels import Channels
+from comm.wire.wire import Group
 from lab.trace import timeline
 from pipeline_parallel.actions import (
     BACKWARD,

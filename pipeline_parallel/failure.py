@@ -29,7 +29,7 @@ from torch import Tensor
 from comm.chosen_pattern import chosen_pattern
 from comm.collectives import all_reduce
 from comm.errors import CommError, Mismatch
-from comm.transport.wire import Group, group_of
+from comm.wire.wire import Group, group_of
 from lab.launch.errors import WorkbookError, reason
 from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action
 

@@ -24,7 +24,7 @@ from comm.chosen_pattern import chosen_pattern
 from comm.collectives import broadcast
 from comm.expected import expected
 from comm.point_to_point import irecv, isend, recv, send
-from comm.transport.wire import Group
+from comm.wire.wire import Group
 from lab.evaluation import evaluating
 from lab.launch.errors import WorkbookError
 from lab.trace.ledger import Traffic

@@ -16,7 +16,7 @@ import training.run
 from comm.cost import Link
 from comm.exchange import exchange, on_all
 from comm.point_to_point import measure_link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, BabyCNN, loss_of

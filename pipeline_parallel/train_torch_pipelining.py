@@ -51,9 +51,9 @@ from torch.distributed.pipelining import (
 
 from comm.point_to_point import irecv, isend
 from comm.script import start
-from comm.transport.channels import Channels
 from comm.transport.messages import AnyTransfer
-from comm.transport.wire import Group
+from comm.wire.channels import Channels
+from comm.wire.wire import Group
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of

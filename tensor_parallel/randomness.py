@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
-from comm.transport.wire import message_device
+from comm.wire.wire import message_device
 
 _SEEDS = 2**62
 

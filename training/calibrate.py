@@ -10,8 +10,8 @@ import torch
 
 from comm import collectives, cost
 from comm.cost import Link
-from comm.transport import slow_link
-from comm.transport.wire import Group
+from comm.wire import slow_link
+from comm.wire.wire import Group
 from lab.trace.stream_clock import time_when_done
 
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20

@@ -8,7 +8,6 @@ blocking_share   the share of the communication time in which the main thread it
 import statistics
 from collections.abc import Mapping, Sequence
 
-from comm.transport.messages import transports_of_messages
 from comm.transport.streams import transports_of
 from lab.trace.gantt import Event
 from lab.trace.ledger import Entry, Traffic
@@ -34,7 +33,7 @@ def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dic
     by_bytes = sorted(traffic.items(), key=lambda row: -row[1].bytes_sent)
     patterns = [entry.pattern for entry, sent in by_bytes if sent.messages_sent and entry.pattern != "header"]
     patterns = list(dict.fromkeys(patterns))
-    used = [transports_of_messages() if one == "direct" else transports_of(one) for one in patterns]
+    used = [transports_of(one) for one in patterns]
     transports = dict.fromkeys(name for names in used for name in sorted(names))
     return {
         "pattern": ", ".join(patterns) or pattern,

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce, default_pattern
 from comm.cost import Link
 from comm.expected import expected
-from comm.transport import choice, slow_link
+from comm.transport import choice
+from comm.wire import slow_link
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
 from lab.evaluation import evaluating

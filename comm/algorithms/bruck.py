@@ -23,7 +23,7 @@ all-to-all communications in multiport message-passing systems", 1997.
 import torch
 
 from comm.shards import shard_sizes
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:

@@ -40,13 +40,14 @@ import torch
 from comm.algorithms import pipelined_ring, tree
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import SEGMENT_BYTES, segments_of, shards_of
-from comm.transport.segment_receiver import AHEAD
-from comm.transport.wire import Transfer, Wire
+from comm.wire.hosts import hosts_of
+from comm.wire.segment_receiver import AHEAD
+from comm.wire.wire import Transfer, Wire
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
-    """Replace every rank's `tensor` by the reduction of all. `wire.hosts` says which ranks share a host."""
-    by_host = ranks_by_host(wire.hosts)
+    """Replace every rank's `tensor` by the reduction of all. `hosts_of` says which ranks share a host."""
+    by_host = ranks_by_host(hosts_of(wire))
     own_host = among(wire, next(ranks for ranks in by_host if wire.rank in ranks))
     if len({len(ranks) for ranks in by_host}) > 1:
         _all_reduce_by_leaders(wire, by_host, own_host, tensor, op)

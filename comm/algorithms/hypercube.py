@@ -24,8 +24,8 @@ import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import segments_of
-from comm.transport.segment_receiver import SegmentReceiver
-from comm.transport.wire import Wire
+from comm.wire.segment_receiver import SegmentReceiver
+from comm.wire.wire import Wire
 
 
 def recursive_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:

@@ -19,8 +19,8 @@ import torch
 from comm.algorithms.reduction import combine, divide_if_mean, divisor_before
 from comm.errors import CommError
 from comm.shards import segments_of, shards_of
-from comm.transport.shared_segment import of_all_ranks
-from comm.transport.wire import Wire
+from comm.wire.shared_segment import of_all_ranks
+from comm.wire.wire import Wire
 from lab.trace.ledger import LEDGER
 
 

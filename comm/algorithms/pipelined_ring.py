@@ -14,8 +14,8 @@ import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import segments_of, shards_of
-from comm.transport.segment_receiver import SegmentReceiver
-from comm.transport.wire import Transfer, Wire
+from comm.wire.segment_receiver import SegmentReceiver
+from comm.wire.wire import Transfer, Wire
 
 
 def chunk_sent(rank: int, step: int, n: int) -> int:

@@ -33,7 +33,7 @@ import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import shards_of
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from comm.algorithms import tree
 from comm.shards import shard_sizes
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None, root: int, numel: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.shards import shards_of
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:

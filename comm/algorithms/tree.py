@@ -14,7 +14,7 @@ Positions in the tree count from the root, so any rank can be the root.
 import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:

@@ -1,16 +1,9 @@
 """Choose the transport of a group: how its messages travel.
 
-                    messages of collectives                          plain messages, such as isend and recv
-    auto            shared memory where two ranks have it,           shared memory where two ranks have it,
-                    else sockets                                     else gloo
-    shared_memory   a ring buffer, or the sender's own memory        the same (message_ends.py)
-                    (memory_ends.py)
-    sockets         connections of our own: Unix sockets on one      gloo
-                    machine, else TCP (stream_ends.py)
-    gloo            gloo's connections and threads (wire.py)         gloo
-
-Plain messages never use our sockets: these do not tell a sender when its receiver has the message, and a
-blocking `send` waits for that.
+    auto            shared memory where two ranks have it, else sockets
+    shared_memory   a ring buffer, or the sender's own memory (memory_ends.py)
+    sockets         connections of our own: Unix sockets on one machine, else TCP (stream_ends.py)
+    gloo            gloo's connections and threads (wire/wire.py)
 
 All ranks of a group must choose the same. Groups that use nccl take none of these.
 """
@@ -22,7 +15,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.transport import segment
-from comm.transport.wire import Group, group_of
+from comm.wire.wire import Group, group_of
 
 TRANSPORTS = ("auto", "shared_memory", "sockets", "gloo")
 CAN_POLL = hasattr(select, "poll")  # not on Windows

@@ -4,13 +4,10 @@
       large message   sender: "it lies at this address" ──► receiver reads it there, and counts it as read
 
 Two copies need not take longer than one: the sender copies the next piece while the receiver copies the last
-one out of the cache, each on its own core. With ring buffers of 1 MiB that took at most as long as one copy
-by the kernel, which has to look up each page of the sender, for all sizes up to 64 MiB (2 cores).
-
-A large message is copied only once, so the sender's core is free: the receiver reads the sender's memory by
-cross-memory attach (cross_memory.py), as MPI's libraries do (Vienne, "Benefits of Cross Memory Attach for MPI
-libraries on HPC Clusters", 2014). The sender must not change it before it is read. Where the kernel does not
-allow that, a large message goes through the ring buffer in pieces.
+one out of the cache, each on its own core. A large message is copied only once, so the sender's core is free:
+the receiver reads the sender's memory by cross-memory attach (cross_memory.py), as in MPI (Vienne,
+"Benefits of Cross Memory Attach for MPI libraries on HPC Clusters", 2014). The sender must not change it
+before it is read. Where the kernel refuses, a large message goes through the ring buffer in pieces.
 
 The socket of the connection carries no messages. It wakes a rank that sleeps, and it shows that the other
 rank has died.
@@ -26,6 +23,7 @@ from comm.transport.segment import (
     HEAD,
     NO,
     NUM_READ,
+    NUM_TAKEN,
     READS_MEMORY,
     RECEIVER_SLEEPS,
     RING_BYTES,
@@ -47,13 +45,13 @@ _WAKE = b"\1"
 class MemoryOut:
     """The end into which this rank sends its messages, in the order of `post`."""
 
-    def __init__(self, end: socket.socket, segment: Segment) -> None:
-        self.socket, self._segment = end, segment
+    def __init__(self, end: socket.socket, segment: Segment, large_bytes: int | None = None) -> None:
+        self.socket, self._segment, self._large_bytes = end, segment, large_bytes or LARGE_BYTES
         self._words, self._ring = segment.words, segment.ring
         self._head = 0
         self._queue: deque[tuple[memoryview, Done]] = deque()
         self._unread: deque[tuple[memoryview, Done]] = deque()
-        self._num_read = 0
+        self._num_read = self._num_taken = 0
 
     @property
     def is_busy(self) -> bool:
@@ -75,7 +73,7 @@ class MemoryOut:
         free = RING_BYTES - (self._head - words[TAIL])
         while self._queue and free:
             data, transfer = self._queue[0]
-            if len(data) >= LARGE_BYTES and words[READS_MEMORY] != NO:
+            if len(data) >= self._large_bytes and words[READS_MEMORY] != NO:
                 if words[READS_MEMORY] == UNKNOWN or free < _ADDRESS_BYTES:
                     break
                 self._write(memoryview(cross_memory.address_of(data).to_bytes(_ADDRESS_BYTES, "little")))
@@ -104,13 +102,18 @@ class MemoryOut:
         write_to_ring(self._ring, self._head, data)
         self._head += len(data)
 
-    def events(self) -> int:
+    def num_taken(self) -> int:
+        """Return how many messages the receiver has confirmed since the last call."""
+        before, self._num_taken = self._num_taken, self._words[NUM_TAKEN]
+        return self._num_taken - before
+
+    def events(self, waits_for_confirmation: bool) -> int:
         """Return the events for which select.poll should wait."""
-        return select.POLLIN if self.is_busy else 0
+        return select.POLLIN if self.is_busy or waits_for_confirmation else 0
 
     def sleep(self, sleeps: bool) -> None:
         """Tell the receiver whether this rank has to be woken."""
-        self._words[SENDER_SLEEPS] = sleeps and self.is_busy
+        self._words[SENDER_SLEEPS] = sleeps
 
     def close(self) -> None:
         """Close the connection, and free its memory."""
@@ -121,8 +124,11 @@ class MemoryOut:
 class MemoryIn:
     """The end from which this rank receives the messages of a peer whose process is `pid`."""
 
-    def __init__(self, end: socket.socket, segment: Segment, pid: int) -> None:
+    def __init__(
+        self, end: socket.socket, segment: Segment, pid: int, large_bytes: int | None = None
+    ) -> None:
         self.socket, self._segment, self._pid = end, segment, pid
+        self._large_bytes = large_bytes or LARGE_BYTES
         self._hangup = select.poll()
         self._hangup.register(end, select.POLLRDHUP)
         self._words, self._ring = segment.words, segment.ring
@@ -136,7 +142,7 @@ class MemoryIn:
 
         Raise OSError if the sender has gone.
         """
-        if self._left or (message_bytes >= LARGE_BYTES and self._pid):
+        if self._left or (message_bytes >= self._large_bytes and self._pid):
             return self._read_memory(into, message_bytes)
         return self._take(into)
 
@@ -170,6 +176,11 @@ class MemoryIn:
             self._words[NUM_READ] += 1
             self._wake_sender()
         return num_bytes
+
+    def confirm(self) -> None:
+        """Tell the sender that a message was taken."""
+        self._words[NUM_TAKEN] += 1
+        self._wake_sender()
 
     def _wake_sender(self) -> None:
         fence()

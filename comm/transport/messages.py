@@ -1,4 +1,4 @@
-"""Start point-to-point messages, through shared memory (mailbox.py), gloo or nccl.
+"""Start point-to-point messages, over streams (streams.py), gloo or nccl.
 
 With gloo a tensor on a GPU goes by host memory. A slow link may be simulated.
 
@@ -10,25 +10,34 @@ import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.transport import segment, slow_link
 from comm.transport.choice import chosen_transport
-from comm.transport.mailbox import MAILBOXES, Mailbox, mailbox_of
-from comm.transport.message_ends import Message
-from comm.transport.staging import goes_by_host
-from comm.transport.wire import Group, Transfer, axis_of, check_peer, group_of, peer_wire
-from comm.transport.work_queue import queue_of
+from comm.transport.streams import Streams, message_streams_of
+from comm.wire import slow_link
+from comm.wire.staging import goes_by_host
+from comm.wire.wire import (
+    POINT_TO_POINT,
+    Group,
+    Transfer,
+    axis_of,
+    bytes_of,
+    check_peer,
+    group_of,
+    peer_wire,
+)
+from comm.wire.work_queue import queue_of
 from lab.ranks.waiting import Wait
 from lab.trace.ledger import LEDGER
 
 
-class MailTransfer:
-    """A message of a mailbox in flight. It holds its group, which so is not freed before the end."""
+class StreamMessage:
+    """A message over streams in flight. It holds its group, which is not freed before the end."""
 
     def __init__(
-        self, mailbox: Mailbox, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, verb: str
+        self, streams: Streams, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, verb: str
     ) -> None:
-        self._mailbox, self._group, self.tensor = mailbox, group, tensor
-        self._peer, self._verb, self.message = peer, verb, Message(tensor)
+        self._streams, self._group, self.tensor = streams, group, tensor
+        self._peer, self._verb = peer, verb
+        self.done = not tensor.nbytes  # an empty tensor is not sent
         self.copy_to: torch.Tensor | None = None  # a tensor on a GPU to which the arrived message is copied
 
     def wait(self) -> None:
@@ -36,17 +45,8 @@ class MailTransfer:
 
         Raise CommError if the peer has gone or sends another number of bytes, or at the group's timeout.
         """
-        message = self.message
-        if not message.is_settled:
-            self._mailbox.move_until(message, self._peer, self._verb)
-        if message.by_gloo is not None:
-            message.by_gloo.wait()
-        if message.sent_bytes != message.num_bytes:
-            raise CommError(
-                f"{self._mailbox.op} ({self._mailbox.pattern}): rank {dist.get_rank()} expects "
-                f"{message.num_bytes} bytes from rank {self._mailbox.names[self._peer]}, which has sent "
-                f"{message.sent_bytes}. Both need tensors of the same size and dtype."
-            )
+        if not self.done:
+            self._streams.move_until(self, self._peer, self._verb)
         if self.copy_to is not None:
             place, self.copy_to = self.copy_to, None
             place.copy_(self.tensor)
@@ -54,11 +54,11 @@ class MailTransfer:
     def awaited(self) -> Wait:
         """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
         verb, preposition = self._verb.split()
-        name = self._mailbox.names[self._peer]
-        return Wait(f"{verb} {self.message.num_bytes} bytes {preposition}", name)
+        name = self._streams.names[self._peer]
+        return Wait(f"{verb} {self.tensor.nbytes} bytes {preposition}", name)
 
 
-PlainTransfer = Transfer | MailTransfer
+PlainTransfer = Transfer | StreamMessage
 
 
 class SlowTransfer:
@@ -96,8 +96,8 @@ def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> AnyTransfer:
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer:
     """Start to receive from rank `src` into a contiguous tensor of the size and dtype that `src` sends.
 
-    The k-th receive from a rank gets its k-th send. Both ranks must know the size. Through shared memory a
-    wrong size is a CommError, but gloo does not compare sizes, and dtypes are never compared.
+    The k-th receive from a rank gets its k-th send. Both ranks must know the size. A wrong size is a
+    CommError, but gloo does not compare sizes, and dtypes are never compared.
     """
     incoming, is_staged = tensor.detach(), goes_by_host(tensor, group)
     if is_staged:
@@ -111,43 +111,23 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer:
 
 
 def _start(tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bool = True) -> PlainTransfer:
-    """Start a message through the group's mailbox, or over gloo or nccl."""
-    members = group_of(group)
-    mailbox = _mailbox_of(members)
-    if mailbox is not None:
-        check_peer(mailbox, peer, verb)
-        if not tensor.is_contiguous():
-            raise CommError(
-                f"{mailbox.op}: the tensor to {verb} a rank must be contiguous in memory; call contiguous() "
-                "first."
-            )
-    if mailbox is None or mailbox.uses_gloo(peer):
+    """Start a message over the group's streams, or over gloo or nccl."""
+    members, transport = group_of(group), chosen_transport(group)
+    if transport == "gloo" or dist.get_backend(members) != "gloo" or members.size() == 1:
         wire = peer_wire(members, counted)
         return wire.isend(tensor, peer) if verb == "send to" else wire.irecv(tensor, peer)
-    transfer = MailTransfer(mailbox, members, tensor, peer, verb)
-    if not tensor.nbytes:
+    check_peer(POINT_TO_POINT, "direct", members.rank(), members.size(), peer, verb)
+    if not tensor.is_contiguous():
+        raise CommError(f"{POINT_TO_POINT}: call contiguous() on the tensor to {verb} a rank first.")
+    streams = message_streams_of(members, transport)
+    transfer = StreamMessage(streams, members, tensor, peer, verb)
+    if transfer.done:
         return transfer
-    if counted and verb == "send to":
-        LEDGER.count(mailbox.op, mailbox.pattern, tensor.nbytes, axis=axis_of(members))
-    mailbox.post(peer, transfer.message, is_sent=verb == "send to")
+    if verb == "send to":
+        if counted:
+            LEDGER.count(POINT_TO_POINT, "direct", tensor.nbytes, axis=axis_of(members))
+        streams.post_send(peer, bytes_of(tensor), transfer)
+    else:
+        streams.post_receive(peer, bytes_of(tensor), transfer)
+    streams.move_in_background()
     return transfer
-
-
-def transports_of_messages() -> set[str]:
-    """Return how the messages of this rank have travelled: by shared_memory, gloo or nccl."""
-    carriers: set[str] = set()
-    if chosen_transport(None) in ("auto", "shared_memory"):
-        carriers = carriers.union(*(mailbox.carriers() for mailbox in MAILBOXES.values()))
-    return carriers or {dist.get_backend()}
-
-
-def _mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
-    """Return the mailbox of a group whose ranks may share memory; None if gloo or nccl move its messages."""
-    transport = chosen_transport(group)
-    if transport not in ("auto", "shared_memory") or not segment.is_possible():
-        return None
-    if dist.get_backend(group) != "gloo" or group.size() == 1:
-        return None
-    mailbox = mailbox_of(group)
-    mailbox.must_share = transport == "shared_memory"
-    return mailbox

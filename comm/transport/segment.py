@@ -34,8 +34,8 @@ _SIZE = _HEADER_BYTES + RING_BYTES
 _NONCE = slice(48, 64)
 # Words of 8 bytes. The sender writes those of the first 64 bytes, the receiver those of the next 64: what one
 # processor writes and the other reads should not be in the same line of a cache as what it reads itself.
-HEAD, SENDER_SLEEPS, HAS_MORE = 0, 1, 2  # HAS_MORE is used by message_ends.py only
-TAIL, RECEIVER_SLEEPS, NUM_READ, READS_MEMORY = 8, 9, 10, 11
+HEAD, SENDER_SLEEPS = 0, 1
+TAIL, RECEIVER_SLEEPS, NUM_READ, READS_MEMORY, NUM_TAKEN = 8, 9, 10, 11, 12
 UNKNOWN, YES, NO = 0, 1, 2  # values of READS_MEMORY: whether the receiver reads the sender's memory
 _lock = threading.Lock()
 

@@ -3,6 +3,7 @@
 import select
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 _MOST_AT_ONCE = 8  # messages that one call gives to the kernel
@@ -50,9 +51,19 @@ class StreamOut:
             transfer.done = True
         return True
 
-    def events(self) -> int:
+    def num_taken(self) -> int:
+        """Return how many messages the receiver has confirmed since the last call. Raise OSError."""
+        try:
+            confirmed = len(self.socket.recv(4096))
+        except BlockingIOError:
+            return 0
+        if not confirmed:
+            raise ConnectionError("it closed the connection")
+        return confirmed
+
+    def events(self, waits_for_confirmation: bool) -> int:
         """Return the events for which select.poll should wait."""
-        return select.POLLOUT if self._queue else 0
+        return (select.POLLOUT if self._queue else 0) | (select.POLLIN if waits_for_confirmation else 0)
 
     def sleep(self, sleeps: bool) -> None:
         """Do nothing: the kernel wakes this rank."""
@@ -67,6 +78,7 @@ class StreamIn:
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
+        self._unconfirmed = 0
 
     def receive(self, into: memoryview, message_bytes: int) -> int:
         """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet.
@@ -80,6 +92,12 @@ class StreamIn:
         if not received:
             raise ConnectionError("it closed the connection")
         return received
+
+    def confirm(self) -> None:
+        """Tell the sender that a message was taken: a byte back, as the socket is free that way."""
+        self._unconfirmed += 1
+        with suppress(BlockingIOError):
+            self._unconfirmed -= self.socket.send(bytes(self._unconfirmed))
 
     def sleep(self, sleeps: bool) -> None:
         """Do nothing: the kernel wakes this rank."""

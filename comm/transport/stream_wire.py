@@ -11,14 +11,13 @@ A message to a rank that gets a row in a later round of the handshake waits for 
 the row first.
 """
 
-import ctypes
 from collections.abc import Callable
 
 import torch
 
-from comm.transport.handshake import ROW_BYTES, Header, check_rows, have_even_parts, rows_of
 from comm.transport.streams import Streams, streams_of
-from comm.transport.wire import Group, axis_of, check_peer, group_of
+from comm.wire.handshake import ROW_BYTES, Header, check_rows, have_even_parts, rows_of
+from comm.wire.wire import Group, axis_of, bytes_of, check_peer, group_of
 from lab.ranks.waiting import Wait
 from lab.trace.ledger import LEDGER
 
@@ -112,7 +111,7 @@ class StreamWire:
         self.group = group_of(group)
         self.streams: Streams = streams_of(group, transport, op, pattern, sequence)
         self.streams.what = f"{op} ({pattern})"
-        self.rank, self.size, self.hosts = self.streams.rank, self.streams.size, self.streams.hosts
+        self.rank, self.size = self.streams.rank, self.streams.size
         self.op, self.pattern, self.axis = op, pattern, axis_of(group)
         self._full_numel = 0
         self._check: Callable[[], None] | None = None
@@ -143,7 +142,7 @@ class StreamWire:
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> StreamTransfer:
         """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
-        check_peer(self, dst, "send to")
+        check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
         transfer = StreamTransfer(self, tensor, dst, "send to", header)
         if transfer.done:
             return transfer
@@ -156,7 +155,7 @@ class StreamWire:
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> StreamTransfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
-        check_peer(self, src, "receive from")
+        check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
         transfer = StreamTransfer(self, tensor, src, "receive from", header)
         if transfer.done:
             return transfer
@@ -174,8 +173,3 @@ class StreamWire:
         """Return when the handshake has ended and all messages of this rank have left."""
         self.finish_handshake()
         self.streams.finish()
-
-
-def bytes_of(flat: torch.Tensor) -> memoryview:
-    """Return the tensor's memory. (`numpy()` would keep the storage from being freed.)"""
-    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

@@ -10,9 +10,21 @@ It moves those of every posted message, not only of the awaited one. Otherwise t
 more than the kernel buffers would both wait for their own send.
 
 The messages of a stream arrive in the order in which they were posted, so they need no tags.
+
+A group has two sets of streams, because collectives and point-to-point messages mix in any order:
+
+    collectives       all ranks call each one, after an exchange of headers that has shown what will come
+    point to point    two ranks call it. So each message brings its number of bytes along (Frame), its send is
+                      done when the receiver has confirmed it, and its rank may compute, or wait for something
+                      else, while it travels: then a thread of the streams moves it
 """
 
+import json
+import os
 import select
+import socket
+import struct
+import threading
 import time
 import weakref
 from collections import deque
@@ -21,75 +33,146 @@ import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.transport import cross_memory, hosts, segment
+from comm.membership import liveness
+from comm.transport import cross_memory, segment
 from comm.transport.choice import chosen_transport
-from comm.transport.handshake import RowExchange
-from comm.transport.listener import Listener, connect, connect_locally
-from comm.transport.memory_ends import MemoryIn, MemoryOut, drain
-from comm.transport.spinning import Spinner
+from comm.transport.listener import Address, Listener, connect, connect_locally
+from comm.transport.memory_ends import MemoryIn, MemoryOut, drain, wake
 from comm.transport.stream_ends import Done, StreamIn, StreamOut
-from comm.transport.wire import Group, Wire, global_ranks, group_of, peer_trouble
+from comm.wire import hosts
+from comm.wire.handshake import RowExchange
+from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble
+from comm.wire.work_queue import COMMUNICATION_THREAD
 
-_SPIN_SECONDS = 3e-4
+LARGE_MESSAGE_BYTES = 1 << 17  # of a point-to-point message, which a sender that computes cannot help to move
+_SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small message
+_SLICE_SECONDS, _PAUSE = 1e-3, 0.1  # if another program takes the core for a slice, do not spin for a while
+_NAP = 2e-3  # of the thread that moves messages while no other does, and of ranks that have not met yet
+_FRAME = struct.Struct("=q")
+
+
+class Frame:
+    """The number of bytes of the message that follows it."""
+
+    def __init__(self, num_bytes: int, peer: "Peer") -> None:
+        self._num_bytes, self._peer, self.done = num_bytes, peer, False
+        self.data = memoryview(bytearray(_FRAME.pack(num_bytes)))
+
+    def validate(self) -> None:
+        """Raise OSError if what has arrived announces another number of bytes than this rank expects."""
+        [sent] = _FRAME.unpack(self.data)
+        if sent != self._num_bytes:
+            self._peer.trouble = (
+                f"rank {dist.get_rank()} expects {self._num_bytes} bytes from rank {self._peer.name}, which "
+                f"has sent {sent}. Both need tensors of the same size and dtype"
+            )
+            raise ConnectionError(self._peer.trouble)
+
+
+class Left:
+    """A message that leaves, of which only the confirmation counts."""
+
+    done = False
 
 
 class Peer:
-    """Another rank: a stream in each direction, and the receives that are posted."""
+    """Another rank: a stream in each direction, the receives that are posted and the unconfirmed sends."""
 
     def __init__(self, rank: int, name: int) -> None:
         self.rank, self.name = rank, name
+        self.address: Address | None = None
         self.out: StreamOut | MemoryOut | None = None
         self.incoming: StreamIn | MemoryIn | None = None
         self.has_left = False
+        self.trouble = ""  # why the connection was closed here
+        self.unsent: deque[tuple[memoryview, Done]] = deque()  # until the two ranks have met
         self.posted: deque[tuple[memoryview, Done]] = deque()
-        self._filled = 0  # bytes of the first one
+        self.unconfirmed: deque[Done] = deque()
+        self._filled = 0  # bytes of the first one that is posted
 
     def pull(self) -> bool:
         """Take what has arrived, up to the end of one message. Return whether anything has. Raise OSError."""
+        if self.trouble:
+            raise ConnectionError(self.trouble)
+        confirmed = self.out.num_taken() if self.out is not None and self.unconfirmed else 0
+        for _ in range(confirmed):
+            self.unconfirmed.popleft().done = True
         if self.incoming is None or not self.posted:
-            return False
+            return confirmed > 0
         into, transfer = self.posted[0]
         got = self.incoming.receive(into[self._filled :] if self._filled else into, len(into))
         self._filled += got
         if self._filled == len(into):
             self.posted.popleft()
             self._filled, transfer.done = 0, True
-        return got > 0
+            if isinstance(transfer, Frame):
+                transfer.validate()
+            elif self.has_frames:
+                self.incoming.confirm()
+        return got + confirmed > 0
+
+    has_frames = False  # as point-to-point messages have
 
     @property
     def is_busy(self) -> bool:
         """Return whether a message to or from the peer is not done."""
-        return bool(self.posted) or (self.out is not None and self.out.is_busy)
+        return bool(self.posted or self.unconfirmed or self.unsent) or (
+            self.out is not None and self.out.is_busy
+        )
+
+    def close(self) -> None:
+        """Close the connections to the peer."""
+        for end in (self.out, self.incoming):
+            if end is not None:
+                end.close()
+        self.out = self.incoming = None
+        self.posted.clear()
+        self.unconfirmed.clear()
+        self.unsent.clear()
 
 
 class Streams:
     """The connections of one rank to the other ranks of a group. They are made when two ranks first talk."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, transport: str, op: str, pattern: str, sequence: int
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, transport: str, has_frames: bool = False) -> None:
         self.rank, self.size, self.transport = group.rank(), group.size(), transport
         self.names = global_ranks(group)
         self.what = ""  # the operation, for errors
-        self._spinner = Spinner(_SPIN_SECONDS)
+        self.has_frames = has_frames
+        self._lock = threading.Lock()  # held while messages are moved, and not while a thread sleeps
+        self._a_thread_sleeps = False
+        self._bell = socket.socketpair()  # wakes that thread when another one has moved something
+        self._helper: threading.Thread | None = None
+        self._spins_from = 0.0
         self._is_local = transport != "sockets" and segment.is_possible()
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
         self._all = list(self._peers.values())
+        for end in self._bell:
+            end.setblocking(False)
+        for peer in self._all:
+            peer.has_frames = has_frames
+        self._large_bytes = LARGE_MESSAGE_BYTES if has_frames else None  # None: as memory_ends.py says
         self._listener = Listener(self.size)
-        wire = Wire(group, op, pattern, sequence, counted=False)
+        self._store: dist.Store | None = None
+
+    def exchange_addresses(self, group: dist.ProcessGroup, wire: Wire) -> None:
+        """Exchange addresses and hosts with all other ranks, which call this too."""
         mine = torch.tensor([*self._listener.address(), hosts.own_host()])
         rows = RowExchange(wire, mine).finish().tolist()
-        self._addresses, self.hosts = (
-            [row[:3] for row in rows],
-            hosts.remember(group, [row[3] for row in rows]),
-        )
-        for name, (_, port, _) in zip(self.names, self._addresses, strict=True):
+        hosts.remember(group, [row[3] for row in rows])
+        for name, (_, port, _, _) in zip(self.names, rows, strict=True):
             if port == 0:
-                raise CommError(
-                    f"{op} ({pattern}): rank {name} has no address to which a peer could connect."
-                )
+                raise CommError(f"{self.what}: rank {name} has no address to which a peer could connect.")
+        for peer in self._all:
+            address, port, token, _ = rows[peer.rank]
+            peer.address = address, port, token
+
+    def publish_address(self, store: dist.Store) -> None:
+        """Write this rank's address to the store, where a peer finds it once one of the two has a message."""
+        self._store = dist.PrefixStore(f"messages/{self.transport}", store)
+        self._store.set(str(self.rank), json.dumps(self._listener.address()))
 
     def peers(self) -> list[Peer]:
         """Return all other ranks."""
@@ -97,27 +180,79 @@ class Streams:
 
     def post_send(self, dst: int, data: memoryview, transfer: Done) -> None:
         """Queue a message. The stream is made at the first one. Raise CommError if that cannot be."""
-        self._talk_to(dst).out.post(data, transfer)  # type: ignore[union-attr]
+        with self._lock:
+            peer = self._peers[dst]
+            if self.has_frames:
+                peer.unsent.append((Frame(len(data), peer).data, Left()))
+                peer.unconfirmed.append(transfer)
+                transfer = Left()
+            peer.unsent.append((data, transfer))
+            self._talk_to(peer)
 
     def post_receive(self, src: int, into: memoryview, transfer: Done) -> None:
         """Queue a receive of exactly `len(into)` bytes."""
-        self._talk_to(src).posted.append((into, transfer))
+        with self._lock:
+            peer = self._peers[src]
+            if self.has_frames:
+                frame = Frame(len(into), peer)
+                peer.posted.append((frame.data, frame))
+            peer.posted.append((into, transfer))
+            # A receiver connects as well: so it sees that the sender has died, even before it has sent.
+            self._talk_to(peer)
 
-    def _talk_to(self, rank: int) -> Peer:
-        # A receiver connects as well: the connection shows that the sender has died, even before it has sent.
-        peer = self._peers[rank]
-        if peer.out is None:
+    def move_in_background(self) -> None:
+        """Move what can be moved now, and let a thread move the rest while this rank does something else."""
+        with self._lock:
+            self._tell(self._move())
+            if self._helper is None and any(peer.is_busy for peer in self._all):
+                self._helper = threading.Thread(target=self.in_background, name="messages", daemon=True)
+                self._helper.start()
+
+    def in_background(self) -> None:
+        """Move messages every few milliseconds until all are done, unless another thread does."""
+        while True:
+            time.sleep(_NAP)
+            with self._lock:
+                if not any(peer.is_busy and not peer.has_left for peer in self._all):
+                    self._helper = None
+                    return
+                if not self._a_thread_sleeps:
+                    try:
+                        self._meet()
+                        self._accept()
+                        while self._move():
+                            pass
+                    except CommError:  # the rank that waits raises it
+                        self._helper = None
+                        return
+
+    def _talk_to(self, peer: Peer) -> None:
+        if peer.out is None and not peer.has_left and self._knows_address(peer):
             try:
                 peer.out = self._connect(peer)
             except OSError as error:
                 raise self._failed(peer, f"Connection was likely closed by peer: {error}") from error
-        return peer
+        while peer.out is not None and peer.unsent:
+            peer.out.post(*peer.unsent.popleft())
+
+    def _knows_address(self, peer: Peer) -> bool:
+        """Return whether the peer's address is known. If not, look into the store, and for a death."""
+        if peer.address is None and self._store is not None:
+            try:
+                if self._store.check([str(peer.rank)]):
+                    peer.address = tuple(json.loads(self._store.get(str(peer.rank))))
+            except RuntimeError as error:
+                raise self._failed(peer, f"Connection was likely closed by peer: {error}") from error
+            gone = liveness.cause(0) if peer.address is None else None
+            if gone is not None and (gone.how != "finished" or gone.rank == peer.name):
+                raise self._failed(peer, "closed by peer")
+        return peer.address is not None
 
     def _connect(self, peer: Peer) -> StreamOut | MemoryOut:
-        address = self._addresses[peer.rank]
+        assert peer.address is not None
         try:
-            if self._is_local and (local := connect_locally(address, self.rank, self._timeout)):
-                return MemoryOut(*local)
+            if self._is_local and (local := connect_locally(peer.address, self.rank, self._timeout)):
+                return MemoryOut(*local, self._large_bytes)
         except CommError:
             if self.transport == "shared_memory":
                 raise
@@ -127,38 +262,54 @@ class Streams:
                 f"{peer.name} has left, or it is on another machine or in another container: then take the "
                 "transport auto or sockets."
             )
-        return StreamOut(connect(address, self.rank, self._timeout))
+        return StreamOut(connect(peer.address, self.rank, self._timeout))
 
     def finish(self) -> None:
         """Move messages until all that were posted are done."""
-        for peer in self._all:
-            while peer.is_busy:
-                self._move_once(peer)
+        with self._lock:
+            for peer in self._all:
+                while peer.is_busy:
+                    self._move_once(peer, None)
 
-    def move_until(self, transfer: Done, rank: int) -> None:
+    def move_until(self, transfer: Done, rank: int, verb: str = "go on with") -> None:
         """Move messages until this one, to or from `rank`, is done.
 
         Raise CommError if a peer with unfinished messages has closed its stream, or if nothing has moved for
-        the group's timeout.
+        the group's timeout. For a point-to-point message only its own peer counts.
         """
-        while not transfer.done:
-            self._move_once(self._peers[rank])
+        with self._lock:
+            while not transfer.done:
+                self._move_once(self._peers[rank], transfer, verb)
 
-    def _move_once(self, awaited: Peer) -> None:
-        """Move something of any message, or sleep until that is possible."""
-        if self._move() or (self._is_local and self._spinner.spin(self._move)):
+    def _move_once(self, awaited: Peer, transfer: Done | None, verb: str = "go on with") -> None:
+        """Move something of any message, or sleep until that is possible or another thread has done it."""
+        has_met_all = self._meet()
+        if self._move() or self._spin() or (transfer is not None and transfer.done):
+            self._tell(True)
             return
-        for peer in self._all:
-            if peer.has_left and peer.is_busy:
+        for peer in [awaited] if self.has_frames else self._all:
+            if peer.has_left and (peer.is_busy or self.has_frames):
                 self._accept()  # it may have connected and sent before it left
                 if self._move():
                     return
-                raise self._failed(peer, "closed by peer")
+                raise self._failed(peer, "closed by peer", verb)
         now = time.monotonic()
         self._deadline = self._deadline or now + self._timeout
         if now >= self._deadline:
-            raise self._failed(awaited, "timed out")
-        self._sleep(self._deadline - now)
+            raise self._failed(awaited, "timed out", verb)
+        self._sleep(self._deadline - now if has_met_all else _NAP)
+
+    def _tell(self, something: bool) -> None:
+        """Wake the thread that sleeps if this one has moved something: perhaps that one waits for it."""
+        if something and self._a_thread_sleeps:
+            wake(self._bell[1])
+
+    def _meet(self) -> bool:
+        """Connect to peers for which something is posted. Return whether all of these are connected."""
+        unmet = [peer for peer in self._all if peer.out is None and peer.is_busy and not peer.has_left]
+        for peer in unmet:
+            self._talk_to(peer)
+        return all(peer.out is not None for peer in unmet)
 
     def _move(self) -> bool:
         """Move what can be moved of any message, without waiting. Return whether anything has moved."""
@@ -175,8 +326,29 @@ class Streams:
             self._deadline = 0.0
         return moved
 
+    def _spin(self) -> bool:
+        """Look for messages for a short time, and let other ranks run meanwhile. Return whether any moved."""
+        if not self._is_local or threading.current_thread().name == COMMUNICATION_THREAD:
+            return False  # a communication thread never spins: the rank computes meanwhile
+        start = now = time.perf_counter()
+        while self._spins_from <= now < start + _SPIN_SECONDS:
+            self._lock.release()
+            os.sched_yield()
+            self._lock.acquire()
+            before, now = now, time.perf_counter()
+            if now - before > _SLICE_SECONDS:
+                self._spins_from = now + _PAUSE
+            if self._move():
+                return True
+        return False
+
     def _sleep(self, seconds: float) -> None:
         """Return when something may move, or after a second."""
+        if self._a_thread_sleeps:  # it moves the messages of all; but it does not know the newest ones
+            self._lock.release()
+            time.sleep(_NAP / 10)
+            self._lock.acquire()
+            return
         something, outs, ins = select.poll(), {}, {}
         for peer in self._all:
             if peer.has_left:
@@ -186,18 +358,20 @@ class Streams:
                 ins[peer.incoming.socket.fileno()] = peer
             if peer.out is not None and peer.is_busy:
                 # Even with no events to wait for, it tells that the peer has closed the connection.
-                something.register(peer.out.socket, peer.out.events())
+                something.register(peer.out.socket, peer.out.events(bool(peer.unconfirmed)))
                 outs[peer.out.socket.fileno()] = peer
         listening = {end.fileno() for end in self._listener.sockets()}
-        for number in listening:
+        for number in (*listening, self._bell[0].fileno()):
             something.register(number, select.POLLIN)
         self._announce_sleep(True)
         # Between the announcement and this look is a fence: what came before it is seen, and what comes after
         # it wakes this rank.
-        ready = [] if self._is_local and self._move() else something.poll(min(1000.0, seconds * 1000))
+        ready = [] if self._is_local and self._move() else self._polled(something, min(1.0, seconds))
         self._announce_sleep(False)
         for number, events in ready:
-            if number in listening:
+            if number == self._bell[0].fileno():
+                drain(self._bell[0])
+            elif number in listening:
                 self._accept()
             elif number in ins:
                 incoming = ins[number].incoming
@@ -209,12 +383,23 @@ class Streams:
                 if not is_open or events & (select.POLLHUP | select.POLLERR):
                     outs[number].has_left = True
 
+    def _polled(self, something: select.poll, seconds: float) -> list[tuple[int, int]]:
+        """Sleep, and let other threads move messages meanwhile."""
+        self._a_thread_sleeps = True
+        self._lock.release()
+        try:
+            return something.poll(seconds * 1000)
+        finally:
+            self._lock.acquire()
+            self._a_thread_sleeps = False
+
     def _announce_sleep(self, sleeps: bool) -> None:
         if self._is_local:
             for peer in self._all:
-                for end in (peer.out, peer.incoming):
-                    if end is not None:
-                        end.sleep(sleeps)
+                if peer.out is not None:
+                    peer.out.sleep(sleeps and peer.is_busy)
+                if peer.incoming is not None:
+                    peer.incoming.sleep(sleeps)
             segment.fence()
 
     def _accept(self) -> None:
@@ -227,46 +412,75 @@ class Streams:
                 pid = cross_memory.peer_of(one.socket)
                 if not cross_memory.can_read(pid, one.nonce_address, one.segment.nonce):
                     pid = 0
-                self._peers[one.rank].incoming = MemoryIn(one.socket, one.segment, pid)
+                self._peers[one.rank].incoming = MemoryIn(one.socket, one.segment, pid, self._large_bytes)
 
     def close(self) -> None:
         """Close all connections."""
         for peer in self._all:
-            for end in (peer.out, peer.incoming):
-                if end is not None:
-                    end.close()
+            peer.close()
+        for end in self._bell:
+            end.close()
         self._listener.close()
 
-    def _failed(self, peer: Peer, error: str) -> CommError:
+    def _failed(self, peer: Peer, error: str, verb: str = "go on with") -> CommError:
         name = f"rank {peer.name}"
-        why = peer_trouble(error, name)
-        failed = CommError(f"{self.what}: rank {dist.get_rank()} could not go on with {name}: {why}.")
+        why = peer.trouble or peer_trouble(error, name)
+        failed = CommError(f"{self.what}: rank {dist.get_rank()} could not {verb} {name}: {why}.")
         failed.__cause__ = ConnectionError(error)
+        self._deadline = 0.0
+        if self.has_frames:  # no rank must touch the memory of these messages any more
+            peer.has_left, peer.trouble = True, why
+            peer.close()
         return failed
 
 
-_streams: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Streams]]" = weakref.WeakKeyDictionary()
+Made = dict[tuple[str, bool], Streams]  # by transport, and whether for point-to-point messages
+_streams: "weakref.WeakKeyDictionary[dist.ProcessGroup, Made]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def streams_of(group: Group, transport: str, op: str, pattern: str, sequence: int) -> Streams:
-    """Return the streams of a group and transport. The first operation that uses them makes them."""
+    """Return the streams of a group's collectives. The first operation that uses them makes them."""
     process_group = group_of(group)
     made = _streams.setdefault(process_group, {})
-    if transport not in made:
-        made[transport] = Streams(process_group, transport, op, pattern, sequence)
-    return made[transport]
+    if (transport, False) not in made:
+        streams = Streams(process_group, transport)
+        streams.what = f"{op} ({pattern})"
+        streams.exchange_addresses(process_group, Wire(group, op, pattern, sequence, counted=False))
+        made[transport, False] = streams
+    return made[transport, False]
+
+
+def message_streams_of(group: dist.ProcessGroup, transport: str) -> Streams:
+    """Return the streams of a group's point-to-point messages. The first message makes them."""
+    with _lock:
+        made = _streams.setdefault(group, {})
+        if (transport, True) not in made:
+            streams = Streams(group, transport, has_frames=True)
+            streams.what = "point_to_point (direct)"
+            streams.publish_address(group.get_group_store())
+            made[transport, True] = streams
+        return made[transport, True]
 
 
 def transports_of(pattern: str, group: Group = None) -> set[str]:
-    """Return how a pattern's messages leave this rank: by shared_memory, sockets, gloo or nccl."""
-    streams = _streams.get(group_of(group), {}).get(chosen_transport(group))
-    if streams is None or pattern == "torch":
+    """Return how a pattern's messages leave this rank: by shared_memory, sockets, gloo or nccl.
+
+    The pattern "direct" stands for the point-to-point messages of all groups.
+    """
+    if pattern == "direct":
+        keys = [(made, key) for made in _streams.values() for key in made if key[1]]
+    else:
+        keys = [(_streams.get(group_of(group), {}), (chosen_transport(group), False))]
+    peers = [peer for made, key in keys if key in made for peer in made[key].peers()]
+    ends = [end for peer in peers for end in (peer.out, peer.incoming) if end is not None]
+    if not ends or pattern == "torch" or chosen_transport(group) == "gloo":
         return {dist.get_backend(group)}
-    outs = [peer.out for peer in streams.peers() if peer.out is not None]
-    return {"shared_memory" if isinstance(out, MemoryOut) else "sockets" for out in outs}
+    return {"shared_memory" if isinstance(end, MemoryOut | MemoryIn) else "sockets" for end in ends}
 
 
 def forget(group: Group) -> None:
-    """Close the streams of a group, which may be out of step. The next use connects again."""
-    for streams in _streams.pop(group_of(group), {}).values():
-        streams.close()
+    """Close the streams of a group's collectives, which may be out of step. The next use connects again."""
+    made = _streams.get(group_of(group), {})
+    for key in [key for key in made if not key[1]]:
+        made.pop(key).close()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from comm import collectives, cost
 from comm.collectives import all_reduce
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
 from data_parallel.train_overlap import OverlapDataParallel

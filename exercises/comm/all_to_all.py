@@ -21,7 +21,7 @@ Check it with `python -m exercises check all_to_all`.
 
 import torch
 
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def all_to_all(

@@ -13,7 +13,7 @@ You may use:
 Check it with `python -m exercises check binomial_tree`.
 """
 
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def family(wire: Wire, root: int) -> tuple[int | None, list[int]]:

@@ -27,7 +27,7 @@ import torch
 
 from comm.algorithms.hypercube import _fold_in, _fold_out, _swap
 from comm.algorithms.reduction import combine, divide_if_mean
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def halving_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:

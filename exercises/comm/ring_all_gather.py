@@ -19,7 +19,7 @@ Check it with `python -m exercises check ring_all_gather`.
 import torch
 
 from comm.algorithms.ring import shift
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from comm.algorithms.ring import gather_chunks, reduce_chunks
 from comm.shards import shards_of
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def all_reduce(wire: Wire, full: torch.Tensor, op: str) -> None:

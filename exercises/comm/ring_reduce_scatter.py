@@ -24,7 +24,7 @@ import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.algorithms.ring import shift
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:

@@ -21,7 +21,7 @@ Check it with `python -m exercises check send_and_receive`.
 
 import torch
 
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ Check it with `python -m exercises check tree_broadcast`.
 import torch
 
 from comm.algorithms.tree import family
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 
 
 def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:

@@ -17,8 +17,8 @@ from comm.algorithms.tree import family
 from comm.collectives import Group, broadcast
 from comm.functions import gather_from_ranks, summed
 from comm.shards import segments_of, shard_sizes, shards_of
-from comm.transport.segment_receiver import SegmentReceiver
-from comm.transport.wire import Wire
+from comm.wire.segment_receiver import SegmentReceiver
+from comm.wire.wire import Wire
 from exercises.mutants import mutant
 
 

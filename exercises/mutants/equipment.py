@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.membership.liveness import Departure
-from comm.transport import cross_memory, wire
-from comm.transport.gpu_handover import Handover
-from comm.transport.handshake import ROW_BYTES, Header, rows_of
+from comm.transport import cross_memory
 from comm.transport.memory_ends import _ADDRESS_BYTES, PIECE_BYTES, read_from_ring
 from comm.transport.segment import HEAD, NUM_READ, RING_BYTES, TAIL, _lock
 from comm.transport.streams import Streams
-from comm.transport.wire import Group, Transfer, Wire
+from comm.wire import wire
+from comm.wire.gpu_handover import Handover
+from comm.wire.handshake import ROW_BYTES, Header, rows_of
+from comm.wire.wire import Group, Transfer, Wire
 from exercises.mutants import mutant
 from lab.trace import timeline
 from lab.trace.gantt import MAIN_LANE, Event
@@ -70,7 +71,7 @@ def gloo_preempts_its_callers() -> None:
 
 
 @mutant(
-    target="comm.transport.wire.Transfer.wait",
+    target="comm.wire.wire.Transfer.wait",
     killer="tests.comm.test_point_to_point.test_over_gloo_a_gpus_tensors_go_by_way_of_host_memory",
     symptom="With BACKEND=gloo, pipelines on GPUs train, and what they learn is noise.",
 )
@@ -96,7 +97,7 @@ def gpu_spans_end_at_the_launch() -> int:
 
 
 @mutant(
-    target="comm.transport.gpu_handover.Handover.taken",
+    target="comm.wire.gpu_handover.Handover.taken",
     killer=(
         "tests.comm.test_gpu_handover.test_it_waits_for_what_was_launched_before_and_not_for_what_comes_after"
     ),
@@ -113,7 +114,7 @@ def gpu_tensor_read_before_it_is_computed(self: Handover) -> Iterator[None]:
 
 
 @mutant(
-    target="comm.transport.handshake._common",
+    target="comm.wire.handshake._common",
     killer="tests.comm.test_handshake.test_another_dtype_of_the_same_width_is_a_mismatch",
     symptom="One rank sends integers, the others floats, and there is no error.",
 )
@@ -123,7 +124,7 @@ def header_without_dtype(header: Header) -> tuple:
 
 
 @mutant(
-    target="comm.transport.wire.name_axis",
+    target="comm.wire.wire.name_axis",
     killer="tests.hybrid_parallel.test_traffic.test_each_message_counts_for_the_axis_along_which_it_travels",
 )
 def hybrid_bytes_of_another_axis(group: Group, axis: str) -> None:
@@ -135,7 +136,7 @@ def hybrid_bytes_of_another_axis(group: Group, axis: str) -> None:
 
 
 @mutant(
-    target="comm.transport.handshake.wait_until_all_have_read",
+    target="comm.wire.handshake.wait_until_all_have_read",
     killer=(
         "tests.comm.test_leaving."
         "test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_header"
@@ -212,7 +213,7 @@ def overlap_takes_blocking_for_hidden(events: Sequence[Event]) -> Overlap:
 
 
 @mutant(
-    target="comm.transport.channels.Channels._connect",
+    target="comm.wire.channels.Channels._connect",
     killer=(
         "tests.comm.test_channels."
         "test_all_pairs_are_connected_before_the_first_message_where_connecting_holds_up_the_host"

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 from rich.console import Console
 
-from comm.transport import slow_link
+from comm.wire import slow_link
 from hybrid_parallel.planner.machine import Machine, machine_of
 from hybrid_parallel.planner.search import best_by_division, choose, plans
 from hybrid_parallel.planner.shapes import shape_of

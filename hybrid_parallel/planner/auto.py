@@ -9,7 +9,7 @@ import torch
 from comm.collectives import default_pattern
 from comm.cost import Link
 from comm.exchange import on_main
-from comm.transport import slow_link
+from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import read_command_line
 from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, measure_handling, this_machine

@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from comm import cost
 from comm.collectives import all_reduce, barrier
 from comm.cost import Link
-from comm.transport import slow_link
-from comm.transport.wire import Group
+from comm.wire import slow_link
+from comm.wire.wire import Group
 from lab.launch.errors import WorkbookError
 from lab.launch.threads import own_cores
 from lab.models.model import SIZES, Block

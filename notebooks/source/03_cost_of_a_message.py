@@ -134,7 +134,7 @@ show(
 # %%
 # %%ranks
 from comm.cost import Link
-from comm.transport.wire import peer_wire
+from comm.wire.wire import peer_wire
 from lab.trace import timeline
 
 LINK = Link(alpha=10e-3, beta=8 / 100e6)  # seconds for each message, seconds for each byte

@@ -202,7 +202,7 @@ print(
 
 # %%
 # %%ranks
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.trace import timeline
 from lab.trace.timeline import span
 

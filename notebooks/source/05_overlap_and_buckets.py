@@ -79,7 +79,7 @@ number.compare(got[1])
 import time
 
 from comm.collectives import all_reduce
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.trace import timeline
 from lab.trace.metronome import metronome_of
 from lab.models.model import GPT, GPTConfig, loss_of

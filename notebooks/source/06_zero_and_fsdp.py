@@ -352,7 +352,7 @@ stage_3.compare(round(sent[4, 3] / sent[4, 0], 2))
 
 # %%
 # %%ranks
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.trace import timeline
 from lab.trace.overlap import overlap_of
 from lab.trace.timeline import span

@@ -368,11 +368,11 @@ block_MB.compare(pull("megabytes")[0])
 # %% [markdown]
 # More than data parallelism already for 512 tokens, and with the batch it grows. And it cannot wait until the end of the
 # backward: the next layer needs the result *now*. On a link of 1 Gbit/s, simulated by the lesson's slow link, a step looks
-# like this ([comm/transport/slow_link.py](../comm/transport/slow_link.py) sleeps for the time that the link would take):
+# like this ([comm/wire/slow_link.py](../comm/wire/slow_link.py) sleeps for the time that the link would take):
 
 # %%
 # %%ranks
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.trace import timeline
 
 config = GPTConfig.named("small", num_layers=2)

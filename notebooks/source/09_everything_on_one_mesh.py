@@ -169,7 +169,7 @@ longer = predict("With tensor parallelism a step takes how many times as long?",
 # %%
 import time
 
-from comm.transport import slow_link
+from comm.wire import slow_link
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from lab.models.model import GPT, GPTConfig

@@ -293,7 +293,7 @@ try_it(lambda: dist.all_reduce(one, group=careful))
 
 # %% [markdown]
 # The workbook's own collectives send a header first, so they refuse it in a sentence
-# ([comm/transport/handshake.py](../comm/transport/handshake.py)):
+# ([comm/wire/handshake.py](../comm/wire/handshake.py)):
 
 # %%
 from comm import collectives

@@ -140,7 +140,7 @@ const ALGORITHMS = {
 const isPower = (n) => 2 ** log2Down(n) === n;
 const folds = (n) => (isPower(n) ? 0 : 2);
 
-/** The time that the headers add which the ranks exchange first (comm/transport/handshake.py). */
+/** The time that the headers add which the ranks exchange first (comm/wire/handshake.py). */
 const headerSeconds = (n, alpha) => log2Up(n) * alpha;
 
 /**

@@ -7,7 +7,7 @@ from comm import collectives, cost
 from comm.algorithms import bruck
 from comm.cost import Link
 from comm.transport.choice import use_transport
-from comm.transport.wire import peer_wire
+from comm.wire.wire import peer_wire
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.mismatches import error_text, works

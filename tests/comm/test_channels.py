@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from comm.point_to_point import irecv, isend
-from comm.transport.channels import Channels
 from comm.transport.choice import use_transport
-from comm.transport.wire import Wire
+from comm.wire.channels import Channels
+from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 

@@ -6,7 +6,8 @@ import torch
 from comm import choosing, collectives, shared_tensors
 from comm.collectives import PATTERNS, pattern_for
 from comm.cost import Link
-from comm.transport import segment, slow_link
+from comm.transport import segment
+from comm.wire import slow_link
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.trace.ledger import LEDGER, Entry, Traffic

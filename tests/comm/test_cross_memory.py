@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from comm.collectives import all_reduce
 from comm.transport import cross_memory, segment, streams
-from comm.transport.wire import group_of
+from comm.wire.wire import group_of
 from lab.ranks import run_ranks
 from lab.replace import replaced
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from comm.cost import Link
 from comm.exchange import exchange, on_all, on_main
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks

@@ -14,9 +14,9 @@ from comm import collectives, cost
 from comm.algorithms import hierarchical, pipelined_ring
 from comm.cost import Link
 from comm.transport.choice import use_transport
-from comm.transport.hosts import VARIABLE
 from comm.transport.stream_wire import StreamWire
-from comm.transport.wire import Wire, peer_wire
+from comm.wire.hosts import VARIABLE, hosts_of
+from comm.wire.wire import Wire, peer_wire
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import (
@@ -54,7 +54,7 @@ def test_hierarchical_all_reduce_equals_one_process():
         # Ranks 0 and 1 stand for one host, and ranks 2 and 3 for another one.
         os.environ[VARIABLE] = ["a", "a", "b", "b"][cluster.rank]
         wire = peer_wire(None)
-        assert wire.hosts == [0, 0, 1, 1]
+        assert hosts_of(wire) == [0, 0, 1, 1]
         host, place = divmod(cluster.rank, 2)
 
         # Step 1 stays within a host: a rank gets the sum of its host, for one half of the tensor. It sends

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.algorithms.hierarchical import ranks_by_host
-from comm.transport import hosts, streams
+from comm.transport import streams
 from comm.transport.choice import use_transport
-from comm.transport.handshake import RowExchange
-from comm.transport.wire import peer_wire
+from comm.wire import hosts
+from comm.wire.handshake import RowExchange
+from comm.wire.wire import peer_wire
 from lab.ranks import run_ranks
 
 
@@ -44,10 +45,10 @@ def test_a_host_is_a_name_and_a_boot_of_the_kernel(tmp_path: Path, monkeypatch: 
 
 def test_ranks_of_one_machine_share_a_host_and_a_variable_divides_them():
     def look(cluster) -> list[list[int]]:
-        seen = [peer_wire(None).hosts]
+        seen = [hosts.hosts_of(peer_wire(None))]
         for names in ("aabb", "abab", "baab"):
             with mock.patch.dict("os.environ", {hosts.VARIABLE: names[cluster.rank]}):
-                seen.append(peer_wire(dist.new_group(range(4))).hosts)
+                seen.append(hosts.hosts_of(peer_wire(dist.new_group(range(4)))))
         return seen
 
     expected = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]]

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from comm import collectives, cost, shared_tensors
 from comm.algorithms import in_place
-from comm.transport import segment, shared_segment
+from comm.transport import segment
+from comm.wire import shared_segment
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.trace.ledger import LEDGER, Entry
@@ -188,7 +189,7 @@ def test_where_one_rank_cannot_open_the_memory_all_get_ordinary_tensors():
         def refused(*_) -> None:
             raise OSError(13, "Permission denied")
 
-        with replaced("comm.transport.shared_segment.open_of", refused if cluster.rank == 2 else OPEN_OF):
+        with replaced("comm.wire.shared_segment.open_of", refused if cluster.rank == 2 else OPEN_OF):
             x = shared_tensors.zeros(5)
         assert (x == 0).all() and x.shape == (5,)
         return shared_tensors.are_shared(x)

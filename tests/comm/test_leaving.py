@@ -6,8 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from comm import collectives
-from comm.transport import run_collective
+from comm import collectives, run_collective
 from comm.transport.choice import use_transport
 from comm.transport.streams import Streams
 from lab.ranks import run_ranks
@@ -36,7 +35,7 @@ def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_he
         collectives.barrier()
         with ExitStack() as slowed:
             if cluster.rank == 1:
-                slowed.enter_context(replaced("comm.transport.run_collective._shard_fits", late))
+                slowed.enter_context(replaced("comm.run_collective._shard_fits", late))
             collectives.all_reduce(torch.ones(5 + cluster.rank))
 
     for n in (2, 3):

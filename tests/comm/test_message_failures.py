@@ -1,14 +1,10 @@
 """A rank that dies, leaves or is paused while others wait for it ends in a sentence that names it."""
 
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,6 @@ from comm.point_to_point import irecv, isend, recv, send
 from comm.rendezvous import join
 from comm.transport import memory_ends, segment
 from comm.transport.choice import use_transport
-from comm.transport.message_ends import Inbox, Message, Outbox
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.mismatches import error_text
@@ -35,20 +30,18 @@ def die(*_) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("talks_first", [True, False])
-def test_a_rank_that_is_killed_is_named_at_once_by_all_that_wait_for_it(talks_first: bool, transport: str):
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "gloo"])
+def test_a_rank_that_is_killed_is_named_at_once_by_all_that_wait_for_it(transport: str):
     def one_dies(cluster) -> tuple[str, float]:
         use_transport(transport)
         x = torch.zeros(4)
         if cluster.rank == 1:
-            for peer in (0, 2) if talks_first else ():
+            for peer in (0, 2):
                 send(x, peer)
             cluster.store.wait(["both wait"])
             time.sleep(0.2)
             die()
-        if talks_first:
-            recv(x, 1)
+        recv(x, 1)
         if cluster.store.add("waiting", 1) == 2:
             cluster.store.set("both wait", "")
         call = recv if cluster.rank == 0 else send
@@ -185,73 +178,6 @@ def test_a_hang_is_drawn_as_the_cycle_of_ranks_that_send_first():
         run_ranks(work, 3, timeout=1)
     links = " -> ".join(f"rank {rank} waits to send 40 bytes to rank {(rank + 1) % 3}" for rank in range(3))
     assert str(error.value).splitlines()[-1].strip().endswith(links)
-
-
-@contextmanager
-def pair():
-    """Return both ends of a connection in this process, with their queues."""
-    shared, descriptor = segment.create()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        sends, receives = deque(), deque()
-        yield (
-            Outbox(ours, shared, sends),
-            Inbox(theirs, segment.attach(descriptor), os.getpid(), receives),
-            sends,
-            receives,
-        )
-
-
-def test_a_message_is_done_when_its_last_byte_was_taken_and_not_before():
-    for size in (10, 5 * memory_ends.PIECE_BYTES):
-        with pair() as (out, into, sends, receives):
-            sent, got = (
-                Message(torch.ones(size, dtype=torch.uint8)),
-                Message(torch.zeros(size, dtype=torch.uint8)),
-            )
-            sends.append(sent)
-            assert out.push() and out.is_busy and not into.pull()
-            receives.append(got)
-            while not got.done:
-                assert not out.push() and not sent.done
-                assert into.pull()
-            assert out.push() and sent.done and not out.is_busy
-            assert torch.equal(sent.tensor, got.tensor)
-
-
-@pytest.mark.parametrize("who", ["receiver", "sender"])
-def test_a_rank_that_says_it_sleeps_is_woken_and_another_one_is_not(who: str):
-    with pair() as (out, into, sends, receives):
-        asleep = into if who == "receiver" else out
-        for sleeps in (False, True):
-            sends.append(Message(torch.ones(10)))
-            receives.append(Message(torch.zeros(10)))
-            if who == "sender":
-                out.push()
-            asleep.sleep(sleeps)
-            assert out.is_untaken() == (who == "sender" or not sleeps)
-            if who == "receiver":
-                out.push()
-            assert into.pull()
-            assert bool(select.select([asleep.socket], [], [], 0)[0]) == sleeps
-            out.push()
-        assert asleep.is_open()
-
-
-def test_a_connection_that_was_closed_here_is_not_read_even_if_its_number_is_used_again():
-    with pair() as (out, into, sends, receives):
-        sends.append(Message(torch.ones(100_000)))
-        receives.append(Message(torch.zeros(100_000)))
-        out.push()
-        number = into.socket.fileno()
-        into.socket.close()
-        with open("/dev/null") as other:
-            os.dup2(other.fileno(), number)
-            with pytest.raises(ConnectionError):
-                into.pull()
-        os.close(number)
 
 
 ENDS_TOO_EARLY = """

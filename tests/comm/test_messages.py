@@ -1,8 +1,12 @@
-"""Messages through shared memory arrive whatever their ranks do, and a send waits for its receive."""
+"""Messages arrive whatever their ranks do, and a send waits for its receive, over every transport."""
 
+import gc
+import os
 import random
+import socket
 import threading
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -12,8 +16,9 @@ from hypothesis import strategies as st
 
 from comm.collectives import all_reduce
 from comm.point_to_point import irecv, isend, recv, send
-from comm.transport import mailbox, segment
+from comm.transport import segment
 from comm.transport.choice import use_transport
+from comm.transport.streams import transports_of
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.comm.mismatches import error_text
@@ -29,16 +34,12 @@ def pattern(num_bytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
 
-def is_through_memory(peer: int) -> bool:
-    return mailbox.mailbox_of(dist.group.WORLD)._peers[peer].out is not None
-
-
 def reading(allowed: bool):
     """Allow the ranks to read each other's memory, or not."""
     return nullcontext() if allowed else replaced("comm.transport.cross_memory.can_read", lambda *_: False)
 
 
-@pytest.mark.parametrize("transport", ["auto", "shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "gloo"])
 def test_a_send_of_any_size_is_done_only_when_the_message_was_received(transport: str):
     def late(cluster) -> None:
         use_transport(transport)
@@ -56,16 +57,19 @@ def test_a_send_of_any_size_is_done_only_when_the_message_was_received(transport
                 cluster.store.wait([f"receive {size}"])
                 recv(got, 0)
                 assert torch.equal(got, pattern(size, 1))
-        assert transport == "gloo" or is_through_memory(1 - cluster.rank)
+        assert transports_of("direct") == {transport}
 
     run_ranks(late, 2)
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(reads: bool):
+@pytest.mark.parametrize(
+    ("transport", "reads"), [("shared_memory", True), ("shared_memory", False), ("sockets", True)]
+)
+def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(transport: str, reads: bool):
     sizes = [3_000_001, *[10_000] * 40, 1_000_000, *[1] * 20_000, 50_000]  # more than the buffer holds
 
     def busy(cluster) -> None:
+        use_transport(transport)
         if cluster.rank == 0:
             transfers = [isend(torch.full((size,), at % 251, dtype=torch.uint8), 1) for at, size in at_sizes]
             cluster.store.wait(["received"])
@@ -83,10 +87,11 @@ def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(reads
         run_ranks(busy, 2)
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 @pytest.mark.parametrize("is_posted_first", [True, False])
-def test_a_receiver_in_another_operation_keeps_no_sender_waiting(is_posted_first: bool, reads: bool):
+def test_a_receiver_in_another_operation_keeps_no_sender_waiting(is_posted_first: bool, transport: str):
     def busy(cluster) -> None:
+        use_transport(transport)
         for size in SIZES:
             if cluster.rank == 0:
                 if is_posted_first:
@@ -105,8 +110,7 @@ def test_a_receiver_in_another_operation_keeps_no_sender_waiting(is_posted_first
                 arriving.wait()
                 assert torch.equal(got, pattern(size, 2))
 
-    with reading(reads):
-        run_ranks(busy, 2)
+    run_ranks(busy, 2)
 
 
 def test_large_messages_in_both_directions_do_not_wait_for_each_other():
@@ -131,11 +135,17 @@ words = st.tuples(
 )
 
 
-@given(letters=st.lists(words, min_size=5, max_size=40), reads=st.booleans(), large=st.integers(1, 60_000))
-def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, large: int):
+@given(
+    letters=st.lists(words, min_size=5, max_size=40),
+    reads=st.booleans(),
+    large=st.integers(9, 60_000),
+    transport=st.sampled_from(["auto", "sockets"]),
+)
+def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, large: int, transport: str):
     """Each letter is (source, distance to its destination, elements, dtype, whether its send blocks)."""
 
     def exchange(cluster) -> None:
+        use_transport(transport)
         arriving, leaving = [], []
         for at, (source, distance, numel, dtype, _) in enumerate(letters):
             if (source + distance) % 3 == cluster.rank:
@@ -153,7 +163,7 @@ def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, 
         for transfer in leaving:
             transfer.wait()
 
-    with reading(reads), replaced("comm.transport.message_ends.LARGE_BYTES", large):
+    with reading(reads), replaced("comm.transport.streams.LARGE_MESSAGE_BYTES", large):
         run_ranks(exchange, 3)
 
 
@@ -212,28 +222,98 @@ def test_groups_keep_their_messages_apart():
     run_ranks(in_order, 3)
 
 
-def test_a_message_of_another_size_is_a_sentence_and_the_next_one_arrives():
-    def differ(cluster) -> str:
-        texts = []
-        for sent, expected in ((10, 20), (20, 10), (50_000, 10), (10, 50_000), (50_000, 60_000)):
-            if cluster.rank == 0:
-                send(torch.ones(sent), 1)
-                send(torch.full((5,), 7.0), 1)
-            else:
-                got = torch.zeros(5)
-                texts.append(error_text(lambda expected=expected: recv(torch.empty(expected), 0)))
-                recv(got, 0)
-                assert got.tolist() == [7.0] * 5
-        return "\n".join(texts)
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_a_message_of_another_size_is_a_sentence_and_never_garbage(transport: str):
+    def differ(cluster, sent: int, expected: int) -> str:
+        use_transport(transport)
+        if cluster.rank == 0:
+            return error_text(lambda: send(torch.ones(sent), 1))
+        return error_text(lambda: recv(torch.empty(expected), 0))
 
-    for reads in (True, False):
-        with reading(reads):
-            first, *others = run_ranks(differ, 2)[1].split("\n")
-        assert first == (
-            "point_to_point (direct): rank 1 expects 80 bytes from rank 0, which has sent 40. Both need "
+    for sent, expected in ((10, 20), (50_000, 10)):
+        texts = run_ranks(differ, 2, sent, expected, group_timeout=10)
+        assert "could not send to rank 1: it lost the connection" in texts[0]
+        assert texts[1] == (
+            "point_to_point (direct): rank 1 could not receive from rank 0: "
+            f"rank 1 expects {4 * expected} bytes from rank 0, which has sent {4 * sent}. Both need "
             "tensors of the same size and dtype."
         )
-        assert all("bytes from rank 0, which has sent" in text for text in others) and len(others) == 4
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared_memory"])
+def test_a_rank_that_can_share_no_memory_gets_its_messages_by_sockets_or_is_refused(transport: str):
+    def no_space(*_) -> None:
+        raise OSError(27, "File too large")
+
+    def swap(cluster) -> str:
+        use_transport(transport)
+        got = torch.zeros(100_000)
+        with replaced("os.posix_fallocate", no_space) if cluster.rank == 1 else nullcontext():
+            text = (
+                error_text(
+                    lambda: isend(torch.ones(100_000), 1 - cluster.rank).wait() or recv(got, 1 - cluster.rank)
+                )
+                if cluster.rank == 0
+                else error_text(lambda: recv(got, 0) or send(got, 0))
+            )
+        return text if text else "".join(sorted(transports_of("direct")))
+
+    zero, one = run_ranks(swap, 2, collect_failures=True, group_timeout=5)
+    if transport == "auto":
+        assert zero == "shared_memorysockets" == one
+    else:
+        assert "There is not enough memory for a shared segment" in one
+
+
+def test_a_rank_that_waits_uses_no_processor():
+    def wait(cluster) -> float:
+        x = torch.zeros(10)
+        if cluster.rank == 1:
+            time.sleep(1)
+            send(x, 0)
+            return 0.0
+        start = time.process_time()
+        recv(x, 1)
+        return time.process_time() - start
+
+    assert run_ranks(wait, 2)[0] < 0.5
+
+
+def test_a_group_that_is_freed_leaves_no_connection_and_no_thread_behind():
+    def open_files(cluster) -> list[int]:
+        counts = []
+        for _ in range(4):
+            group = dist.new_group([0, 1, 2])
+            left, right = (cluster.rank - 1) % 3, (cluster.rank + 1) % 3
+            for size in SIZES:
+                arriving = irecv(torch.zeros(size, dtype=torch.uint8), left, group)
+                isend(pattern(size, 0), right, group).wait()
+                arriving.wait()
+            dist.destroy_process_group(group)
+            del group, arriving
+            deadline = time.monotonic() + 10
+            while any(one.name == "messages" for one in threading.enumerate()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            gc.collect()
+            counts.append(len(local_files()))
+        return counts
+
+    for counts in run_ranks(open_files, 3):
+        assert len(set(counts)) == 1
+
+
+def local_files() -> list[str]:
+    """Return this process's shared memory, and its connections that are not gloo's."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket"):
+                with socket.socket(fileno=os.dup(int(number))) as end:
+                    name = "Unix" if end.family == socket.AF_UNIX else ""
+            found += [name] if name.startswith(("Unix", "/memfd")) else []
+    return found
 
 
 def test_a_tensor_with_gaps_in_memory_is_refused():
@@ -242,6 +322,6 @@ def test_a_tensor_with_gaps_in_memory_is_refused():
         return [error_text(lambda: call(gaps, 1 - cluster.rank)) for call in (isend, irecv)]
 
     assert run_ranks(strided, 2)[0] == [
-        f"point_to_point: the tensor to {verb} a rank must be contiguous in memory; call contiguous() first."
+        f"point_to_point: call contiguous() on the tensor to {verb} a rank first."
         for verb in ("send to", "receive from")
     ]

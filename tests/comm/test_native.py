@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from comm.cost import Link
-from comm.transport import native, slow_link
+from comm.wire import native, slow_link
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.overlap import Overlap, overlap_of

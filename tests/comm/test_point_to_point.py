@@ -12,9 +12,9 @@ from comm import collectives, point_to_point
 from comm.collectives import CommError
 from comm.cost import Link
 from comm.point_to_point import irecv, isend, measure_link, recv, send
-from comm.transport import slow_link
 from comm.transport.choice import use_transport
-from comm.transport.wire import Wire
+from comm.wire import slow_link
+from comm.wire.wire import Wire
 from lab.ranks import RankError, run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -49,6 +50,8 @@ def streams_to(*peers: Peer) -> Streams:
     """Return the streams of a rank that has connections to these peers, and no group."""
     made = object.__new__(Streams)
     made._all, made._listener, made._is_local, made._deadline = list(peers), NoListener(), True, 1.0
+    made._lock, made._a_thread_sleeps, made._bell = threading.Lock(), False, socket.socketpair()
+    made._lock.acquire()
     return made
 
 

@@ -137,9 +137,7 @@ def test_a_rank_without_an_address_is_named_by_all():
 
     for error in run_ranks(one_has_none, 3, group_timeout=40, collect_failures=True):
         assert isinstance(error, RankError)
-        assert "all_reduce (ring): rank 1 has no address to which a peer could connect." in str(
-            error
-        )
+        assert "all_reduce (ring): rank 1 has no address to which a peer could connect." in str(error)
 
 
 def test_a_hang_is_reported_with_the_rank_for_which_the_others_wait():

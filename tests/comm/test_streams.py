@@ -12,7 +12,7 @@ from comm.transport import segment, streams
 from comm.transport.choice import CAN_POLL, chosen_transport, use_transport
 from comm.transport.memory_ends import MemoryIn, MemoryOut
 from comm.transport.stream_ends import StreamIn, StreamOut
-from comm.transport.wire import group_of
+from comm.wire.wire import group_of
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import (
@@ -36,7 +36,7 @@ CALLS = [(op, pattern) for op, pattern in OURS if op != "barrier"]
 
 def ends(transport: str) -> tuple[set[type], set[type]]:
     """Return the kinds of this rank's connections, to its peers and from them."""
-    peers = streams._streams[group_of(None)][transport]._all
+    peers = streams._streams[group_of(None)][transport, False]._all
     return {type(peer.out) for peer in peers}, {type(peer.incoming) for peer in peers}
 
 
@@ -62,7 +62,7 @@ def test_messages_travel_as_the_transport_says():
             over(transport, cluster, lambda _: all_reduce(torch.ones(1000), pattern="ring"))
             found.append(ends(transport))
         over("gloo", cluster, lambda _: all_reduce(torch.ones(1000), pattern="ring"))
-        assert "gloo" not in streams._streams[group_of(None)]
+        assert ("gloo", False) not in streams._streams[group_of(None)]
         return found
 
     memory = ({MemoryOut}, {MemoryIn}) if segment.is_possible() else ({StreamOut}, {StreamIn})

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError
-from comm.transport import work_queue
 from comm.transport.choice import use_transport
-from comm.transport.work_queue import queue_of
+from comm.wire import work_queue
+from comm.wire.work_queue import queue_of
 from lab.ranks import run_ranks
 
 

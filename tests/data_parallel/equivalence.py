@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from comm.collectives import Group
 from comm.cost import Link
-from comm.transport import slow_link
 from comm.transport.segment import is_possible
+from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER

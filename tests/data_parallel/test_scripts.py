@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from comm.cost import Link
-from comm.transport.hosts import VARIABLE
 from comm.transport.segment import is_possible
+from comm.wire.hosts import VARIABLE
 from data_parallel import (
     train_bucket_overlap,
     train_ddp,

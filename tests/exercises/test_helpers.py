@@ -90,4 +90,4 @@ def test_attributes_are_found_through_the_class_of_their_object():
 
 def test_a_helper_that_does_not_exist_is_an_error():
     with pytest.raises(LookupError, match="does not exist"):
-        find("comm.transport.wire.Wire.send_quickly")
+        find("comm.wire.wire.Wire.send_quickly")

@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from comm import point_to_point
 from comm.collectives import all_reduce
-from comm.transport.native_handle import NativeHandle
-from comm.transport.wire import Wire
+from comm.wire.native_handle import NativeHandle
+from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import RankError
 from lab.replace import replaced
 from tests.fake_gpu import test_techniques as techniques
 from tests.fake_gpu.ranks import on_gpus
 
-WAIT = "comm.transport.native_handle.NativeHandle.end"  # which `wait` calls, and each blocking call
+WAIT = "comm.wire.native_handle.NativeHandle.end"  # which `wait` calls, and each blocking call
 
 
 def hook_that_does_not_know_the_stream(
@@ -76,7 +76,7 @@ def test_pairs_that_are_connected_at_the_first_message_hang_a_pipeline(fails, mo
     monkeypatch.setenv("FAKE_TIMEOUT", "3")
     test = partial(techniques.test_a_pipeline_equals_one_process, "gpipe", 2, 2)
     fails(
-        "comm.transport.channels.Channels._connect",
+        "comm.wire.channels.Channels._connect",
         lambda self, pairs: None,
         test,
         "waits in ncclCommInitRank",
@@ -91,7 +91,7 @@ def test_two_ranks_that_post_their_receives_first_hang(fails):
 
     on_gpus(turn)
     fails(
-        "comm.transport.wire.Wire.batch",
+        "comm.wire.wire.Wire.batch",
         plain_messages,
         lambda: on_gpus(turn, FAKE_TIMEOUT="3"),
         "a deadlock",

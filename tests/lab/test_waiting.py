@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
-from comm.transport.wire import Wire
+from comm.wire.wire import Wire
 from lab.launch.errors import WorkbookError
 from lab.notebook.standing_ranks import StandingRanks
 from lab.ranks import RankError, run_ranks

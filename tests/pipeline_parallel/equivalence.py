@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from comm.transport.wire import Group
+from comm.wire.wire import Group
 from lab.check import Tensors, assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

@@ -7,7 +7,7 @@ from torch import nn
 
 from comm import collectives
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.cluster import Cluster
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks

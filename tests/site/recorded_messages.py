@@ -21,7 +21,7 @@ class Transfer:
 
 
 class RecordingWire:
-    """Offers what algorithms use of comm.transport.wire.Wire, and lists (to, elements) of each send."""
+    """Offers what algorithms use of comm.wire.wire.Wire, and lists (to, elements) of each send."""
 
     def __init__(
         self, rank: int, size: int, links: dict[tuple[int, int], "queue.Queue[torch.Tensor]"]

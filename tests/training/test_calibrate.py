@@ -5,7 +5,7 @@ import time
 import pytest
 
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.ranks import run_ranks
 from tests.comm.simulated_time import simulated_time
 from training import calibrate

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry
 from lab.trace.memory import live_bytes
@@ -27,9 +27,7 @@ def test_stages_1_2_and_3_send_2_2_and_3_times_the_parameters(n: int):
                 ours.accumulate(total, (torch.ones(3, 8), torch.ones(3)), microbatches)
                 ours.optimizer.step()
                 rows = {entry: traffic.bytes_sent for entry, traffic in LEDGER.rows().items()}
-                sent = {
-                    op: rows.get(Entry(op, "ring"), 0) for op in ("reduce_scatter", "all_gather")
-                }
+                sent = {op: rows.get(Entry(op, "ring"), 0) for op in ("reduce_scatter", "all_gather")}
                 each = num_bytes * (n - 1) // n
                 reductions = 1 if stage == "zero1" else microbatches
                 gathers = 2 * microbatches if stage == "zero3" else 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.cost import Link
-from comm.transport import slow_link
+from comm.wire import slow_link
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

@@ -13,8 +13,7 @@ for several hosts:
       WORKBOOK_HOST=b    in that of ranks 2 and 3
 
 Hosts are numbered from 0, in the order of their lowest ranks. The ranks exchange their hashes once for each
-group: over streams together with their addresses (streams.py), over gloo when an algorithm first reads
-`wire.hosts` (wire.py).
+group: over streams together with their addresses (streams.py), over gloo when an algorithm first asks.
 """
 
 import hashlib
@@ -27,8 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from comm.transport.handshake import RowExchange
-from comm.transport.wire import Group, Wire, group_of
+from comm.wire.handshake import RowExchange
+from comm.wire.wire import Group, Wire, group_of, peer_wire
 
 VARIABLE = "WORKBOOK_HOST"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -69,10 +68,7 @@ def known_hosts(group: Group) -> list[int]:
 def hosts_of(wire: Wire) -> list[int]:
     """Return the number of each rank's host. At its first use in a group, all ranks must call it."""
     if wire.group not in _hosts:
-        counted, wire.counted = wire.counted, False  # as the addresses of the streams, it is no header
-        try:
-            hashes = RowExchange(wire, torch.tensor([own_host()])).finish()
-        finally:
-            wire.counted = counted
+        apart = peer_wire(wire.group, counted=False)  # as the addresses of the streams, it is no header
+        hashes = RowExchange(apart, torch.tensor([own_host()])).finish()
         remember(wire.group, hashes.flatten().tolist())
     return _hosts[wire.group]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from comm.transport.wire import Transfer, Wire
+from comm.wire.wire import Transfer, Wire
 
 AHEAD = 8
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from comm.transport.wire import (
+from comm.wire.wire import (
     Group,
     axis_of,
     global_ranks,

@@ -13,19 +13,19 @@ from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
 from comm.transport import streams
 from comm.transport.choice import chosen_transport
-from comm.transport.gpu_handover import handover_of, taken
-from comm.transport.handshake import (
+from comm.transport.stream_wire import StreamHandshake, StreamWire
+from comm.wire.gpu_handover import handover_of, taken
+from comm.wire.handshake import (
     SHARDED,
     Header,
     HeaderExchange,
     check_parts,
     wait_until_all_have_read,
 )
-from comm.transport.slow_link import LinkDelay
-from comm.transport.staging import In
-from comm.transport.stream_wire import StreamHandshake, StreamWire
-from comm.transport.wire import Group, Wire, group_of
-from comm.transport.work_queue import GroupQueue, Handle, queue_of
+from comm.wire.slow_link import LinkDelay
+from comm.wire.staging import In
+from comm.wire.wire import Group, Wire, group_of
+from comm.wire.work_queue import GroupQueue, Handle, queue_of
 from lab.trace.timeline import span
 
 Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank

@@ -17,17 +17,17 @@ to the bits below (0 stands for plain point-to-point messages). A tag has 31 bit
     1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       eager
 """
 
+import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership import liveness
-from comm.transport.any_wire import Member
 from lab.ranks.waiting import Wait
 from lab.trace.ledger import LEDGER
 
@@ -38,6 +38,19 @@ MessageCounts = defaultdict[tuple[int, bool], int]  # messages so far by (peer, 
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
 _TURN_BITS, _NUMBER_BITS = 10, 20
 _EAGER, _EAGER_TURN_BITS, _EAGER_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
+
+
+class AnyWire(Protocol):
+    """What an algorithm and the handshake use of a Wire, or of a StreamWire (transport/stream_wire.py)."""
+
+    op: str
+    pattern: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Any: ...
+    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Any: ...
 
 
 class Transfer:
@@ -117,19 +130,12 @@ class Wire:
         check()
         self.eager_transfers.clear()
 
-    @cached_property
-    def hosts(self) -> list[int]:
-        """Return the number of each rank's host. At the first use in a group, all ranks must use it."""
-        from comm.transport.hosts import hosts_of  # which imports this file
-
-        return hosts_of(self)
-
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`.
 
         An empty tensor is not sent, and its receiver does not wait for it.
         """
-        check_peer(self, dst, "send to")
+        check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
         if not tensor.nbytes:
             return Transfer(self, None, tensor, dst, "send to")
         tag = self._tag(tensor, self._sent, (dst, header))
@@ -143,7 +149,7 @@ class Wire:
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
-        check_peer(self, src, "receive from")
+        check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
         if not tensor.nbytes:
             return Transfer(self, None, tensor, src, "receive from")
         tag = self._tag(tensor, self._received, (src, header))
@@ -160,8 +166,8 @@ class Wire:
 
         All ranks of the group call it together, with contiguous tensors. One `wait()` ends both transfers.
         """
-        check_peer(self, dst, "send to")
-        check_peer(self, src, "receive from")
+        check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
+        check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
         if self.counted:
             LEDGER.count(self.op, self.pattern, outgoing.nbytes, axis=self.axis)
         try:
@@ -202,14 +208,17 @@ class Wire:
         )
 
 
-def check_peer(wire: Member, peer: int, verb: str) -> None:
+def check_peer(op: str, pattern: str, rank: int, size: int, peer: int, verb: str) -> None:
     """Raise CommError unless `peer` is another rank of the group."""
     # With a rank that is too large gloo kills the process, and with a negative one it never returns.
-    if not 0 <= peer < wire.size or peer == wire.rank:
-        what = "which is itself" if peer == wire.rank else f"but the group has ranks 0 to {wire.size - 1}"
-        raise CommError(
-            f"{wire.op} ({wire.pattern}): rank {wire.rank} is asked to {verb} rank {peer}, {what}."
-        )
+    if not 0 <= peer < size or peer == rank:
+        what = "which is itself" if peer == rank else f"but the group has ranks 0 to {size - 1}"
+        raise CommError(f"{op} ({pattern}): rank {rank} is asked to {verb} rank {peer}, {what}.")
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the tensor's memory. (`numpy()` would keep the storage from being freed.)"""
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
 
 
 _peer_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[MessageCounts, MessageCounts]]"

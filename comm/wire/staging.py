@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from comm.transport.wire import Group
+from comm.wire.wire import Group
 
 
 def goes_by_host(tensor: torch.Tensor, group: Group) -> bool:

@@ -14,13 +14,13 @@ from comm import cost
 from comm.algorithms.reduction import divisor_before
 from comm.errors import CommError
 from comm.shards import shards_of
-from comm.transport import slow_link
-from comm.transport.gpu_handover import Handover, taken
-from comm.transport.handshake import RowExchange
-from comm.transport.native_handle import NativeHandle, failed
-from comm.transport.staging import goes_by_host
-from comm.transport.wire import Group, Wire, axis_of
-from comm.transport.work_queue import Handle, queue_of
+from comm.wire import slow_link
+from comm.wire.gpu_handover import Handover, taken
+from comm.wire.handshake import RowExchange
+from comm.wire.native_handle import NativeHandle, failed
+from comm.wire.staging import goes_by_host
+from comm.wire.wire import Group, Wire, axis_of
+from comm.wire.work_queue import Handle, queue_of
 from lab.trace import timeline
 from lab.trace.ledger import LEDGER
 

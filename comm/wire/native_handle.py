@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.transport.wire import peer_trouble
+from comm.wire.wire import peer_trouble
 from lab.trace import timeline
 
 
 class NativeHandle:
-    """An operation of torch.distributed in flight, with the interface of comm.transport.work_queue.Handle."""
+    """An operation of torch.distributed in flight, with the interface of comm.wire.work_queue.Handle."""
 
     def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
         self._op, self._work, self._finish = op, work, finish

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from comm.transport.wire import Group, group_of
+from comm.wire.wire import Group, group_of
 
 if sys.platform == "linux":
     import fcntl

@@ -9,7 +9,7 @@ header to every other rank, in ceil(log2 n) rounds (Bruck's all-gather). If the 
 ranks raise the same error, and the group stays usable.
 
 The rounds cost latency, and on busy cores a wake-up can take milliseconds. So the fastest patterns on gloo
-send their first messages while the headers are in flight (eager messages, comm/transport/wire.py). On streams
+send their first messages while the headers are in flight (eager messages, comm/wire/wire.py). On streams
 all patterns do (comm/transport/stream_wire.py).
 """
 
@@ -22,8 +22,7 @@ import torch
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.transport.any_wire import AnyWire
-from comm.transport.wire import Wire, global_ranks
+from comm.wire.wire import AnyWire, Wire, global_ranks
 
 OPS = (
     "barrier",
@@ -62,7 +61,7 @@ class Header:
     "in_place" `shard` says where the tensor lies (shared_segment.place_of).
 
     `ready` is not compared. It is the time, in nanoseconds, from which a simulated slow link could carry the
-    payload (transport/slow_link.py).
+    payload (slow_link.py).
     """
 
     op: str

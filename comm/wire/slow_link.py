@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from comm import cost
 from comm.cost import Link
-from comm.transport.work_queue import GroupQueue
+from comm.wire.work_queue import GroupQueue
 from lab import units
 from lab.launch.errors import WorkbookError
 from lab.trace import timeline

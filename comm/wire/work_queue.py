@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from comm.errors import CommError, Mismatch
-from comm.transport.wire import Group, group_of
+from comm.wire.wire import Group, group_of
 from lab.trace.timeline import span
 
 COMMUNICATION_THREAD = "communication"
