@@ -1,7 +1,6 @@
 """Do the exercises: `python -m exercises` shows the next one, and `python -m exercises check` grades it."""
 
 import argparse
-import difflib
 import json
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from exercises.catalog import EXERCISES, Exercise, name_of
 from exercises.checker.grade import PASSED, Grade, grade, report
 from exercises.checker.inspect_file import problem_of, shown
 from exercises.find_the_bug import Bug, bugs
-from exercises.names import all_exercises, exercise_named, suggestion, typed
+from exercises.names import exercise_named, typed
 from exercises.workspace import Progress, Workspace
 
 POLL_SECONDS = 0.3
@@ -175,7 +174,7 @@ def bug(space: Workspace, options: argparse.Namespace) -> int:
         console.print(f"You have mended this bug in {file}.")
         console.print(f"To begin again: {typed(f'reset {one.name}')}")
         return 0
-    console.print(f"{one.in_what_way} Find the mistake in {file}, and mend it.")
+    console.print(f"It runs, and it is wrong. Find the mistake in {file}, and mend it.")
     console.print(f"Then: {typed(f'check {one.name}')}, or hint, or watch")
     return 0
 
@@ -265,21 +264,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def unknown_command(word: str) -> str:
-    """Return a sentence about a word that is no command: it may be an exercise, or be misspelt."""
-    if word in all_exercises():
-        return f"{word} is an exercise and no command: did you mean `{typed(f'check {word}')}`?"
-    if near := difflib.get_close_matches(word, COMMANDS, n=1):
-        return f"There is no command {word!r}: did you mean `{typed(near[0])}`?"
-    return f"There is no command {word!r}{suggestion(word)} The commands are {', '.join(COMMANDS)}."
-
-
 def main(arguments: list[str] | None = None, space: Workspace | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
-        print(unknown_command(given[0]), file=sys.stderr)
-        return 2
-    options = parser().parse_args(given)
+    options = parser().parse_args(arguments)
     command = COMMANDS[options.command][0] if options.command else show
     try:
         return command(space or Workspace(), options)

@@ -1,19 +1,17 @@
-"""Let pytest grade exercises by name or marker: `pytest exercises -m pipeline_1f1b`, `pytest -k zero1`.
+"""Let pytest grade exercises: `pytest exercises`, or `pytest exercises -m pipeline_1f1b`.
 
 Each of a lesson's tests that grade an exercise is one test here, so what passes is the partial credit. An
-exercise is graded in a process of its own, as by `python -m exercises check`, and no trace is shown.
-
-A run of all tests of the workbook leaves the exercises out, because a learner's files are not finished.
+exercise is graded in a process of its own, as by `python -m exercises check`, and no trace is shown. Its
+markers are its name and its lesson's folder; a bug that has been opened has its name and `bug`.
 """
 
-import difflib
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).resolve().parent
+GRADES = pytest.StashKey[list]()
 
 
 class NotPassed(Exception):
@@ -26,14 +24,13 @@ class ExerciseFile(pytest.File):
     def collect(self):
         from exercises.names import all_exercises
 
-        self.exercise = all_exercises()[self.path.stem]
+        self.exercise, self.grade = all_exercises()[self.path.stem], None
         handed_in = self.config.getoption("--submission")
         self.learners = Path(handed_in, self.exercise.file) if handed_in else self.path
-        self.grade = None
         for test in self.exercise.tests:
             item = LessonTest.from_parent(self, name=test.rpartition("::")[2], test=test)
-            for name in markers_of(self.exercise):
-                item.add_marker(name)
+            for marker in markers_of(self.exercise):
+                item.add_marker(marker)
             yield item
 
     def graded(self):
@@ -66,32 +63,14 @@ class LessonTest(pytest.Item):
         return self.path, None, f"{self.parent.exercise.name}: {self.test}"
 
 
-GRADES = pytest.StashKey[list]()
-
-
-def markers_of(exercise) -> list[str]:
-    """Return the markers of an exercise: its name, its lesson's folder and, if it has one, "bug"."""
-    return [
-        exercise.name,
-        exercise.target.partition(".")[0],
-        *(["bug"] if exercise.file.parts[0] == "bugs" else []),
-    ]
-
-
-def is_asked_for(arguments: list[str], testpaths: list[str], expressions: list[str], names: set[str]) -> bool:
-    """Return whether the command line asks for exercises, and not for the tests of the workbook."""
-    paths = {Path(argument.partition("::")[0]).resolve() for argument in arguments}
-    is_default = paths == {Path(path).resolve() for path in testpaths}
-    if not is_default and any(path.is_relative_to(FOLDER) for path in paths):
-        return True
-    return any(names & set(re.findall(r"\w+", expression)) for expression in expressions)
+def markers_of(exercise) -> tuple[str, str]:
+    kind = exercise.file.parts[0]
+    return exercise.name, "bug" if kind == "bugs" else kind
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("exercises")
-    group.addoption(
-        "--submission", metavar="FOLDER", help="grade the files that were handed in in this folder"
-    )
+    group.addoption("--submission", metavar="FOLDER", help="grade the files that are in this folder")
     group.addoption("--exercise-report", metavar="FILE", help="write the grades to this file, as JSON")
 
 
@@ -102,16 +81,6 @@ def pytest_configure(config):
         raise pytest.UsageError(f"There is no folder {folder}.")
 
 
-def unknown_marker(expression: str, known: set[str]) -> str | None:
-    """Return a sentence about the first word of a marker expression that is no marker, or None."""
-    for word in re.findall(r"[^\W\d]\w*", re.sub(r"\([^()]*=[^()]*\)", "", expression)):
-        if word not in known | {"and", "or", "not", "True", "False"}:
-            near = difflib.get_close_matches(word, sorted(known), n=1)
-            end = f": did you mean {near[0]}?" if near else "."
-            return f"There is no exercise or lesson {word}{end}"
-    return None
-
-
 def pytest_collect_file(file_path, parent):
     if file_path.suffix != ".py" or file_path.parent.parent != FOLDER:
         return None
@@ -120,52 +89,9 @@ def pytest_collect_file(file_path, parent):
     exercise = all_exercises().get(file_path.stem)
     if exercise is None or FOLDER / exercise.file != file_path:
         return None
-    for name in markers_of(exercise):
-        parent.config.addinivalue_line("markers", f"{name}: the exercise, lesson or kind of exercise")
+    for marker in markers_of(exercise):
+        parent.config.addinivalue_line("markers", f"{marker}: the exercise, lesson or kind of exercise")
     return ExerciseFile.from_parent(parent, path=file_path)
-
-
-def left_out(item, names: list[str], is_asked: bool, keyword: str) -> bool:
-    """Return whether an item is a test of an exercise for which the command line does not ask.
-
-    `-k sampler` asks for the exercise of that name, and not for others whose tests have it in their names.
-    """
-    if not isinstance(item, LessonTest):
-        return False
-    return not is_asked or (keyword in names and item.parent.exercise.name != keyword)
-
-
-def asks_for_bugs(arguments: list[str], expressions: list[str], names: set[str]) -> bool:
-    """Return whether the command line asks for bugs: by their folder, by `bug`, or by one's name.
-
-    Which bugs have files depends on which ones have been opened. So a lesson's marker leaves them out.
-    """
-    if any("bugs" in Path(argument.partition("::")[0]).parts for argument in arguments):
-        return True
-    words = {word for expression in expressions for word in re.findall(r"\w+", expression)}
-    return "bug" in words or any(word.startswith("bug_") for word in names & words)
-
-
-def pytest_collection_modifyitems(config, items):
-    from exercises.names import all_exercises
-
-    by_name = all_exercises()
-    names, keyword = list(by_name), config.getoption("keyword").strip()
-    expressions = [config.getoption("markexpr"), keyword]
-    is_asked = is_asked_for(config.args, config.getini("testpaths"), expressions, set(names))
-    if is_asked_for(config.args, config.getini("testpaths"), [], set()):
-        lessons = {marker for exercise in by_name.values() for marker in markers_of(exercise)}
-        others = {re.split(r"\W", line)[0] for line in config.getini("markers")}
-        if problem := unknown_marker(expressions[0], lessons | others):
-            raise pytest.UsageError(problem)
-    if not asks_for_bugs(config.args, expressions, set(names)):
-        bugs = [i for i in items if isinstance(i, LessonTest) and "bug" in markers_of(i.parent.exercise)]
-        config.hook.pytest_deselected(items=bugs)
-        items[:] = [item for item in items if item not in bugs]
-    gone = [item for item in items if left_out(item, names, is_asked, keyword)]
-    config.hook.pytest_deselected(items=gone)
-    items[:] = [item for item in items if not left_out(item, names, is_asked, keyword)]
-    items.sort(key=lambda i: names.index(i.parent.exercise.name) if isinstance(i, LessonTest) else -1)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,15 +1,16 @@
-"""Make an exercise of each mutant of a technique: a file with the mistake, which the learner finds and mends.
+"""Make an exercise of each mutant: a file with the mistake, which the learner finds and mends.
 
       mutants/data_parallel.py   def gradient_summed(self)        named, explained, and killed by a test
       bugs/bug_naive_7b2.py      def finish_gradient_sync(self)   the lesson's name and docstring, no hint
 
 The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
 that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
-exchanged for another. Its difficulty is measured by the lines to read and to write (bug_difficulty.py).
+exchanged for another. Mutants are read here, and not imported.
 """
 
 import ast
 import copy
+import difflib
 import functools
 import hashlib
 import textwrap
@@ -18,47 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exercises import mutants
-from exercises.bug_difficulty import MINUTES, difficulty_of
-from exercises.bug_hints import Definition, hints_of
 from exercises.catalog import EXERCISES, ROOT, Exercise
 
-EQUIPMENT = ("lab.", "comm.rendezvous.keep_from_preempting")  # what helps the lessons is no technique
+Definition = ast.FunctionDef | ast.ClassDef
 MAX_TESTS = 4
+MOST_LINES = (4, 9, 15, 22)  # to read and to write, for the difficulties 1 to 4
+MINUTES = (10, 15, 20, 25, 30)
+ALIKE = 0.5  # with less in common, a list of the lines that differ would be longer than the code
+ORDER = (
+    *("comm", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel", "context_parallel"),
+    *("expert_parallel", "hybrid_parallel", "training", "lab"),
+)
 TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
-)
-# By what TARGET begins with, what is true of an implementation with a mistake. The first entry counts.
-WRONG_IN_WHAT_WAY = (
-    (("comm.exchange.", "comm.transport.cross_memory."), "It works, and it is not safe."),
-    (
-        (
-            "comm.membership.",
-            "comm.wire.handshake.",
-            "comm.transport.stream_wire.StreamHandshake.",
-            "comm.transport.streams.Streams.close",
-            "pipeline_parallel.failure.",
-        ),
-        "It works as long as there is no error, and is wrong where there is one.",
-    ),
-    (
-        (
-            *("training.checkpoint.", "training.range_checkpoint."),
-            *("hybrid_parallel.checkpoint.", "hybrid_parallel.state."),
-        ),
-        "It saves and loads checkpoints, and it is wrong.",
-    ),
-    (
-        (
-            "hybrid_parallel.planner.memory.",
-            "hybrid_parallel.planner.step_time.",
-            "hybrid_parallel.planner.machine.",
-        ),
-        "It chooses a plan, and its numbers are wrong.",
-    ),
-    (("training.evaluation.",), "It reports numbers, and they are wrong."),
-    (("comm.",), "It runs, and it is wrong."),
-    (("",), "It trains, and it is wrong."),
 )
 PATTERN = '`pattern` names the algorithm of a collective, such as "ring"; None lets the collective choose.'
 
@@ -78,16 +52,6 @@ class Bug(Exercise):
     def file(self) -> Path:
         return Path("bugs", f"{self.name}.py")
 
-    @property
-    def is_class(self) -> bool:
-        """Tell whether the mistake is in a class that extends the lesson's, and not in a function."""
-        return isinstance(lessons_definition(self)[1], ast.ClassDef)
-
-    @property
-    def in_what_way(self) -> str:
-        """Return a sentence that says what works and what is wrong, such as a result or what is safe."""
-        return next(text for kinds, text in WRONG_IN_WHAT_WAY if self.target.startswith(kinds))
-
     def own_file(self) -> str:
         """Return the learner's file: the lesson's name and docstring, and the wrong implementation."""
         place = f"`{self.qualified_name}` of {self.lesson.relative_to(ROOT)}"
@@ -101,20 +65,14 @@ class Bug(Exercise):
 @functools.cache
 def bugs() -> tuple[Bug, ...]:
     """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
-    found = [mutant for mutant in described().values() if not mutant.target.startswith(EQUIPMENT)]
-    order = (
-        *("comm", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel", "context_parallel"),
-        *("expert_parallel", "hybrid_parallel", "training"),
-    )
-    made = [_bug(mutant, found) for mutant in found]
-    return tuple(
-        sorted(made, key=lambda bug: (order.index(bug.target.partition(".")[0]), bug.difficulty, bug.name))
-    )
+    made = [_bug(mutant) for mutant in described().values()]
+    place = {lesson: number for number, lesson in enumerate(ORDER)}
+    return tuple(sorted(made, key=lambda b: (place[b.target.partition(".")[0]], b.difficulty, b.name)))
 
 
 @dataclass(frozen=True)
 class Described:
-    """A mutant as its file describes it, which is read and not imported."""
+    """A mutant as its file describes it."""
 
     name: str
     doc: str
@@ -129,14 +87,15 @@ class Described:
         [call] = [each for each in node.decorator_list if _is_mark(each)]
         fields = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         module, _, test = fields["killer"].rpartition(".")
+        doc = " ".join((ast.get_docstring(node) or "").split())
         cause = fields.get("cause", ())
         return Described(
             name=node.name,
-            doc=" ".join((ast.get_docstring(node) or "").split()),
+            doc=doc,
             target=fields["target"],
             killer=f"{module.replace('.', '/')}.py::{test}",  # as pytest names it
             cause=(cause,) if isinstance(cause, str) else cause,
-            symptom=fields.get("symptom", ""),
+            symptom=fields.get("symptom") or doc.partition(":")[0].rstrip(".") + ".",
             code=tuple(_needed(node, file)),
         )
 
@@ -164,8 +123,7 @@ def _needed(mutant: Definition, file: ast.Module) -> list[ast.stmt]:
     names: set[str] = set()
     for node in wanted:  # which grows
         names |= _free_names(node)
-        others = [each for each in file.body if each not in wanted and _name_of(each) in names]
-        wanted.extend(others)
+        wanted.extend(each for each in file.body if each not in wanted and _name_of(each) in names)
     return [*_imports(file, names), *(node for node in file.body if node in wanted)]
 
 
@@ -192,31 +150,48 @@ def _imports(file: ast.Module, names: set[str]) -> Iterator[ast.stmt]:
                 yield ast.copy_location(type(node)(**{**vars(node), "names": bound}), node)
 
 
-def _bug(mutant: Described, others: list[Described]) -> Bug:
-    target = mutant.target
-    tests = [mutant.killer, *(other.killer for other in others if other.target == target)]
-    tests += [test for exercise in EXERCISES if exercise.target == target for test in exercise.tests]
-    symptom = mutant.symptom or mutant.doc.partition(":")[0].rstrip(".") + "."
+def _bug(mutant: Described) -> Bug:
+    tests = [mutant.killer]
+    tests += [other.killer for other in described().values() if other.target == mutant.target]
+    tests += [test for exercise in EXERCISES if exercise.target == mutant.target for test in exercise.tests]
     draft = Bug(
         name="draft",
-        title=f"The mistake in `{target.rpartition('.')[2]}`",
-        target=target,
+        title=f"The mistake in `{mutant.target.rpartition('.')[2]}`",
+        target=mutant.target,
         tests=tuple(dict.fromkeys(tests))[:MAX_TESTS],
         difficulty=1,
         minutes=MINUTES[0],
         hints=("", "", ""),
         mutant=mutant.name,
-        symptom=symptom,
+        symptom=mutant.symptom,
         mistake=mutant.doc,
     )
-    tree, right = _wrong_tree(draft), lessons_definition(draft)[1]
-    test = mutant.killer.rpartition("::")[2]
-    hints = hints_of(test, mutant.doc, symptom, right, _definition_of(draft, tree))
-    difficulty = difficulty_of(tree, draft.function, right, mutant.killer)
+    right, wrong = lessons_definition(draft)[1], _wrong_definition(draft)
+    difficulty = 1 + sum(len(_lines(wrong)) + len(_changes(wrong, right)) > most for most in MOST_LINES)
     lesson = draft.lesson.stem.removeprefix("train_")
-    name = f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}"
-    effort = {"difficulty": difficulty, "minutes": MINUTES[difficulty - 1]}
-    return Bug(**{**vars(draft), **effort, "name": name, "hints": hints})
+    new = {
+        "name": f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}",
+        "difficulty": difficulty,
+        "minutes": MINUTES[difficulty - 1],
+        "hints": (
+            f"It should be so: {mutant.killer.rpartition('::test_')[2].replace('_', ' ')}.",
+            f"What happens: {mutant.doc}",
+            _where(wrong, right),
+        ),
+    }
+    return Bug(**(vars(draft) | new))
+
+
+def _where(wrong: Definition, right: Definition) -> str:
+    """Return the third hint: the first line that differs, or after which something is missing."""
+    before, after = _lines(right), _lines(wrong)
+    for kind, _, _, start, _ in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if kind in ("replace", "insert"):
+            return f"Look at this line, and at what follows from it: `{after[start].strip()}`"
+        if kind == "delete":
+            where, line = ("before", after[0]) if start == 0 else ("after", after[start - 1])
+            return f"Something is missing {where} this line: `{line.strip()}`"
+    return "The lines are the lesson's. What stands around the function, such as a decorator, is missing."
 
 
 def lessons_definition(bug: Bug) -> tuple[str, Definition]:
@@ -232,8 +207,7 @@ def lessons_definition(bug: Bug) -> tuple[str, Definition]:
 
 def _wrong_tree(bug: Bug) -> ast.Module:
     """Return the mutant's code under the lesson's name, without what it says of itself."""
-    mutant = described()[bug.mutant]
-    tree = copy.deepcopy(ast.Module([*mutant.code], []))
+    tree = copy.deepcopy(ast.Module([*described()[bug.mutant].code], []))
     definitions = [node for node in tree.body if isinstance(node, Definition)]
     helpers = [node.name for node in definitions if node.name != bug.mutant]
     new_names = {bug.mutant: bug.function} | {name: f"_Part{i}" for i, name in enumerate(helpers, start=1)}
@@ -251,27 +225,21 @@ def _wrong_tree(bug: Bug) -> ast.Module:
     return tree
 
 
+def _wrong_definition(bug: Bug) -> Definition:
+    """Return the tree of the wrong function or class, under the lesson's name."""
+    [wrong] = [n for n in _wrong_tree(bug).body if isinstance(n, Definition) and n.name == bug.function]
+    return wrong
+
+
 def _wrong_code(bug: Bug) -> str:
-    tree = _wrong_tree(bug)
-    _, right = lessons_definition(bug)
+    tree, (_, right) = _wrong_tree(bug), lessons_definition(bug)
     if (doc := ast.get_docstring(right)) is not None and isinstance(right, ast.FunctionDef):
         text = textwrap.indent(doc, "    ").strip()
         [wrong] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == bug.function]
         wrong.body.insert(0, ast.Expr(ast.Constant(text + "\n    " if "\n" in text else text)))
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    others = [node for node in tree.body if node not in imports]
-    blocks = ["\n".join(ast.unparse(node) for node in imports), *(ast.unparse(node) for node in others)]
-    return "\n\n\n".join(block for block in blocks if block)
-
-
-def wrong_definition(bug: Bug) -> Definition:
-    """Return the tree of the wrong function or class, under the lesson's name."""
-    return _definition_of(bug, _wrong_tree(bug))
-
-
-def _definition_of(bug: Bug, tree: ast.Module) -> Definition:
-    [wrong] = [n for n in tree.body if isinstance(n, Definition) and n.name == bug.function]
-    return wrong
+    others = [ast.unparse(node) for node in tree.body if node not in imports]
+    return "\n\n\n".join(filter(None, ["\n".join(ast.unparse(node) for node in imports), *others]))
 
 
 def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | None:
@@ -284,3 +252,26 @@ def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | 
     if not any(isinstance(node, Definition) and node.name == bug.function for node in tree.body):
         return "invalid", f"{shown} has no `{bug.function}`."
     return None
+
+
+def solution_of(bug: Bug) -> str:
+    """Return the mistake in a sentence, the lines that differ where they are few, and the lesson's code."""
+    source, right = lessons_definition(bug)
+    wrong = _wrong_definition(bug)
+    parts = [textwrap.fill(f"The mistake: {bug.mistake}", 108, initial_indent="# ", subsequent_indent="# ")]
+    if difflib.SequenceMatcher(None, _lines(wrong), _lines(right), autojunk=False).ratio() >= ALIKE:
+        changes = [f"#   {line}" for line in _changes(wrong, right)]
+        parts.append("\n".join(["# What to change (- wrong, + right):", *changes]))
+    return "\n#\n".join(parts) + "\n# The lesson's own code:\n\n" + source
+
+
+def _changes(wrong: Definition, right: Definition) -> list[str]:
+    changes = list(difflib.unified_diff(_lines(wrong), _lines(right), n=0, lineterm=""))
+    return [line.rstrip() for line in changes if not line.startswith(("---", "+++", "@@"))]
+
+
+def _lines(definition: Definition) -> list[str]:
+    """Return the lines of a definition's body, without its docstring and imports."""
+    body = definition.body[1:] if ast.get_docstring(definition) is not None else definition.body
+    statements = [node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return [line for node in statements for line in ast.unparse(node).splitlines()]

@@ -13,10 +13,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from exercises.bug_solution import solution_of
 from exercises.catalog import EXERCISES, Exercise, name_of
 from exercises.catalog.exercise import LESSON_PACKAGES
-from exercises.find_the_bug import Bug
+from exercises.find_the_bug import Bug, solution_of
 from exercises.helpers import helpers
 
 FOLDER = Path(__file__).resolve().parent

@@ -3,7 +3,6 @@
 If an exercise has several functions, `check` takes one of them, and finds the others in the same notebook.
 """
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -18,18 +17,11 @@ from exercises.catalog import BY_NAME, Exercise, name_of
 from exercises.checker.grade import INVALID, Grade, judge
 from exercises.checker.plugin import PICKLE
 from exercises.find_the_bug import Bug
-from exercises.names import all_exercises, exercise_named, suggestion, typed
+from exercises.names import all_exercises, exercise_named, typed
 
 
 class NoSuchExercise(LookupError):
     """A name that is no exercise's. IPython shows the text without a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [str(self)]
-
-
-class Interrupted(KeyboardInterrupt):
-    """The stop button or Ctrl-C has ended a check. IPython shows the text without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
@@ -41,15 +33,10 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
     The function replaces the lesson's on every rank, and the lesson's tests judge it, as in
     `python -m exercises check`. Raise NoSuchExercise, a LookupError, if there is no such exercise.
     """
-    try:
-        return _check(function, name)
-    except KeyboardInterrupt:
-        raise Interrupted("The check was interrupted, and has graded nothing.") from None
-
-
-def _check(function: Callable[..., Any], name: str | None) -> Grade:
     exercise = _exercise_of(name or function.__name__)
-    functions = _functions_of(exercise, function)
+    cells = {**getattr(function, "__globals__", {}), function.__name__: function}
+    functions = {target: cells.get(name_of(target)) for target in exercise.also}
+    functions = {exercise.target: cells.get(exercise.function) if exercise.also else function, **functions}
     if (problem := _problem_of(exercise, functions)) is None:
         with tempfile.TemporaryDirectory(prefix="cell-") as folder:
             file = Path(folder, exercise.name + PICKLE)
@@ -67,61 +54,31 @@ def bug(name: str) -> None:
     Mend it there, run the cell, and grade it: `check(the_function, name)`. Raise LookupError if there is no
     such exercise.
     """
-    try:
-        exercise = exercise_named(name)
-    except LookupError as error:
-        raise NoSuchExercise(error.args[0]) from None
+    exercise = _exercise_of(name)
     if not isinstance(exercise, Bug):
         raise NoSuchExercise(f"{name} asks you to write a function; `{typed('bugs')}` lists bugs.")
-    if exercise.is_class:
-        raise NoSuchExercise(f"{name} is about a class; mend it in its file: `{typed(f'bug {name}')}`.")
-    code = (
-        f"from exercises.notebook import check\n\n{exercise.own_file()}\ncheck({exercise.function}, {name!r})"
-    )
+    call = f"check({exercise.function}, {name!r})"
+    code = f"from exercises.notebook import check\n\n{exercise.own_file()}\n{call}"
     ipython = sys.modules.get("IPython")
     if ipython is not None and (shell := ipython.get_ipython()) is not None:
         shell.set_next_input(code)
         code = "The code is in the next cell."
-    print(f"{exercise.symptom} {exercise.in_what_way}\n{code}")
+    print(f"{exercise.symptom}\n{code}")
 
 
 def _exercise_of(name: str) -> Exercise:
-    if name in all_exercises():
+    """Return the exercise of this name, or the only one that has a function of this name."""
+    if name not in all_exercises():
+        found = [one for one in BY_NAME.values() if name in map(name_of, one.targets)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(one.name for one in found)
+            raise NoSuchExercise(f"Several exercises have a function {name!r}: {names}. Give one of them.")
+    try:
         return exercise_named(name)
-    found = [exercise for exercise in BY_NAME.values() if _has(exercise, name)]
-    if len(found) != 1:
-        raise NoSuchExercise(_ambiguous(name, found) if found else _unknown(name))
-    return found[0]
-
-
-def _ambiguous(name: str, found: list[Exercise]) -> str:
-    names = ", ".join(exercise.name for exercise in found)
-    return (
-        f"Several exercises have a function {name!r}: {names}. Give the exercise's name, as in "
-        f"check({name}, {found[0].name!r})."
-    )
-
-
-def _unknown(name: str) -> str:
-    functions = {name_of(target) for exercise in BY_NAME.values() for target in exercise.targets}
-    near = suggestion(name)
-    if close := difflib.get_close_matches(name, functions, n=1):
-        near = f": did you mean {close[0]}?"
-    if near != ".":
-        return f"There is no exercise, and no function of one, with the name {name!r}{near}"
-    return f"There is no exercise with a function {name!r}; `{typed('list')}` shows the exercises."
-
-
-def _has(exercise: Exercise, function: str) -> bool:
-    return function in map(name_of, exercise.targets)
-
-
-def _functions_of(exercise: Exercise, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the functions of an exercise by target; the ones that the notebook does not have are None."""
-    if not exercise.also:
-        return {exercise.target: function}
-    cells = {**getattr(function, "__globals__", {}), function.__name__: function}
-    return {target: cells.get(name_of(target)) for target in exercise.targets}
+    except LookupError as error:
+        raise NoSuchExercise(error.args[0]) from None
 
 
 def _problem_of(exercise: Exercise, functions: dict[str, Any]) -> str | None:
@@ -130,19 +87,15 @@ def _problem_of(exercise: Exercise, functions: dict[str, Any]) -> str | None:
             continue  # a wrong implementation need not have the lesson's parameters
         if not callable(function):
             return f"There is no function `{name_of(target)}` in the notebook; {exercise.name} needs it, too."
-        wanted, got = _parameters(_original(exercise, target)), _parameters(function)
+        original: Any = importlib.import_module(exercise.module)
+        for part in exercise.qualified(target).split("."):
+            original = getattr(original, part)
+        wanted, got = _parameters(original), _parameters(function)
         if wanted != got:
             names = [", ".join(parameter[0] for parameter in parameters) for parameters in (wanted, got)]
             of = f" of `{name_of(target)}`" if exercise.also else ""
             return f"The parameters{of} must be ({names[0]}), but they are ({names[1]})."
     return None
-
-
-def _original(exercise: Exercise, target: str) -> Callable[..., Any]:
-    found: Any = importlib.import_module(exercise.module)
-    for part in exercise.qualified(target).split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:

@@ -16,17 +16,13 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class Progress:
-    """Hold the last check of one exercise, the number of open hints, and a first wish for the solution.
-
-    `hints` counts those that were opened before the exercise has passed, and `late_hints` those after.
-    """
+    """Hold the last check of one exercise, the number of open hints, and a first wish for the solution."""
 
     state: str = "not checked"
     passed: int = 0
     hints: int = 0
     asked_for_solution: bool = False
     has_passed: bool = False
-    late_hints: int = 0
 
     @property
     def shown_state(self) -> str:
@@ -72,11 +68,9 @@ class Workspace:
     def hint(self, exercise: Exercise) -> list[str]:
         """Open one more hint, and return all hints that are open."""
         progress = self.progress[exercise.name]
-        if progress.hints + progress.late_hints < len(exercise.hints):
-            progress.hints += not progress.has_passed
-            progress.late_hints += progress.has_passed
+        progress.hints = min(progress.hints + 1, len(exercise.hints))
         self.save()
-        return list(exercise.hints[: progress.hints + progress.late_hints])
+        return list(exercise.hints[: progress.hints])
 
     def solution(self, exercise: Exercise) -> str | None:
         """Return the lesson's own code after the exercise has passed or at the second wish, else None."""
@@ -118,7 +112,7 @@ class Workspace:
         """Return the progress on disk. A damaged file is set aside with a sentence."""
         try:
             entries = json.loads(self.progress_file.read_text())
-            found = {name: _entry(entry) for name, entry in entries.items()}
+            return {name: Progress(**entry) for name, entry in entries.items() if name in all_exercises()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, AttributeError):
@@ -127,13 +121,3 @@ class Workspace:
             text = f"{self.progress_file} was damaged and is now {aside.name}; check the exercises again."
             print(text, file=sys.stderr)
             return {}
-        return {name: progress for name, progress in found.items() if name in all_exercises()}
-
-
-def _entry(entry: dict) -> Progress:
-    progress = Progress(**entry)
-    for name, default in asdict(Progress()).items():
-        if type(getattr(progress, name)) is not type(default):
-            raise TypeError(f"{name} has the wrong type")
-    progress.has_passed |= progress.state == PASSED
-    return progress

@@ -33,7 +33,6 @@ EXERCISES = (
         ),
         difficulty=3,
         minutes=40,
-        beyond="hidden by hooks",
         needs=("naive_gradient_sync",),
         doc="""
             Start to all-reduce the gradient of `self._trained[i]`, and return while it travels.
@@ -193,7 +192,6 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=45,
-        beyond="hidden by buckets",
         needs=("bucket_views", "ordered_launcher"),
         doc="""
             Run as a hook when a backward has added its gradient of this parameter.

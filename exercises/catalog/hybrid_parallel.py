@@ -97,7 +97,6 @@ EXERCISES = (
         difficulty=3,
         minutes=35,
         needs=("complete_gradients",),
-        beyond="messages of clip_on_a_mesh",
         doc="""
             Return the parameters of this rank whose gradients another rank of its replica counts.
 
@@ -206,7 +205,6 @@ EXERCISES = (
         difficulty=3,
         minutes=40,
         needs=("memory_model",),
-        beyond="predictions of choose_a_plan",
         doc="""
             Return all plans: the best one first, and at the end those that do not fit, the smallest first.
 

@@ -148,7 +148,6 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=60,
-        beyond="speed of the simulator",
         needs=("pipeline_1f1b",),
         doc="""
             Return the timeline of `table`, as a Simulation with a row of TimedActions for each rank.

@@ -127,7 +127,6 @@ EXERCISES = (
         ),
         difficulty=5,
         minutes=60,
-        beyond="memory of cross_entropy",
         needs=("vocabulary_parallel",),
         doc="""
             Return the mean loss over the targets that are not `ignore`, the same on every rank.

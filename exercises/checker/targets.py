@@ -13,40 +13,22 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm import collectives, cost
-from comm.collectives import all_reduce
-from comm.cost import Link
-from comm.wire import slow_link
-from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
-from data_parallel.train_overlap import OverlapDataParallel
-from hybrid_parallel import clipping
-from hybrid_parallel.mesh import Mesh
-from hybrid_parallel.planner import search as planner
-from hybrid_parallel.planner.machine import MACHINES
-from hybrid_parallel.planner.shapes import SHAPES
-from hybrid_parallel.planner.step_time import TimeModel
-from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.models.model import MLP
 from lab.models.text import microbatches
 from lab.ranks import run_ranks
-from lab.trace import timeline
 from lab.trace.ledger import LEDGER, Traffic
-from lab.trace.memory import live_bytes, saved_activations
-from lab.trace.metronome import Metronome
-from lab.trace.overlap import overlap_of
+from lab.trace.memory import live_bytes
 from lab.units import MIB, show_bytes
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import stages_per_rank, table_of
-from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zero.memory import FORMULAS, Held, formula
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -155,47 +137,6 @@ class _KeptTensor:
         self.counter.bytes -= self.size
 
 
-def hidden(wrapper: Callable[[nn.Module], nn.Module]) -> Outcome:
-    """Measure which share of its communication a wrapper hides behind a backward of known length."""
-    share = min(run_ranks(_hidden_share, 2, wrapper))
-    if share < 0.05:
-        return Outcome(False, "Right, but as slow as naive: it hides nothing of its communication.")
-    return Outcome(True, f"On a slow link it hides {share:.0%} of its communication behind the backward.")
-
-
-def _hidden_share(cluster: Cluster, wrapper: Callable[[nn.Module], nn.Module]) -> float:
-    layers = nn.ParameterList(torch.zeros(8) for _ in range(4))
-    with slow_link.slowed(Link(0.004, 0.0)):
-        model: Any = wrapper(Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2))
-        loss = model(torch.zeros(1, 1)).sum()
-        timeline.start_recording()
-        with timeline.span("backward", "backward"):
-            loss.backward()
-        model.finish_gradient_sync()
-        timeline.stop_recording()
-    return overlap_of(timeline.recorded()).hidden_share or 0.0
-
-
-def kept_logits() -> Outcome:
-    """Compare what the loss keeps for its backward on two ranks with what the full loss keeps."""
-    ours = max(run_ranks(_bytes_of_the_loss, 2))
-    logits = torch.ones(64, 4096, requires_grad=True)
-    with saved_activations(lambda: ()) as full:
-        F.cross_entropy(logits, torch.arange(64))
-    sizes = show_bytes(ours), show_bytes(full.bytes)
-    text = f"for its backward a rank of two keeps {sizes[0]}, and the full loss {sizes[1]}"
-    if ours < 0.6 * full.bytes:
-        return Outcome(True, f"{text[0].upper()}{text[1:]}.")
-    return Outcome(False, f"Right, but wasteful: {text}. Half of that is enough.")
-
-
-def _bytes_of_the_loss(cluster: Cluster) -> int:
-    logits = torch.ones(64, 4096 // cluster.world_size, requires_grad=True)
-    with saved_activations(lambda: ()) as saved:
-        vocab_parallel_cross_entropy(logits, torch.arange(64))
-    return saved.bytes
-
-
 def sent_and_held(stage: int) -> Outcome:
     """Compare the bytes that a step of ZeRO sends, and those that a rank holds then, with the formulas."""
     ranks = 2
@@ -256,50 +197,6 @@ def idle_and_held(schedule: str) -> Outcome:
     return Outcome(False, f"Right, but wasteful: {_lower(text)}; {bubble:.1%} and {held} are possible.")
 
 
-def speed_of_the_simulator() -> Outcome:
-    """Measure how long a large table takes to simulate."""
-    table = table_of("1f1b", 64, 256)
-    start = time.perf_counter()
-    simulate(table, Costs.equal(64, 1, 1, 1))
-    actions = sum(map(len, table))
-    return Outcome(True, f"It simulates {actions:,} actions in {time.perf_counter() - start:.2f} s.")
-
-
-def messages_of_clipping() -> Outcome:
-    """Compare the messages of clipping with those of one all-reduce of one number along each axis."""
-    ours, fewest = (max(each) for each in zip(*run_ranks(_messages, 4), strict=True))
-    text = f"for 2 stages of 2 ranks with 6 gradients each, a rank sends {ours} messages"
-    if ours <= fewest:
-        return Outcome(True, f"As few as can be: {text}, which add up one number along each axis.")
-    return Outcome(False, f"Right, but wasteful: {text}; {fewest} do: add up before you communicate.")
-
-
-def _messages(cluster: Cluster) -> tuple[int, int]:
-    mesh = Mesh(cluster, ParallelSizes(pipeline=2, tensor=2))
-    axes = [mesh.pipeline, mesh.tensor]
-    for axis in axes:
-        all_reduce(torch.zeros(()), group=axis)  # the first one in a group may exchange more
-    LEDGER.clear()
-    clipping.clip_over(axes, [(torch.ones(3), torch.ones(3)) for _ in range(6)], set(), 1.0, None)
-    ours = LEDGER.total().messages_sent
-    LEDGER.clear()
-    for axis in axes:
-        all_reduce(torch.zeros((), dtype=torch.float64), group=axis)
-    return ours, LEDGER.total().messages_sent
-
-
-def predictions_of_the_planner() -> Outcome:
-    """Compare the number of predicted step times with the number of plans that fit."""
-    counted = mock.patch.object(TimeModel, "predict", autospec=True, side_effect=TimeModel.predict)
-    with counted as predict:
-        found = planner.plans(SHAPES["llama-3-70b"], MACHINES["h100"], 16, 64)
-    fit = sum(plan.seconds is not None for plan in found)
-    text = f"for Llama 3 70B on 16 devices it predicts the time of {predict.call_count} of {len(found)} plans"
-    if predict.call_count <= fit:
-        return Outcome(True, f"As few as can be: {text}, those that fit.")
-    return Outcome(False, f"Right, but wasteful: {text}; only {fit} fit.")
-
-
 TARGETS: dict[str, Callable[[], Outcome]] = {
     "bytes of ring reduce_scatter": partial(sent, "reduce_scatter", "ring", "the fewest bytes possible"),
     "bytes of ring all_gather": partial(sent, "all_gather", "ring", "the fewest bytes possible"),
@@ -312,9 +209,6 @@ TARGETS: dict[str, Callable[[], Outcome]] = {
     ),
     "bytes of all_to_all": partial(sent, "all_to_all", "pairwise", "the fewest bytes possible"),
     "activations of accumulation": kept_activations,
-    "hidden by hooks": partial(hidden, OverlapDataParallel),
-    "hidden by buckets": partial(hidden, partial(BucketDataParallel, bucket_mb=1e-6)),
-    "memory of cross_entropy": kept_logits,
     "bytes of zero1": partial(sent_and_held, 1),
     "bytes of zero2": partial(sent_and_held, 2),
     "bytes of zero3": partial(sent_and_held, 3),
@@ -322,7 +216,4 @@ TARGETS: dict[str, Callable[[], Outcome]] = {
     "idle time of 1f1b": partial(idle_and_held, "1f1b"),
     "idle time of interleaved": partial(idle_and_held, "interleaved"),
     "idle time of zb_h1": partial(idle_and_held, "zb_h1"),
-    "speed of the simulator": speed_of_the_simulator,
-    "messages of clip_on_a_mesh": messages_of_clipping,
-    "predictions of choose_a_plan": predictions_of_the_planner,
 }

@@ -74,3 +74,20 @@ def experts_not_scaled(self) -> None:
 
     average_gradients(self.dense, self.groups.everyone)
     average_gradients(self.experts, self.groups.replicas)
+
+
+@mutant(
+    target="lab.models.model.Block.forward",
+    killer=(
+        "tests.expert_parallel.test_equivalence."
+        "test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual"
+    ),
+    symptom="With a capacity the loss stays higher than the dropped tokens explain.",
+)
+def expert_dropped_residual(self, x_btd: Tensor) -> Tensor:
+    """With a capacity the loss stays high: a token that every expert has dropped leaves the block as
+    zeros.
+    """
+    x_btd = x_btd + self.dropout(self.attention(self.attention_norm(x_btd)))
+    y_btd = self.dropout(self.mlp(self.mlp_norm(x_btd)))
+    return (x_btd + y_btd) * (y_btd != 0).any(-1, keepdim=True)

@@ -69,25 +69,12 @@ def test_another_signature_is_refused_in_a_sentence():
     assert result.state == "invalid"
 
 
-def test_an_unknown_or_ambiguous_function_is_answered_in_a_sentence_with_the_nearest_names():
-    with pytest.raises(LookupError, match=r"There is no exercise with a function 'unknown'; `.* list` shows"):
-        check(lambda: None, "unknown")
-    with pytest.raises(LookupError, match=r"with the name 'shfit': did you mean shift\?$"):
-        check(lambda: None, "shfit")
+def test_a_wrong_name_is_answered_in_a_sentence_without_a_traceback(capsys):
     with pytest.raises(LookupError, match=r"Several exercises have a function 'forward': .*row_parallel"):
         check(defined_in_a_cell("row_parallel")["forward"])
-
-
-def test_a_wrong_name_and_an_interrupt_show_no_traceback_in_a_notebook(capsys, monkeypatch):
-    def interrupted(exercise: Exercise, file: Path) -> Grade:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(exercises.notebook, "judge", interrupted)
     shell = InteractiveShell()
-    for call in ('check(gpipe, "pipeline_gpip")', 'bug("bug_naive")', 'check(gpipe, "pipeline_gpipe")'):
+    for call in ('check(gpipe, "pipeline_gpip")', 'bug("bug_naive")'):
         shell.push({"check": check, "bug": exercises.notebook.bug} | defined_in_a_cell("pipeline_gpipe"))
         shell.run_cell(call)
         printed = "".join(capsys.readouterr())
-        assert printed.count("\n") == 1 and printed.startswith(
-            ("There is no exercise", "The check was inter")
-        )
+        assert printed.count("\n") == 1 and printed.startswith("There is no exercise")

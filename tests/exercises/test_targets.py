@@ -62,27 +62,11 @@ def test_one_backward_for_all_microbatches_is_right_but_keeps_all_activations(tm
     assert "the activations of 4 of 4 microbatches are in memory at a time. Run each" in outcome.sentence
 
 
-def test_a_loss_that_keeps_the_logits_too_is_right_but_needs_more_memory(tmp_path):
-    save = ("ctx.save_for_backward(", "ctx.save_for_backward(logits_tv, ")
-    load_again = (
-        "exps_tv, total, rows, is_own, counts = ctx",
-        "_, exps_tv, total, rows, is_own, counts = ctx",
-    )
-    outcome = outcome_with(tmp_path, "cross_entropy", save, load_again)
-    assert not outcome.is_met and outcome.sentence.startswith("Right, but wasteful: for its backward a rank")
-
-
 def test_a_shard_that_is_a_view_of_its_bucket_is_right_but_keeps_the_bucket(tmp_path):
     own = ("shard = full.new_empty(bucket.flat.shard_numel)", "shard = full[bucket.flat.mine]")
     outcome = outcome_with(tmp_path, "zero2", own)
     assert not outcome.is_met
     assert "and holds 3.0 times these bytes; 1.0 and 2.5 are possible." in outcome.sentence
-
-
-def test_hooks_that_wait_hide_nothing(tmp_path):
-    outcome = outcome_with(tmp_path, "overlap_hooks", ("async_op=True", "async_op=False"))
-    assert not outcome.is_met
-    assert outcome.sentence == "Right, but as slow as naive: it hides nothing of its communication."
 
 
 def test_a_schedule_with_a_larger_bubble_is_right_but_ranks_wait(tmp_path):

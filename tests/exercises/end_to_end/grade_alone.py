@@ -1,4 +1,4 @@
-"""Let pytest grade exercises one by one, by name and by marker, and write what it reports into a file.
+"""Let pytest grade exercises one by one, by their markers, and write what it reports into a file.
 
     python -m tests.exercises.end_to_end.grade_alone FILE EXERCISE...
 
@@ -15,11 +15,10 @@ import pytest
 def main(file: str, *names: str) -> None:
     report, outcomes = Path(file).with_name("report.json"), []
     for name in names:
-        for option in ("-k", "-m"):
-            report.unlink(missing_ok=True)
-            code = pytest.main(["exercises", option, name, "--exercise-report", str(report)])
-            graded = json.loads(report.read_text())["exercises"]
-            outcomes.append({"chosen": [option, name], "exit_code": int(code), "exercises": graded})
+        report.unlink(missing_ok=True)
+        code = pytest.main(["exercises", "-m", name, "--exercise-report", str(report)])
+        graded = json.loads(report.read_text())["exercises"]
+        outcomes.append({"name": name, "exit_code": int(code), "exercises": graded})
     Path(file).write_text(json.dumps(outcomes))
 
 
