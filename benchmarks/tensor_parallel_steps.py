@@ -41,7 +41,7 @@ def our_step(mode: str) -> Step:
 
 def their_step(cluster: Cluster, mode: str) -> Step:
     """Return the same step with DTensor. SGD reads each gradient once, so Partial ones are reduced once."""
-    model = train_dtensor.shard(GPT(CONFIG), cluster.device, mode == "sequence_parallel")
+    model = train_dtensor.DTensorGPT(GPT(CONFIG), cluster.device, mode == "sequence_parallel")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text()
 

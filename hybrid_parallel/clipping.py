@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from comm.collectives import Group, all_reduce
 from pipeline_parallel.pipeline import Pipeline
-from tensor_parallel.parallel_model import TensorParallel
+from tensor_parallel.parallelize import TensorParallel
 from training.clipping import sum_of_squares
 
 

@@ -46,9 +46,7 @@ from lab.models.text import microbatches
 from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
-from tensor_parallel.parallel_model import TensorParallel
-from tensor_parallel.parallelize import parallelize
-from tensor_parallel.pieces import TermsInPieces
+from tensor_parallel.parallelize import TensorParallel, parallelize
 from zero.run import recompute_blocks
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -102,10 +100,9 @@ class HybridParallel:
             )
             _free_other_stages(model, self.pipeline)
         self._replicate(optimizer_class, options)
-        self.terms: TensorParallel | TermsInPieces | None = self.tensor  # adds up gradients
+        self.terms: TensorParallel | None = self.tensor  # adds up gradients
         if self.tensor is not None and sizes.zero:
-            pieces = {piece.parameter: piece.tensor for piece in self.pieces}
-            self.terms = TermsInPieces(self.tensor, pieces)
+            self.tensor.held = {piece.parameter: piece.tensor for piece in self.pieces}
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""

@@ -7,8 +7,8 @@
       loss of a token = log(sum of exp(logit - max)) + max - logit of the target
 
 The full logits are by far the largest activation of a model with a large vocabulary: n times what a rank
-holds here. The ranks all-reduce four numbers for each token; the fourth, the sum of its logits, is for label
-smoothing. After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3.
+holds here. The ranks all-reduce three numbers for each token. After Shoeybi et al., "Megatron-LM", 2019,
+https://arxiv.org/abs/1909.08053, section 3.
 
 Shapes by suffix: t is any number of tokens, v is this rank's shard of the vocabulary. Tensors without a
 suffix have one number for each token.
@@ -33,7 +33,6 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     group: Group = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the mean over all tokens that are not ignored, as F.cross_entropy does; a scalar, on every rank.
 
@@ -43,7 +42,7 @@ def vocab_parallel_cross_entropy(
     v = logits_tv.shape[-1]
     vocab_size = v * dist.get_world_size(group) if vocab_size is None else vocab_size
     return _CrossEntropy.apply(
-        logits_tv.reshape(-1, v), targets_t.reshape(-1), vocab_size, group, ignore_index, label_smoothing
+        logits_tv.reshape(-1, v), targets_t.reshape(-1), vocab_size, group, ignore_index
     )
 
 
@@ -52,13 +51,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_tv: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        group: Group,
-        ignore: int,
-        smoothing: float,
+        ctx: Any, logits_tv: Tensor, targets: Tensor, vocab_size: int, group: Group, ignore: int
     ) -> Tensor:
         v, pattern = logits_tv.shape[-1], chosen_pattern("all_reduce", group)
         counts = targets != ignore
@@ -74,14 +67,13 @@ class _CrossEntropy(Function):
         at_target = torch.zeros_like(largest)
         if unpadded:
             at_target = values_tv.gather(-1, rows.unsqueeze(-1)).squeeze(-1).where(is_own, at_target)
-        of_all = values_tv.sum(-1) if smoothing else torch.zeros_like(largest)
-        sums = torch.stack([exps_tv.sum(-1), at_target, of_all])
+        sums = torch.stack([exps_tv.sum(-1), at_target])
         all_reduce(sums, group=group, pattern=pattern)
-        total, at_target, of_all = sums
+        total, at_target = sums
 
-        losses = total.log() + largest - (1 - smoothing) * at_target - smoothing / vocab_size * of_all
+        losses = total.log() + largest - at_target
         ctx.save_for_backward(exps_tv, total, rows, is_own, counts)
-        ctx.smoothing, ctx.vocab_size, ctx.v, ctx.dtype = smoothing, vocab_size, v, logits_tv.dtype
+        ctx.v, ctx.dtype = v, logits_tv.dtype
         return losses.where(counts, 0).sum() / counts.sum()
 
     @staticmethod
@@ -91,11 +83,8 @@ class _CrossEntropy(Function):
         exps_tv, total, rows, is_own, counts = ctx.saved_tensors
         weight = (grad / counts.sum()).where(counts, 0).unsqueeze(-1)
         grad_tv = exps_tv * (weight / total.unsqueeze(-1))
-        if ctx.smoothing:
-            grad_tv -= weight * (ctx.smoothing / ctx.vocab_size)
         if grad_tv.shape[-1]:
-            hits = -(1 - ctx.smoothing) * weight * is_own.unsqueeze(-1)
+            hits = -weight * is_own.unsqueeze(-1)
             grad_tv.scatter_add_(-1, rows.unsqueeze(-1), hits.to(grad_tv.dtype))
-        if grad_tv.shape[-1] < ctx.v:
-            grad_tv = torch.nn.functional.pad(grad_tv, (0, ctx.v - grad_tv.shape[-1]))
-        return grad_tv.to(ctx.dtype), None, None, None, None, None
+        grad_tv = torch.nn.functional.pad(grad_tv, (0, ctx.v - grad_tv.shape[-1]))  # padding gets 0
+        return grad_tv.to(ctx.dtype), None, None, None, None

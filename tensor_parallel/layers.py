@@ -25,35 +25,46 @@ backward. The row layer reduce-scatters its outputs, and all-gathers in its back
 together send as many bytes as one all-reduce, and activations outside of the pairs need an n-th of the
 memory.
 
-With `overlap`, the default, `column_parallel` calls overlapped.py, which sends the gradient of the input
-while it computes that of the weight. With `sequence_parallel` it also keeps only this rank's tokens, and
-gathers the others a second time in the backward: for a pair of layers five transfers instead of four.
-`--no-overlap` runs what this file shows. The gradients are equal but for rounding.
+A column layer's backward computes two products: the gradient of x comes first, and with `overlap`, the
+default, it is reduced while the second one, the gradient of the weight, is computed:
+
+      overlap       | grad of x | grad of W |                        | grad of x | grad of W |
+                                | all-reduce of grad of x |          --no-overlap            | all-reduce |
+
+Autograd's own order cannot be relied on for that, so forward and backward are one autograd function,
+`OverlappedColumn`. With `sequence_parallel` it also keeps only this rank's tokens, and gathers the others a
+second time in the backward: for a pair of layers five transfers instead of four. The gradients are equal but
+for rounding.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
 https://arxiv.org/abs/2205.05198, section 4.2. The differentiable collectives are in comm/functions.py.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, all_reduce
 from comm.functions import (
+    InFlightAllGather,
+    InFlightReduceScatter,
     copy_to_ranks,
     gather_from_ranks,
     gather_tokens,
     own_shard,
     scatter_sums,
-    split_to_ranks,
     sum_over_ranks,
 )
 from lab.launch.errors import WorkbookError
 from lab.models.model import seeded
-from tensor_parallel.overlapped import overlapped_column_parallel
 
+CURE = "; --size 24heads takes 2, 3, 4, 6, 8, 12 or 24 ranks"
 TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 
 
@@ -95,9 +106,8 @@ def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tens
     """Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once."""
     layer = layers[0]
     if layer.overlap:
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        dim = TIME if layer.sequence_parallel else None
-        return overlapped_column_parallel(x, weights, biases, layer.group, dim)
+        x, *parameters = as_autocast(x, *[each.weight for each in layers], *[each.bias for each in layers])
+        return OverlappedColumn.apply(x, layer.group, layer.sequence_parallel, *parameters)
     x = full_input(x, layer.group, layer.sequence_parallel)
     return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
 
@@ -109,12 +119,62 @@ def full_input(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     return copy_to_ranks(x, group)  # nothing is sent forward, all-reduce backward
 
 
+class OverlappedColumn(torch.autograd.Function):
+    """Do what `full_input` and F.linear do, and hide the reduction of the backward.
+
+    After the input, `parameters` has the weights of all layers, and then their biases, which may be None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool, *parameters: Any) -> Any:
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.has_bias = [bias is not None for bias in biases]
+        ctx.save_for_backward(x, *weights)
+        full = InFlightAllGather(x, TIME, group).wait() if sequence_parallel else x
+        return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        gathering = InFlightAllGather(x, TIME, ctx.group) if ctx.sequence_parallel else None
+        grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
+        full = x if gathering is None else gathering.wait()
+        if not ctx.needs_input_grad[0]:  # it is the model's own input
+            reducing = None
+        elif ctx.sequence_parallel:
+            reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
+        else:
+            grad_x = grad_x.contiguous()
+            pattern = chosen_pattern("all_reduce", ctx.group)
+            reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
+        # These products hide the reduction.
+        inputs = full.reshape(-1, full.shape[-1])
+        outputs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        grad_weights = [grad.t() @ inputs for grad in outputs]
+        grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
+        if reducing is not None:
+            scattered = reducing.wait()
+            grad_x = scattered if ctx.sequence_parallel else grad_x
+        return grad_x, None, None, *grad_weights, *grad_biases
+
+
+def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Cast what F.linear would cast under torch.autocast, which does not reach into an autograd function."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if device == "meta" or not torch.is_autocast_enabled(device):  # a shape alone has no autocast
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
 class RowParallelLinear(nn.Module):
     """A linear layer of which each rank uses an n-th of the inputs: (..., inputs/n) to (..., outputs).
 
-    With `split_input` the input is full, and is split here. With `sequence_parallel` the output is this
-    rank's shard of the tokens, along dim 1; the bias's gradient then covers these tokens only, and
-    parallel_model.py adds it up. Raises WorkbookError unless n divides the inputs.
+    With `sequence_parallel` the output is this rank's shard of the tokens, along dim 1; the bias's gradient
+    then covers these tokens only, and parallelize.py adds it up. Raises WorkbookError unless n divides the
+    inputs.
     """
 
     def __init__(
@@ -124,19 +184,16 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         group: Group = None,
         sequence_parallel: bool = False,
-        split_input: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
         validate_divisible("inputs", in_features, group)
-        self.group, self.sequence_parallel, self.split_input = group, sequence_parallel, split_input
+        self.group, self.sequence_parallel = group, sequence_parallel
         full = _linear(in_features, out_features, bias, seed)
         self.weight = nn.Parameter(own_shard(full.weight.detach(), 1, group).clone())
         self.bias = full.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.split_input:
-            x = split_to_ranks(x, -1, self.group)  # own shard forward, all-gather backward
         term = F.linear(x, self.weight)
         if self.sequence_parallel:
             y = scatter_sums(term, TIME, self.group)  # reduce-scatter forward, all-gather backward
@@ -199,11 +256,11 @@ def pad_vocabulary(full: Tensor, group: Group) -> Tensor:
     return F.pad(full, (0, 0) * (full.dim() - 1) + (0, -len(full) % ranks))
 
 
-def validate_divisible(what: str, size: int, group: Group) -> None:
+def validate_divisible(what: str, size: int, group: Group, cure: str = "") -> None:
     """Raise WorkbookError unless the number of ranks divides `size`."""
     ranks = dist.get_world_size(group)
     if size % ranks:
-        raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally.")
+        raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally{cure}.")
 
 
 def _linear(in_features: int, out_features: int, bias: bool, seed: int) -> nn.Linear:

@@ -8,74 +8,230 @@
       up_proj, down_proj         by columns, by rows                    the same as q_proj and o_proj
       head                       by columns: an n-th of the logits      an all-gather of tokens first
 
-The layers are in layers.py. parallel_model.py completes the gradients after the backward.
+A parameter that every rank holds in full, and applies to the same tokens, has the same gradient on every
+rank. With sequence parallelism each rank has seen only its shard of the tokens, so its gradients of norms,
+positions and of biases that follow a sum are only terms. `finish_gradient_sync()` adds the terms up.
+
+The layers are in layers.py, the loss in cross_entropy.py, dropout in randomness.py, and what it all sends in
+expected_traffic.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comm.chosen_pattern import chosen_pattern
 from comm.collectives import Group, broadcast
-from comm.functions import own_shard
+from comm.functions import InFlightAllGather, own_shard
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, MLP, Attention, FeedForward
+from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
+from lab.trace.ledger import Traffic
+from lab.trace.observed import Observed
+from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tensor_parallel.expected_traffic import ExpectedTraffic, activations_formula, parts_of
 from tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
     pad_vocabulary,
     validate_divisible,
 )
-from tensor_parallel.parallel_model import TensorParallel
-from tensor_parallel.randomness import RankDropout
+from tensor_parallel.randomness import RankDropout, RankRandomness
+from training.clipping import clip_grad_norm_
+from training.gradients import average_gradients
+from training.guard import Guard
 
 
 def parallelize(
-    model: nn.Module, group: Group = None, sequence_parallel: bool = False, overlap: bool = True
-) -> TensorParallel:
+    model: GPT | MLP, group: Group = None, sequence_parallel: bool = False, overlap: bool = True
+) -> "TensorParallel":
     """Divide a plain GPT or MLP of `lab` among the ranks, in place; weights and random seed become rank 0's.
 
-    `overlap` hides the reductions in the backward of column layers (overlapped.py). The model keeps its
-    parameter objects, so an optimizer may be made before. Raises WorkbookError where the number of ranks
-    does not divide heads or widths; a vocabulary is padded.
+    `overlap` hides the reductions in the backward of column layers. The model keeps its parameter objects, so
+    an optimizer may be made before. Raises WorkbookError where the number of ranks does not divide heads or
+    widths; a vocabulary is padded.
     """
     _validate(model, group, sequence_parallel)
     for tensor in [*model.parameters(), *model.buffers()]:
         broadcast(tensor.data, root=0, group=group)
-    model.zero_grad()
-    parallel = TensorParallel(model, group, sequence_parallel, overlap)
-    if isinstance(model, GPT):
-        _divide_gpt(model, parallel)
-    else:
-        _divide_mlp(model, parallel)
-    parallel.name_shards()
-    return parallel
+    model.zero_grad()  # a full gradient has not the shape of a shard
+    return TensorParallel(model, group, sequence_parallel, overlap)
 
 
-def _divide_mlp(model: MLP, parallel: TensorParallel) -> None:
-    for i, layer in enumerate(model.layers):
-        is_last = i == len(model.layers) - 1
-        model.layers[i] = parallel.row(layer) if i % 2 else parallel.column(layer, gather_output=is_last)
+class TensorParallel(nn.Module):
+    """A model whose layers are divided among the ranks of `group`; `parallelize` makes it.
 
+    A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n), and an MLP its full output:
+    compute the loss from it with `loss`. Call `finish_gradient_sync()` after the last backward: it makes
+    every gradient complete. Then `clip_grad_norm_` clips by the norm of the full model.
+    """
 
-def _divide_gpt(model: GPT, parallel: TensorParallel) -> None:
-    config, ranks = model.config, dist.get_world_size(parallel.group)
-    weight = model.token_embedding.weight
-    embedding = VocabParallelEmbedding(ranks, 1, parallel.group, parallel.sequence_parallel)
-    embedding.vocab_size = config.vocab_size
-    embedding.weight = parallel.shard(weight, 0, pad_vocabulary(weight.detach(), parallel.group))
-    model.token_embedding, model.head = embedding, parallel.column(model.head, is_vocabulary=True)
-    for block in model.blocks:
-        block.attention = ParallelAttention(block.attention, parallel)
-        for mlp in [module for module in block.mlp.modules() if isinstance(module, FeedForward)]:
-            mlp.up_proj, mlp.down_proj = parallel.column(mlp.up_proj), parallel.row(mlp.down_proj)
-    if parallel.sequence_parallel:
-        # A text of block_size tokens may have to be padded.
-        model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)
-        model.position_embedding = PositionsOfOwnTokens(model.position_embedding, parallel.group)
-        for module in (model, *model.blocks):
-            module.dropout = RankDropout(module.dropout.p, parallel.randomness)
+    def __init__(self, module: GPT | MLP, group: Group, sequence_parallel: bool, overlap: bool) -> None:
+        super().__init__()
+        self.module, self.group = module, group
+        self.sequence_parallel, self.overlap = sequence_parallel, overlap
+        self.randomness = RankRandomness(group, next(module.parameters()).device)
+        self._divided: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its full size there
+        if isinstance(module, GPT):
+            self._divide_gpt(module)
+        else:
+            self._divide_mlp(module)
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self.dims = {name: self._divided[p] for name, p in named.items() if p in self._divided}
+        # Where ZeRO divides parameters along another axis: this rank's shard of each of them.
+        self.held: Mapping[nn.Parameter, nn.Parameter] | None = None
+        ranks = dist.get_world_size(group)
+        for parameter in self.with_own_tokens_only():
+            if parameter.requires_grad:  # n times a term: the mean over ranks is then the sum of the terms
+                parameter.register_hook(lambda term: term * ranks)
+        self._guard = Guard(module)
+
+    def _divide_mlp(self, model: MLP) -> None:
+        for i, layer in enumerate(model.layers):
+            is_last = i == len(model.layers) - 1
+            model.layers[i] = self.row(layer) if i % 2 else self.column(layer, gather_output=is_last)
+
+    def _divide_gpt(self, model: GPT) -> None:
+        config, ranks = model.config, dist.get_world_size(self.group)
+        embedding = VocabParallelEmbedding(ranks, 1, self.group, self.sequence_parallel)
+        embedding.vocab_size = config.vocab_size
+        embedding.weight = self.shard(model.token_embedding.weight, 0)
+        model.token_embedding, model.head = embedding, self.column(model.head)
+        for block in model.blocks:
+            block.attention = ParallelAttention(block.attention, self)
+            for mlp in [module for module in block.mlp.modules() if isinstance(module, FeedForward)]:
+                mlp.up_proj, mlp.down_proj = self.column(mlp.up_proj), self.row(mlp.down_proj)
+        if self.sequence_parallel:
+            # A text of block_size tokens may have to be padded.
+            model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)
+            model.position_embedding = PositionsOfOwnTokens(model.position_embedding, self.group)
+            for module in (model, *model.blocks):
+                module.dropout = RankDropout(module.dropout.p, self.randomness)
+
+    def column(self, plain: nn.Linear, gather_output: bool = False) -> ColumnParallelLinear:
+        """Return the layer divided by its outputs."""
+        ranks = dist.get_world_size(self.group)
+        options = {"gather_output": gather_output, "overlap": self.overlap}
+        layer = ColumnParallelLinear(1, ranks, False, self.group, self.sequence_parallel, **options)
+        layer.weight, layer.bias = self.shard(plain.weight, 0), plain.bias
+        if plain.bias is not None:
+            self.shard(plain.bias, 0)
+        return layer
+
+    def row(self, plain: nn.Linear) -> RowParallelLinear:
+        """Return the layer divided by its inputs."""
+        ranks = dist.get_world_size(self.group)
+        layer = RowParallelLinear(ranks, 1, False, self.group, self.sequence_parallel)
+        layer.weight, layer.bias = self.shard(plain.weight, 1), plain.bias
+        return layer
+
+    def shard(self, parameter: nn.Parameter, dim: int) -> nn.Parameter:
+        """Replace the parameter's values by this rank's shard. The object stays, so an optimizer keeps it."""
+        if parameter not in self._divided:  # else it is tied to another one
+            self._divided[parameter] = dim, parameter.shape[dim]
+            parameter.data = self._own(parameter.detach(), dim).clone()
+        return parameter
+
+    def _own(self, full: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard. Only a vocabulary needs padding: all other sizes are divisible."""
+        return own_shard(full if dim else pad_vocabulary(full, self.group), dim, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._guard.before_forward()
+        if not self.sequence_parallel:
+            return self.module(x)
+        time, longest = x.shape[1], self.module.position_embedding.num_embeddings
+        if time > longest:
+            raise ValueError(f"{time} tokens in a row exceed block_size {longest}")
+        # Under a causal mask, tokens at the end change nothing before them.
+        return self.module(F.pad(x, (0, -time % dist.get_world_size(self.group))))[:, :time]
+
+    def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+        """Return the cross entropy in nats, the mean over all targets; the same on every rank."""
+        if not isinstance(self.module, GPT):
+            return loss_of(logits_btv, targets_bt)  # of an MLP's full output
+        return vocab_parallel_cross_entropy(logits_btv, targets_bt, self.module.config.vocab_size, self.group)
+
+    def with_own_tokens_only(self) -> list[nn.Parameter]:
+        """Return the replicated parameters whose gradient covers only this rank's tokens."""
+        named = self.module.named_parameters() if self.sequence_parallel else ()
+        return [parameter for name, parameter in named if name not in self.dims]
+
+    def finish_gradient_sync(self) -> None:
+        """Add up the gradients of which each rank has one term; those that are complete stay as they are."""
+        parameters = self.with_own_tokens_only()
+        if self.held is not None:
+            parameters = [self.held[parameter] for parameter in parameters if parameter in self.held]
+        average_gradients(parameters, self.group)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip as torch's clip_grad_norm_ does on the full model: shards add up, replicas count once."""
+        named = dict(self.module.named_parameters())
+        replicated = {parameter for name, parameter in named.items() if name not in self.dims}
+        pattern = chosen_pattern("all_reduce", self.group)
+        return clip_grad_norm_(named.values(), max_norm, self.group, pattern, replicated)
+
+    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
+        """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
+        loss = self.loss(self(x), y).double() * y.numel()
+        return torch.stack([loss, torch.zeros_like(loss)]) if dist.get_rank(self.group) == 0 else None
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the plain model, full on every rank; every rank must call it."""
+        return {name: self.full_tensor(name, shard) for name, shard in self.module.state_dict().items()}
+
+    def full_tensor(self, name: str, shard: Tensor) -> Tensor:
+        """Return a copy of what all ranks together hold of the parameter `name`; every rank must call it."""
+        if name not in self.dims:
+            return shard.clone()
+        dim, size = self.dims[name]
+        return InFlightAllGather(shard, dim, self.group).wait().narrow(dim, 0, size).clone()
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load this rank's shards of a plain model's state dict."""
+        self.module.load_state_dict({name: self.shard_of(name, full) for name, full in state.items()})
+
+    def shard_of(self, name: str, full: Tensor) -> Tensor:
+        """Return what this rank holds of the full tensor that belongs to the parameter `name`."""
+        return self._own(full, self.dims[name][0]) if name in self.dims else full
+
+    def expected_traffic(self, computed_itemsize: int | None = None) -> ExpectedTraffic:
+        """Return the formulas of what this rank sends; for `computed_itemsize` None as without autocast."""
+        itemsize = next(self.module.parameters()).itemsize
+        sizes, has_mlps = self.module.config if isinstance(self.module, GPT) else self.module.sizes, True
+        if isinstance(self.module, GPT):
+            has_mlps = any(isinstance(block.mlp, FeedForward) for block in self.module.blocks)
+        numbers = itemsize, itemsize if computed_itemsize is None else computed_itemsize
+        return ExpectedTraffic(
+            sizes, self.group, self.sequence_parallel, self.overlap, *numbers, has_mlps=has_mlps
+        )
+
+    def traffic_per_block(self, batch: int, time: int) -> Traffic:
+        """Return this rank's expected traffic for one block of a GPT, forward and backward."""
+        return self.expected_traffic().of_parts((batch, time), ["blocks.0"])
+
+    def traffic_per_step(self, batch: int, time: int, is_clipped: bool = False) -> Traffic:
+        """Return this rank's expected traffic for a step of a GPT: all layers, loss and gradients."""
+        expected, parts = self.expected_traffic(), parts_of(self.module.state_dict())
+        summed = sum(p.numel() for p in self.with_own_tokens_only() if p.requires_grad)
+        norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
+        return expected.of_parts((batch, time), parts) + expected.of_gradients(summed) + norm
+
+    def figures(self, observed: Observed, batch: int, time: int) -> dict[str, Any]:
+        """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences."""
+        ranks, by_tokens = dist.get_world_size(self.group), self.sequence_parallel
+        return {
+            "block_bytes": observed.sent_bytes,
+            "block_bytes_formula": self.traffic_per_block(batch, time).bytes_sent,
+            "activations_bytes": observed.kept_bytes,
+            "activations_formula_bytes": activations_formula(self.module.config, batch, ranks, by_tokens),
+        }
 
 
 class ParallelAttention(Attention):

@@ -6,7 +6,7 @@
 torch's generator has the same seed on all ranks, so it draws the same numbers everywhere. For what a rank
 computes alone, all ranks draw one number from it, and each adds its rank to get a seed of its own. So all
 masks follow from the state of torch's generator: where that is restored, to compute a block again in the
-backward or to go on from a checkpoint, the same masks are drawn again. Megatron-LM keeps a second state of
+backward or to resume from a checkpoint, the same masks are drawn again. Megatron-LM keeps a second state of
 the generator instead (CudaRNGStatesTracker), and restores both.
 """
 
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
-from comm.wire.wire import message_device
 
 _SEEDS = 2**62
 
@@ -27,8 +26,8 @@ _SEEDS = 2**62
 class RankRandomness:
     """This rank's own random numbers, beside those of torch's generator, which gets rank 0's seed here."""
 
-    def __init__(self, group: Group = None) -> None:
-        seed = torch.tensor([torch.initial_seed() % _SEEDS], device=message_device(group))
+    def __init__(self, group: Group, device: torch.device) -> None:
+        seed = torch.tensor([torch.initial_seed() % _SEEDS], device=device)
         broadcast(seed, root=0, group=group)
         torch.manual_seed(int(seed))
         self._rank = dist.get_rank(group)

@@ -12,7 +12,7 @@
       weight's is computed
       tokens are gathered again in the backward    gathered tokens are kept: fewer bytes, more memory
       finish_gradient_sync() adds up gradients of  these gradients stay Partial, and are all-reduced each time
-      norms and positions, all at once             they are read: by AdamW three times; see below
+      norms and positions, all at once             they are read, by AdamW three times; main() does it once
       the embedding's gradient has this rank's     it has all entries, on every rank, and is sharded then
       vocabulary entries
       the vocabulary is padded                     the last rank has fewer entries, padded only to be sent
@@ -34,7 +34,7 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,17 +52,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from comm import cost
 from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, reduce_scatter
+from comm.cost import expected_traffic
 from comm.script import start
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from tensor_parallel.arguments import validate_size
-from tensor_parallel.layers import TIME
+from tensor_parallel.layers import CURE, TIME, validate_divisible
 from training.arguments import NotOffered, Size, TrainArgs
+from training.evaluation import sums_of
 from training.run import Run
 from training.validate import validate_nccl
 
@@ -107,43 +106,60 @@ def plan_of(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     return plan
 
 
-def shard(model: GPT, device: torch.device, sequence_parallel: bool = False) -> GPT:
-    """Broadcast the model from rank 0, and let PyTorch divide it among the ranks in place.
+class DTensorGPT(nn.Module):
+    """A GPT that PyTorch has divided among the ranks, in place; it returns its logits as a DTensor.
 
-    The model returns its logits as a DTensor. Raises WorkbookError unless the number of ranks divides the
-    heads.
+    The weights become rank 0's. Raises WorkbookError unless the number of ranks divides the heads and, for
+    sequence parallelism, the tokens.
     """
-    config, ranks = model.config, dist.get_world_size()
-    for what, heads in (("query heads", config.num_heads), ("key and value heads", config.kv_heads)):
-        if heads % ranks:
-            raise WorkbookError(f"{heads} {what} cannot be divided among {ranks} ranks equally.")
-    for parameter in model.parameters():
-        broadcast(parameter.detach(), root=0)
-    mesh = init_device_mesh(device.type, (ranks,))
-    is_tied = model.head.weight is model.token_embedding.weight
-    # By default (src_data_rank=0) each parameter would be scattered from rank 0 once more.
-    parallelize_module(model, mesh, plan_of(sequence_parallel), src_data_rank=None)
-    if is_tied:
-        model.head.weight = model.token_embedding.weight  # each was sharded on its own
-    if sequence_parallel:
-        model.register_forward_pre_hook(validate_equal_shards)
-    return model
 
+    def __init__(self, module: GPT, device: torch.device, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.module, self.sequence_parallel = module, sequence_parallel
+        validate_divisible("query heads", module.config.num_heads, None)
+        validate_divisible("key and value heads", module.config.kv_heads, None)
+        for parameter in module.parameters():
+            broadcast(parameter.detach(), root=0)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        is_tied = module.head.weight is module.token_embedding.weight
+        # By default (src_data_rank=0) each parameter would be scattered from rank 0 once more.
+        parallelize_module(module, mesh, plan_of(sequence_parallel), src_data_rank=None)
+        if is_tied:
+            module.head.weight = module.token_embedding.weight  # each was sharded on its own
 
-def validate_equal_shards(model: nn.Module, inputs: tuple[Tensor]) -> None:
-    """Raise WorkbookError, as a hook before the forward, unless the number of ranks divides the tokens."""
-    time, ranks = inputs[0].shape[TIME], dist.get_world_size()
-    if time % ranks:
-        raise WorkbookError(
-            f"{time} tokens cannot be divided among {ranks} ranks equally, as DTensor's sequence parallel "
-            "needs them; run_mode sequence_parallel pads them."
-        )
+    def forward(self, x_bt: Tensor) -> Any:
+        if self.sequence_parallel:
+            cure = ", as DTensor's sequence parallel needs them; run_mode sequence_parallel pads them"
+            validate_divisible("tokens", x_bt.shape[TIME], None, cure)
+        return self.module(x_bt)
 
+    def finish_gradient_sync(self) -> None:
+        """Reduce gradients that are still terms of a sum; AdamW would do it each time it reads one."""
+        for parameter in self.parameters():
+            if isinstance(parameter.grad, DTensor) and parameter.grad.placements[0].is_partial():
+                parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the plain model, full on every rank; all ranks must call it."""
-    state = model.state_dict()
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the plain model, full on every rank; all ranks must call it."""
+        state = self.module.state_dict()
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
+        """Return the sums over a held-out batch, from the full logits, on rank 0."""
+        full = self(x).full_tensor()
+        return sums_of(full, y, counts) if dist.get_rank() == 0 else None
+
+    def traffic_per_step(self, batch: int, time: int) -> Traffic:
+        """Return the expected traffic: activations around each half of a block, loss, partial gradients."""
+        config, tokens = self.module.config, batch * time
+        # Forward and backward of each half of a block; embedding and head make one pair more.
+        passes = 2 * (2 * config.num_layers + 1)
+        around = ("reduce_scatter", "all_gather") if self.sequence_parallel else ("all_reduce",)
+        ops = [(op, tokens * config.width) for op in around] * passes + [("all_reduce", tokens)] * 3
+        if self.sequence_parallel:
+            named = self.module.named_parameters()
+            ops += [("all_reduce", p.numel()) for name, p in named if "norm" in name or "position" in name]
+        return sum((expected_traffic(op, "torch", numel, 4) for op, numel in ops), Traffic())
 
 
 @contextmanager
@@ -195,41 +211,6 @@ def by_comm() -> Iterator[None]:
 _NAMES = {"sum": "sum", "avg": "mean", "max": "max", "min": "min", "product": "product"}
 
 
-def finish_gradient_sync(model: nn.Module) -> None:
-    """Reduce gradients that are still terms of a sum; AdamW would do it each time it reads one."""
-    for parameter in model.parameters():
-        if isinstance(parameter.grad, DTensor) and parameter.grad.placements[0].is_partial():
-            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
-
-
-def traffic_per_step(cluster: Cluster, model: GPT, batch_size: int, sequence_parallel: bool) -> Traffic:
-    """Return the expected traffic: activations around each half of a block, the loss, partial gradients."""
-    config = model.config
-    tokens = batch_size * config.block_size
-
-    def one(op: str, numel: int) -> Traffic:
-        return cost.per_rank(op, "torch", numel, 4, cluster.world_size, cluster.rank)
-
-    ops = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce",)
-    ends = 2 * (2 * config.num_layers + 1)  # forward and backward; embedding and head make one pair more
-    total = sum([one(op, tokens * config.width) for op in ops] * ends, Traffic())
-    total += sum([one("all_reduce", tokens)] * 3, Traffic())
-    if sequence_parallel:
-        replicated = [name for name, _ in model.named_parameters() if "norm" in name or "position" in name]
-        total += sum((one("all_reduce", model.get_parameter(name).numel()) for name in replicated), Traffic())
-    return total
-
-
-class DTensorRun(Run):
-    """One rank's side of a run whose model returns DTensors."""
-
-    def outputs(self, model: nn.Module, x: Tensor) -> Tensor | None:
-        """Return the full logits, on rank 0."""
-        logits: Any = model(x)
-        full = logits.full_tensor()
-        return full if self._cluster.is_main else None
-
-
 @dataclasses.dataclass
 class Args(TrainArgs):
     """Train by PyTorch's parallelize_module, on text: tensor parallel, or sequence parallel too."""
@@ -246,16 +227,19 @@ class Args(TrainArgs):
     resume: NotOffered = None
     auto_resume: NotOffered = None
 
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError unless the ranks can have equally many heads."""
+        heads = GPTConfig.named(self.size).num_heads
+        validate_divisible(f"heads of --size {self.size}", heads, None, CURE)
+
 
 def main(cluster: Cluster, args: Args) -> None:
     validate_nccl(cluster, "A DTensor")
-    validate_size(args.size, cluster.world_size)
-    run = DTensorRun(cluster, args, "tensor_parallel_native", whole_batch=True)
-    model = shard(cast(GPT, run.model()), cluster.device, args.sequence_parallel)
+    run = Run(cluster, args, "tensor_parallel_native", share=(0, 1))  # all ranks train on the whole batch
+    model = DTensorGPT(run.model(), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
     # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.
     optimizer.param_groups[0]["foreach"] = False
-    formula = traffic_per_step(cluster, model, args.batch_size, args.sequence_parallel)
     with by_comm(), run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
@@ -263,19 +247,17 @@ def main(cluster: Cluster, args: Args) -> None:
                 optimizer.zero_grad()
                 with loss_parallel():  # around the backward too
                     with span("forward", "forward"):
-                        loss: Any = loss_of(model(x), y)  # a DTensor
+                        loss = loss_of(model(x), y)  # a DTensor
                     with span("backward", "backward"):
                         loss.backward()
-                finish_gradient_sync(model)
+                model.finish_gradient_sync()
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(loss.full_tensor())
-            run.expect_traffic(formula)
+            run.expect_traffic(model.traffic_per_step(*x.shape))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    full = run.model()
-    full.load_state_dict(full_state_dict(model))
-    run.finish(full)
+    run.finish(model)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,32 @@ a quarter more bytes.
       s tokens, b examples, width h, a heads, n ranks
 
 The weight of a norm sees only the tokens of its rank, so its gradient is summed over the ranks after the
-backward (parallel_model.py). After Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022, https://arxiv.org/abs/2205.05198.
+backward (parallelize.py). The parts of the technique are those of train_tensor_parallel.py. After Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
+https://arxiv.org/abs/2205.05198.
 """
 
+from comm.chosen_pattern import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
+from lab.trace.observed import Observed
 from lab.trace.timeline import span
 from tensor_parallel.parallelize import parallelize
-from tensor_parallel.run import Args, Run
+from tensor_parallel.run import Run
+from tensor_parallel.train_tensor_parallel import Args
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "sequence_parallel")
+    run = Run(cluster, args, "sequence_parallel", share=(0, 1))  # all ranks train on the whole batch
+    use_pattern(args.pattern)
     model = parallelize(run.model(), sequence_parallel=True, overlap=args.overlap)
-    optimizer = run.optimizer(model)
+    optimizer, observed = run.optimizer(model), Observed(model, model.module.blocks[0])
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                with span("forward", "forward"), run.observed(model, x):
+                with span("forward", "forward"), observed.forward():
                     loss = model.loss(model(x), y)
                 with span("backward", "backward"):
                     loss.backward()
@@ -47,7 +52,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, **model.figures(observed, *x.shape))
 
 
 if __name__ == "__main__":

@@ -13,29 +13,58 @@ each other:
       bytes sent by a rank          4 * 2 (n-1)/n * batch * time * width * 4 for each block
 
 So ranks that do this should be in one machine. In the backward the all-reduces hide behind the gradients of
-the weights (overlapped.py); `--no-overlap` runs the layers as layers.py shows them.
+the weights; with `--no-overlap` they do not.
 
-Read layers.py first: it has the idea. parallelize.py shows which layers of a GPT are divided in which way.
+The parts of the technique: layers.py has the idea, a column layer before a row layer; read it first.
+cross_entropy.py computes the loss from divided logits. parallelize.py shows which layers of a GPT are divided
+in which way, with dropout from randomness.py and the formulas of expected_traffic.py.
+
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 """
 
+import dataclasses
+
+import training.arguments
+from comm.chosen_pattern import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
+from lab.models.model import GPTConfig
+from lab.trace.observed import Observed
 from lab.trace.timeline import span
+from tensor_parallel.layers import CURE, validate_divisible
 from tensor_parallel.parallelize import parallelize
-from tensor_parallel.run import Args, Run
+from tensor_parallel.run import Run
+from training.arguments import ClipArgs, NotOffered, Size
+
+
+@dataclasses.dataclass
+class Args(ClipArgs, training.arguments.Args):
+    """Train a small GPT on the source of Python's standard library, its layers divided among the ranks."""
+
+    size: Size = "24heads"
+    """Size of the GPT (lab/models/model.py). The number of ranks must divide its number of heads: tiny and
+    small have 4, 8layers and 13m have 8, 24heads has 24."""
+    overlap: bool = True
+    """Hide the reductions in the backward behind the gradients of the weights (layers.py)."""
+    metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
+
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError unless the ranks can have equally many heads."""
+        heads = GPTConfig.named(self.size).num_heads
+        validate_divisible(f"heads of --size {self.size}", heads, None, CURE)
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "tensor_parallel")
+    run = Run(cluster, args, "tensor_parallel", share=(0, 1))  # all ranks train on the whole batch
+    use_pattern(args.pattern)
     model = parallelize(run.model(), sequence_parallel=False, overlap=args.overlap)
-    optimizer = run.optimizer(model)
+    optimizer, observed = run.optimizer(model), Observed(model, model.module.blocks[0])
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                with span("forward", "forward"), run.observed(model, x):
+                with span("forward", "forward"), observed.forward():
                     loss = model.loss(model(x), y)
                 with span("backward", "backward"):
                     loss.backward()
@@ -48,7 +77,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, **model.figures(observed, *x.shape))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ LAYERS = "tests/tensor_parallel/test_layers.py::"
 NARRATED = "tests/tensor_parallel/test_narrated.py::"
 CROSS_ENTROPY = "tests/tensor_parallel/test_cross_entropy.py::"
 PARALLELIZE = "tests/tensor_parallel/test_parallelize.py::"
-USE = "tests/tensor_parallel/test_plausible_use.py::"
 
 EXERCISES = (
     Exercise(
@@ -28,9 +27,9 @@ EXERCISES = (
             Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once.
 
             Each layer has this rank's n-th of the outputs: `weight`, `bias`, which may be None, `group`,
-            `sequence_parallel` and `overlap`. If `overlap`, return overlapped_column_parallel(x, weights,
-            biases, group, dim), where dim is TIME with sequence parallelism, and else None. Otherwise make
-            the full input, once.
+            `sequence_parallel` and `overlap`. If `overlap`, return OverlappedColumn.apply(x, group,
+            sequence_parallel, *weights, *biases), with x, weights and biases as `as_autocast(x, *weights,
+            *biases)` returns them. Otherwise make the full input, once.
         """,
         docs={
             "full_input": """
@@ -62,7 +61,6 @@ EXERCISES = (
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[2]",
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[3]",
             LAYERS + "test_the_bias_of_a_row_layer_is_added_once",
-            LAYERS + "test_the_output_may_be_gathered_and_a_full_input_split",
             NARRATED + "test_sequence_parallel_equals_one_process",
         ),
         difficulty=2,
@@ -70,8 +68,7 @@ EXERCISES = (
         doc="""
             Return the layer's full output from this rank's n-th of the inputs.
 
-            With `self.split_input` x has all inputs: `split_to_ranks` takes this rank's n-th of dim -1. With
-            `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
+            With `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
             TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
             all tokens: `sum_over_ranks`. `self.bias` may be None.
         """,
@@ -80,8 +77,8 @@ EXERCISES = (
             "is the sum of the terms of all ranks.",
             "F.linear(x, self.weight) is the term, without the bias. If every rank added the bias to its "
             "term, how often would the sum contain it?",
-            "Split x if the layer was asked to; compute the term; sum it with scatter_sums(term, TIME, "
-            "self.group) or with sum_over_ranks(term, self.group); and add the bias to the sum.",
+            "Compute the term; sum it with scatter_sums(term, TIME, self.group) or with sum_over_ranks(term, "
+            "self.group); and add the bias to the sum.",
         ),
     ),
     Exercise(
@@ -134,9 +131,9 @@ EXERCISES = (
             A rank has the logits of v entries of the vocabulary; those from `vocab_size` on are padding, and
             have no probability. own_rows(tokens, v, vocab_size, group, what) returns for each target its
             column here, and whether it has one; an ignored target may stand for entry 0. The loss of a token
-            is log(sum of exp(logit - max)) + max - (1 - s) * logit of the target - s / vocab_size * sum of
-            all logits, where s is `smoothing`. The logits of 16-bit dtypes are computed with in float32. Pass
-            `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx` what the backward needs.
+            is log(sum of exp(logit - max)) + max - logit of the target. The logits of 16-bit dtypes are
+            computed with in float32. Pass `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx`
+            what the backward needs.
         """,
         docs={
             "backward": """
@@ -149,27 +146,25 @@ EXERCISES = (
         hints=(
             "No rank has all logits of a token, but each number in the loss is a maximum or a sum over the "
             "vocabulary. So each rank computes its own, for each token, and the ranks reduce them: one "
-            "all-reduce with op='max', then one for three sums.",
+            "all-reduce with op='max', then one for two sums.",
             "Subtract the maximum of all ranks before exp. A target's logit is on one rank, and the others "
-            "add 0. Stack the sums of exp, the targets' logits and the sums of all logits in one tensor, so "
-            "that one all-reduce is enough. A rank may have only padding: then its maximum is -inf.",
-            "Backward: the gradient of a logit is its probability, exp / total, less s / vocab_size, and "
-            "less 1 - s at the target, which scatter_add_ can subtract. Multiply by grad / number of "
-            "targets that count, and by 0 where a target is ignored. Padding gets 0.",
+            "add 0. Stack the sums of exp and the targets' logits in one tensor, so that one all-reduce is "
+            "enough. A rank may have only padding: then its maximum is -inf.",
+            "Backward: the gradient of a logit is its probability, exp / total, and 1 less at the target, "
+            "which scatter_add_ can subtract. Multiply by grad / number of targets that count, and by 0 "
+            "where a target is ignored. Padding gets 0.",
         ),
     ),
     Exercise(
         name="sequence_parallel",
         title="Gradients of one rank's tokens",
         notebook="07_tensor_and_sequence_parallel",
-        target="tensor_parallel.parallel_model.TensorParallel._with_own_tokens_only",
-        also=("tensor_parallel.parallel_model.TensorParallel.finish_gradient_sync",),
+        target="tensor_parallel.parallelize.TensorParallel.with_own_tokens_only",
+        also=("tensor_parallel.parallelize.TensorParallel.finish_gradient_sync",),
         tests=(
             PARALLELIZE + "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process",
             PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
-            USE + "test_gradients_of_norms_count_once_after_two_accumulated_steps",
-            USE + "test_a_second_finish_gradient_sync_sends_nothing",
-            PARALLELIZE + "test_torchs_own_clipping_uses_the_norm_of_the_full_model",
+            PARALLELIZE + "test_gradients_count_once_however_backwards_and_synchronisation_alternate",
         ),
         difficulty=3,
         minutes=30,
@@ -182,13 +177,12 @@ EXERCISES = (
         """,
         docs={
             "finish_gradient_sync": """
-                Add up the gradients of which each rank has one term, from all backwards since the last call.
+                Add up the gradients of which each rank has one term; complete ones stay as they are.
 
-                `with self._partial.completing(parameters) as gradients` gives the gradients of these
-                parameters that are not complete, as a list of tensors, to be changed in place. Reduce them
-                all in one message, over `self.group` with `self._pattern`. Afterwards let the grad of each
-                divided parameter that is a plain Tensor become GradientPart.of(grad, self.group,
-                self._pattern), so that torch's own tools see the gradient of all ranks.
+                A hook has multiplied each term by the number of ranks. `average_gradients(parameters,
+                self.group)` replaces gradients by their mean over the ranks, in one message. Where
+                `self.held` is not None, it has this rank's shard of each parameter that ZeRO has divided
+                along another axis: average the gradients of these. It lacks parameters that are frozen.
             """,
         },
         hints=(
@@ -198,8 +192,8 @@ EXERCISES = (
             "Without sequence parallelism every rank has all tokens outside of the divided layers, so its "
             "gradients are complete: the list is empty. With it, the list has the parameters whose names "
             "are not in self.dims.",
-            "torch.cat the flattened gradients, all_reduce the result, and split it again; copy each part "
-            "into its gradient, with view_as. If there are no gradients, send nothing.",
+            "The mean of n times a term, over n ranks, is the sum of the terms. And the mean of gradients "
+            "that are equal on all ranks changes nothing, so a second call does no harm.",
         ),
     ),
 )

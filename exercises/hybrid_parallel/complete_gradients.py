@@ -11,7 +11,7 @@ You may use:
     self.in_precision() -> contextlib.AbstractContextManager[Any]
         Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are.
     self.pipeline: Pipeline | None
-    self.terms: TensorParallel | TermsInPieces | None
+    self.terms: TensorParallel | None
         Adds up gradients.
 
 Check it with `python -m exercises check complete_gradients`.

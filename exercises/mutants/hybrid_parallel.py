@@ -29,7 +29,7 @@ from lab.launch.errors import Complete, WorkbookError
 from lab.models.model import GPT
 from pipeline_parallel.pipeline import Pipeline
 from tensor_parallel.expected_traffic import parts_of
-from tensor_parallel.parallel_model import TensorParallel
+from tensor_parallel.parallelize import TensorParallel
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel

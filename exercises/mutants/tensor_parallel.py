@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,6 @@ from tensor_parallel.layers import own_rows
 )
 def tensor_bias_on_every_rank(self, x: Tensor) -> Tensor:
     """A row layer's bias is added n times, which shows only when biases are not zero."""
-    if self.split_input:
-        x = split_to_ranks(x, -1, self.group)
     term = F.linear(x, self.weight, self.bias)
     if self.sequence_parallel:
         return scatter_sums(term, 1, self.group)
@@ -42,7 +39,7 @@ def tensor_bias_on_every_rank(self, x: Tensor) -> Tensor:
 
 
 @mutant(
-    target="tensor_parallel.overlapped._ColumnParallel.backward",
+    target="tensor_parallel.layers.OverlappedColumn.backward",
     killer=(
         "tests.tensor_parallel.test_layers."
         "test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed"
@@ -54,21 +51,21 @@ def tensor_column_gradient_not_hidden(ctx, *grads: Tensor):
     """
     x, *weights = ctx.saved_tensors
     grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
-    if ctx.dim is not None:
+    if ctx.sequence_parallel:
         x, grad_x = (
-            InFlightAllGather(x, ctx.dim, ctx.group).wait(),
-            InFlightReduceScatter(grad_x, ctx.dim, ctx.group).wait(),
+            InFlightAllGather(x, 1, ctx.group).wait(),
+            InFlightReduceScatter(grad_x, 1, ctx.group).wait(),
         )
     else:
         grad_x = summed(grad_x, ctx.group)
     outputs = [grad.flatten(0, -2) for grad in grads]
     grad_weights = [grad.t() @ x.flatten(0, -2) for grad in outputs]
     grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
-    return grad_x, None, None, None, *grad_weights, *grad_biases
+    return grad_x, None, None, *grad_weights, *grad_biases
 
 
 @mutant(
-    target="tensor_parallel.overlapped._ColumnParallel.backward",
+    target="tensor_parallel.layers.OverlappedColumn.backward",
     killer="tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process",
     cause="not added up over the ranks",
 )
@@ -79,7 +76,7 @@ def tensor_column_gradient_not_reduced(ctx, *grads: Tensor):
     outputs = [grad.flatten(0, -2) for grad in grads]
     grad_weights = [grad.t() @ x.flatten(0, -2) for grad in outputs]
     grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
-    return grad_x, None, None, None, *grad_weights, *grad_biases
+    return grad_x, None, None, *grad_weights, *grad_biases
 
 
 @mutant(
@@ -113,7 +110,7 @@ def tensor_heads_share_a_mask(self, device, probability: float = 1.0) -> Iterato
     killer="tests.tensor_parallel.test_cross_entropy.test_the_largest_logit_of_all_ranks_is_subtracted",
 )
 def tensor_max_not_reduced(
-    ctx, logits_tv: Tensor, targets: Tensor, vocab_size: int, group, ignore: int, smoothing: float
+    ctx, logits_tv: Tensor, targets: Tensor, vocab_size: int, group, ignore: int
 ) -> Tensor:
     """The loss is infinite when a logit on another rank is far above rank 0's largest logit."""
     largest = logits_tv.amax(-1)
@@ -126,12 +123,12 @@ def tensor_max_not_reduced(
     total, at_target = sums
     counts = targets != ignore
     ctx.save_for_backward(exps_tv, total, rows, is_own, counts)
-    ctx.smoothing, ctx.vocab_size, ctx.v, ctx.dtype = 0.0, vocab_size, logits_tv.shape[-1], logits_tv.dtype
+    ctx.v, ctx.dtype = logits_tv.shape[-1], logits_tv.dtype
     return (total.log() + largest - at_target).where(counts, 0).sum() / counts.sum()
 
 
 @mutant(
-    target="tensor_parallel.parallel_model.TensorParallel.clip_grad_norm_",
+    target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     killer="tests.tensor_parallel.test_parallelize.test_replicated_parameters_count_once_in_the_norm",
     cause="counted on each",
 )
@@ -148,7 +145,7 @@ def tensor_norm_counts_replicas(self, max_norm: float) -> Tensor:
 
 
 @mutant(
-    target="tensor_parallel.parallel_model.TensorParallel.clip_grad_norm_",
+    target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     killer="tests.tensor_parallel.test_parallelize.test_replicated_parameters_count_once_in_the_norm",
     cause="one rank's part",
 )
@@ -163,26 +160,12 @@ def tensor_norm_of_one_rank(self, max_norm: float) -> Tensor:
 
 
 @mutant(
-    target="tensor_parallel.accumulation.PartialGradients.completing",
-    killer=(
-        "tests.tensor_parallel.test_plausible_use."
-        "test_gradients_of_norms_count_once_after_two_accumulated_steps"
-    ),
-    cause="counted again",
-)
-@contextmanager
-def tensor_norms_counted_again(self, parameters):
-    """With accumulation norms learn too fast: gradients that were reduced already are reduced again."""
-    yield [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-@mutant(
-    target="tensor_parallel.parallel_model.TensorParallel.finish_gradient_sync",
+    target="tensor_parallel.parallelize.TensorParallel.finish_gradient_sync",
     killer=(
         "tests.tensor_parallel.test_parallelize."
         "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process"
     ),
-    cause="not added up over the ranks",
+    cause="not averaged over the ranks",
 )
 def tensor_norms_not_synchronised(self) -> None:
     """With sequence parallel norms and biases drift apart: their gradients come from a rank's own tokens
@@ -203,7 +186,7 @@ def tensor_other_ranks_tokens_embedded(self, tokens: Tensor) -> Tensor:
 
 
 @mutant(
-    target="tensor_parallel.parallel_model.TensorParallel.loss",
+    target="tensor_parallel.parallelize.TensorParallel.loss",
     killer="tests.tensor_parallel.test_parallelize.test_two_ranks_have_the_gradients_of_one_process",
 )
 def tensor_padding_gets_probability(self, logits_btw: Tensor, targets_bt: Tensor) -> Tensor:
@@ -242,7 +225,7 @@ def tensor_recomputed_with_other_masks(self, device, probability: float = 1.0) -
         "test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one"
     ),
 )
-def tensor_residual_masks_differ(self, group=None) -> None:
+def tensor_residual_masks_differ(self, group, device) -> None:
     """The residual stream differs by rank: each rank draws its dropout masks from another seed."""
     self._rank = dist.get_rank(group)
     torch.manual_seed(1234 + self._rank)
@@ -256,8 +239,6 @@ def tensor_row_gathers_its_outputs(self, x: Tensor) -> Tensor:
     """Ranks agree, the loss falls, and it is wrong: a row layer's output uses an n-th of the layer's
     inputs.
     """
-    if self.split_input:
-        x = split_to_ranks(x, -1, self.group)
     term = F.linear(x, self.weight)
     if self.sequence_parallel:
         y = scatter_sums(term, 1, self.group)

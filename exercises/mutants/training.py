@@ -172,16 +172,6 @@ def ranks_drop_out_the_same(seed: int, step: int, stream: int) -> None:
 
 
 @mutant(
-    target="training.gradient_part.GradientPart.norms",
-    killer="tests.tensor_parallel.test_parallelize.test_torchs_own_clipping_uses_the_norm_of_the_full_model",
-    cause="one rank's part",
-)
-def tensor_clipped_by_the_norm_of_a_part(parts, ord=2, dtype=None, **_):
-    """torch's clip_grad_norm_ scales each rank's shards of a tensor parallel model by a different factor."""
-    return [torch.linalg.vector_norm(part, ord, dtype=dtype) for part in parts]
-
-
-@mutant(
     target="training.evaluation.held_out_means",
     killer="tests.training.test_evaluation.test_all_ranks_report_the_means_over_the_examples_of_all_ranks",
 )

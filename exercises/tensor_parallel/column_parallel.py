@@ -5,6 +5,9 @@ contains the solution. All that you need is in this file, in the notebook and in
 
 You may use:
 
+    as_autocast(*tensors: Tensor | None) -> list[Tensor | None]
+        Cast what F.linear would cast under torch.autocast, which does not reach into an autograd
+        function.
     copy_to_ranks(x: Tensor, group: Group = None) -> Tensor
         Identity forward, all-reduce backward (f in Megatron-LM).
     gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor
@@ -15,9 +18,6 @@ You may use:
     layer.overlap: bool
     layer.sequence_parallel: bool
     layer.weight
-    overlapped_column_parallel(x, weights, biases, group, dim) -> tuple[Tensor, ...]
-        Return F.linear(x, weight, bias) of each layer, where the backward reduces x's gradient over
-        the group.
     TIME = 1
 
 Check it with `python -m exercises check column_parallel`.
@@ -28,17 +28,16 @@ from torch import Tensor
 
 from comm.collectives import Group
 from comm.functions import copy_to_ranks, gather_tokens
-from tensor_parallel.layers import TIME, ColumnParallelLinear
-from tensor_parallel.overlapped import overlapped_column_parallel
+from tensor_parallel.layers import TIME, ColumnParallelLinear, OverlappedColumn, as_autocast
 
 
 def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tensor, ...]:
     """Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once.
 
     Each layer has this rank's n-th of the outputs: `weight`, `bias`, which may be None, `group`,
-    `sequence_parallel` and `overlap`. If `overlap`, return overlapped_column_parallel(x, weights,
-    biases, group, dim), where dim is TIME with sequence parallelism, and else None. Otherwise make
-    the full input, once.
+    `sequence_parallel` and `overlap`. If `overlap`, return OverlappedColumn.apply(x, group,
+    sequence_parallel, *weights, *biases), with x, weights and biases as `as_autocast(x, *weights,
+    *biases)` returns them. Otherwise make the full input, once.
     """
     raise NotImplementedError("The column-parallel layer is not written yet: `column_parallel` has no body.")
 

@@ -30,22 +30,16 @@ from tensor_parallel.layers import own_rows
 
 
 def forward(
-    ctx: Any,
-    logits_tv: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    group: Group,
-    ignore: int,
-    smoothing: float,
+    ctx: Any, logits_tv: Tensor, targets: Tensor, vocab_size: int, group: Group, ignore: int
 ) -> Tensor:
     """Return the mean loss over the targets that are not `ignore`, the same on every rank.
 
     A rank has the logits of v entries of the vocabulary; those from `vocab_size` on are padding, and
     have no probability. own_rows(tokens, v, vocab_size, group, what) returns for each target its
     column here, and whether it has one; an ignored target may stand for entry 0. The loss of a token
-    is log(sum of exp(logit - max)) + max - (1 - s) * logit of the target - s / vocab_size * sum of
-    all logits, where s is `smoothing`. The logits of 16-bit dtypes are computed with in float32. Pass
-    `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx` what the backward needs.
+    is log(sum of exp(logit - max)) + max - logit of the target. The logits of 16-bit dtypes are
+    computed with in float32. Pass `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx`
+    what the backward needs.
     """
     raise NotImplementedError(
         "The vocabulary-parallel cross entropy is not written yet: `_CrossEntropy.forward` has no body."

@@ -10,10 +10,7 @@ You may use:
     self.bias
     self.group: Group
     self.sequence_parallel: bool
-    self.split_input: bool
     self.weight
-    split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor
-        Keep this rank's shard along `dim` forward, all-gather backward.
     sum_over_ranks(x: Tensor, group: Group = None) -> Tensor
         All-reduce forward, identity backward (g in Megatron-LM).
     TIME = 1
@@ -24,15 +21,14 @@ Check it with `python -m exercises check row_parallel`.
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.functions import scatter_sums, split_to_ranks, sum_over_ranks
+from comm.functions import scatter_sums, sum_over_ranks
 from tensor_parallel.layers import TIME
 
 
 def forward(self, x: Tensor) -> Tensor:
     """Return the layer's full output from this rank's n-th of the inputs.
 
-    With `self.split_input` x has all inputs: `split_to_ranks` takes this rank's n-th of dim -1. With
-    `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
+    With `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
     TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
     all tokens: `sum_over_ranks`. `self.bias` may be None.
     """

@@ -89,7 +89,7 @@ class Machine:
 
     On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
     those of a core. `handling` is the time of a core that collectives take on a rank. `hides_reductions` says
-    whether column-parallel layers hide their collectives in the backward, as tensor_parallel/overlapped.py
+    whether column-parallel layers hide their collectives in the backward, as tensor_parallel/layers.py
     does; the programs of the published runs on GPUs did not. `gathers_keys` says whether the ranks of the
     context axis gather all keys and values before their attention begins, as the program of Llama 3 did. This
     workbook does what `attention` of the sizes says. `autocast` says whether bf16 is only the type in which

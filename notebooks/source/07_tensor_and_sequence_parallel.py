@@ -243,7 +243,7 @@ print("with the sum:", f"{within[0, 0].item():.3f}", "one process:", f"{right_X[
 #
 # So a pair of layers costs one all-reduce forward and one backward. A transformer's block has two pairs. The backward's
 # all-reduce can hide: the gradient of X is reduced while that of the weights is computed
-# ([tensor_parallel/overlapped.py](../tensor_parallel/overlapped.py)).
+# (`OverlappedColumn` in [tensor_parallel/layers.py](../tensor_parallel/layers.py)).
 #
 # ## Seeds
 #
@@ -329,9 +329,9 @@ gather_MB.compare(pull("sent")[0][0])
 loss_MB.compare(pull("sent")[0][1])
 
 # %% [markdown]
-# 4.2 MB against a thousandth of a MB. A cross entropy needs only four numbers of each token from the other ranks: the largest
-# logit, the sum of the exponentials, the target's logit (zero on the rank that does not have it), and for label smoothing the
-# sum of the logits. What matters even more: no rank ever holds the full logits
+# 4.2 MB against a thousandth of a MB. A cross entropy needs only three numbers of each token from the other ranks: the
+# largest logit, the sum of the exponentials, and the target's logit (zero on the rank that does not have it).
+# What matters even more: no rank ever holds the full logits
 # ([tensor_parallel/cross_entropy.py](../tensor_parallel/cross_entropy.py)). The embedding works like a row layer: a rank looks
 # up the tokens whose rows it has, returns zeros for the others, and the sum is right.
 #
@@ -547,7 +547,7 @@ f"loss {alone[0]:.3f} -> {alone[-1]:.3f}; largest difference below 1e-12: {bool(
 # %%
 import torch.nn.functional as F
 
-from comm.functions import scatter_sums, split_to_ranks, sum_over_ranks
+from comm.functions import scatter_sums, sum_over_ranks
 from exercises.notebook import check
 
 
@@ -555,7 +555,7 @@ def forward(self, x):
     """Return the output of a row layer: x has this rank's inputs, self.weight this rank's part of the weight.
 
     `sum_over_ranks(term, self.group)` adds the terms up; with `self.sequence_parallel` it is
-    `scatter_sums(term, 1, self.group)`. With `self.split_input` x is full: `split_to_ranks(x, -1, self.group)`.
+    `scatter_sums(term, 1, self.group)`.
     `self.bias` may be None.
     """
 

@@ -33,7 +33,7 @@ from lab.trace.memory import saved_activations
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import table_of
-from tensor_parallel.run import activations_formula
+from tensor_parallel.expected_traffic import activations_formula
 from zero.memory import Held, formula
 
 GPT = ModelShape(8, 64, 8, 256, 32, dropout=True, fused_attention=False)

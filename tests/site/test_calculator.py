@@ -12,7 +12,7 @@ from data_parallel import predict
 from lab.models.model import GPT, SIZES, GPTConfig
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
-from tensor_parallel.run import activations_formula
+from tensor_parallel.expected_traffic import activations_formula
 from tests.browser import Browser
 from zero import memory as zero_memory
 

@@ -20,7 +20,7 @@ from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.models.model import GPTConfig
 from lab.ranks import run_ranks
-from tensor_parallel.expected_traffic import ExpectedGPTTraffic
+from tensor_parallel.expected_traffic import ExpectedTraffic
 from tests.browser import Browser
 
 LENGTHS = (1, 3, 12, 17, 64, 1001)
@@ -182,7 +182,7 @@ def sent_by_lesson(cluster: Cluster, length: int) -> dict[str, int]:
     found["allToAll"] = sum(each.bytes_sent for each in exchange)
     config = GPTConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, width=HEADS * HEAD_WIDTH, num_layers=1)
     for overlap in (False, True):
-        expected = ExpectedGPTTraffic(None, ITEMSIZE, ITEMSIZE, config, True, overlap)
+        expected = ExpectedTraffic(config, None, True, overlap, ITEMSIZE, ITEMSIZE)
         found[f"sequence {overlap}"] = expected.of_parts((BATCH, length), {"blocks.0"}).bytes_sent
     return found
 

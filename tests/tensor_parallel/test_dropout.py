@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tensor_parallel.parallel_model import TensorParallel
-from tensor_parallel.parallelize import parallelize
-from tests.tensor_parallel.equivalence import BOTH_MODES, gathered, gpt, text
+from tensor_parallel.parallelize import TensorParallel, parallelize
+from tests.tensor_parallel.equivalence import gathered, gpt, text
 from training.randomness import seed_step
 from zero.run import recompute_blocks
 
@@ -87,38 +86,6 @@ def test_with_sequence_parallel_the_tokens_of_different_ranks_have_different_mas
     for first, second in combinations(found, 2):
         for where in first:
             assert 0.45 < equal_share(first[where], second[where]) < 0.55
-
-
-@BOTH_MODES
-def test_the_shared_random_stream_stays_equal_on_all_ranks_during_training(sequence_parallel: bool):
-    def train(cluster: Cluster) -> tuple[Tensor, Tensor, float]:
-        model = model_of(cluster, sequence_parallel)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, y = text(11)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model.loss(model(x), y)
-            loss.backward()
-            model.finish_gradient_sync()
-            optimizer.step()
-        return torch.get_rng_state(), torch.rand(5), loss.item()
-
-    first, *others = run_ranks(train, 3)
-    for other in others:
-        assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1]) and first[2] == other[2]
-
-
-def test_equal_seeds_draw_equal_masks_and_other_seeds_other_masks():
-    def look(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            first, again, other = (
-                masks_of_a_step(model_of(cluster, sequence_parallel, seed)) for seed in (7, 7, 8)
-            )
-            for where in first:
-                assert torch.equal(first[where], again[where])
-                assert 0.45 < equal_share(first[where], other[where]) < 0.55
-
-    run_ranks(look, 2)
 
 
 def test_blocks_computed_again_in_the_backward_draw_the_same_masks():

@@ -9,21 +9,15 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.models.model import GPT, loss_of
+from lab.models.model import loss_of
 from lab.ranks import RankError, run_ranks
 from lab.trace.ledger import LEDGER
-from tensor_parallel.train_dtensor import (
-    by_comm,
-    finish_gradient_sync,
-    full_state_dict,
-    shard,
-    traffic_per_step,
-)
+from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests.dtensors import full_tensors
 from tests.tensor_parallel.equivalence import RTOL, gpt, text
 
 
-def one_backward(model: GPT, x: Tensor, y: Tensor) -> Any:
+def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
     with loss_parallel():
         loss: Any = loss_of(model(x), y)  # a DTensor
         loss.backward()
@@ -34,8 +28,10 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
     """Compare every gradient at each of some SGD steps, and every parameter after them."""
     what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
-    native = shard(plain, cluster.device, sequence_parallel)
-    assert_same(full_tensors(parameters(native)), parameters(reference), 0, f"initial parameter, {what},")
+    native = DTensorGPT(plain, cluster.device, sequence_parallel)
+    assert_same(
+        full_tensors(parameters(native.module)), parameters(reference), 0, f"initial parameter, {what},"
+    )
     # foreach=False: with the default on GPUs either all parameters must be DTensors, or none.
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, foreach=False) for m in (reference, native)]
     x, y = (part.to(cluster.device) for part in text())
@@ -46,16 +42,19 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
         expected.backward()
         loss = one_backward(native, x, y)
         if step:  # without this call, full_tensor() reduces what is Partial
-            finish_gradient_sync(native)
+            native.finish_gradient_sync()
         assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
         assert_same(
-            full_tensors(gradients(native)), gradients(reference), RTOL, f"gradient, {what}, step {step},"
+            full_tensors(gradients(native.module)),
+            gradients(reference),
+            RTOL,
+            f"gradient, {what}, step {step},",
         )
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(full_tensors(parameters(native)), parameters(reference), RTOL, f"parameter, {what},")
+    assert_same(full_tensors(parameters(native.module)), parameters(reference), RTOL, f"parameter, {what},")
     plain = gpt(1, **changes)
-    plain.load_state_dict(full_state_dict(native))
+    plain.load_state_dict(native.full_state_dict())
     assert_same(parameters(plain), parameters(reference), RTOL, f"saved parameter, {what},")
 
 
@@ -73,18 +72,18 @@ def test_every_gradient_and_parameter_equals_one_process(n: int, sequence_parall
 def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
         x, y = text(16)
-        native = shard(gpt(0), cluster.device, sequence_parallel).float()
+        native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
         one_backward(native, x, y)
-        finish_gradient_sync(native)
-        untouched = gradients(native)
+        native.finish_gradient_sync()
+        untouched = gradients(native.module)
         native.zero_grad()
         before = LEDGER.total()
         with by_comm():
             one_backward(native, x, y)
-            finish_gradient_sync(native)
+            native.finish_gradient_sync()
         counted = LEDGER.total() - before
-        assert_same(full_tensors(gradients(native)), full_tensors(untouched), 0)
-        assert counted == traffic_per_step(cluster, native, len(x), sequence_parallel)
+        assert_same(full_tensors(gradients(native.module)), full_tensors(untouched), 0)
+        assert counted == native.traffic_per_step(*x.shape)
         before = LEDGER.total()
         one_backward(native, x, y)
         assert LEDGER.total() == before  # outside of the block nothing is counted
@@ -92,20 +91,12 @@ def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(
     run_ranks(compare, 2)
 
 
-def test_tied_weights_stay_one_parameter():
-    def check(cluster: Cluster) -> bool:
-        model = shard(gpt(0), cluster.device)
-        return model.head.weight is model.token_embedding.weight
-
-    assert all(run_ranks(check, 2))
-
-
 def test_sizes_that_do_not_divide_are_refused_in_one_sentence():
     def heads(cluster: Cluster) -> None:
-        shard(gpt(0, num_heads=12, num_kv_heads=3), cluster.device)
+        DTensorGPT(gpt(0, num_heads=12, num_kv_heads=3), cluster.device)
 
     def tokens(cluster: Cluster) -> None:
-        shard(gpt(0), cluster.device, sequence_parallel=True)(text(13)[0])
+        DTensorGPT(gpt(0), cluster.device, sequence_parallel=True)(text(13)[0])
 
     with pytest.raises(RankError, match="3 key and value heads cannot be divided among 2 ranks equally"):
         run_ranks(heads, 2)

@@ -4,37 +4,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.models.model import MLP
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes
-from tensor_parallel.parallel_model import TensorParallel
 from tensor_parallel.parallelize import parallelize
 from tests.tensor_parallel.equivalence import (
     BOTH_MODES,
+    RTOL,
     compare_mlp_with_one_process,
     compare_with_one_process,
+    full_tensors,
+    gathered,
     gpt,
     text,
 )
-from training.replicas import replicas_equal
+from training.replicas import replica_digests
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @BOTH_MODES
 def test_every_gradient_and_parameter_equals_one_process(n: int, sequence_parallel: bool):
     def compare(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, sequence_parallel)
+        compare_with_one_process(cluster, sequence_parallel, steps=3)
         compare_with_one_process(cluster, sequence_parallel, tied=False, clip=0.1, steps=2)
-
-    run_ranks(compare, n)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@BOTH_MODES
-def test_without_overlap_every_gradient_equals_one_process(n: int, sequence_parallel: bool):
-    def compare(cluster: Cluster) -> None:
         compare_with_one_process(cluster, sequence_parallel, steps=2, overlap=False)
 
     run_ranks(compare, n)
@@ -53,125 +48,108 @@ def test_replicated_parameters_count_once_in_the_norm():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_query_heads_stay_on_the_rank_of_the_keys_and_values_they_share(n: int):
+def test_shared_keys_dropout_and_any_number_of_tokens_change_nothing(n: int):
+    """Query heads stay on the rank of the keys and values that they share."""
+
     def compare(cluster: Cluster) -> None:
+        heads = {"num_kv_heads": 6 if n < 4 else 4}
         for sequence_parallel in (False, True):
-            heads = {"num_kv_heads": 6 if n < 4 else 4}
-            compare_with_one_process(cluster, sequence_parallel, steps=2, **heads)
-            compare_with_one_process(cluster, sequence_parallel, steps=2, tied=False, num_layers=1, **heads)
-
-    run_ranks(compare, n)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_with_equal_dropout_masks_gradients_equal_one_process(n: int):
-    def compare(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            compare_with_one_process(cluster, sequence_parallel, dropout=0.3, num_layers=1)
-            heads = {"num_kv_heads": 6 if n < 4 else 4}
+            compare_with_one_process(cluster, sequence_parallel, tied=False, steps=2, **heads)
             compare_with_one_process(cluster, sequence_parallel, dropout=0.3, time=11, steps=2, **heads)
-
-    run_ranks(compare, n)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_text_may_have_any_number_of_tokens_up_to_the_block_size(n: int):
-    def compare(cluster: Cluster) -> None:
-        for time in (1, 2, 11, 16):
+        for time in (1, 2, 16):
             compare_with_one_process(cluster, True, time=time, steps=1, num_layers=1)
         compare_with_one_process(cluster, True, time=15, steps=2, block_size=15, num_layers=1)
-        compare_with_one_process(cluster, False, time=1, steps=1, num_layers=1)
 
     run_ranks(compare, n)
-
-
-def test_more_tokens_than_the_block_size_are_refused():
-    def refuse(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            model = parallelize(gpt(num_layers=1), None, sequence_parallel)
-            with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
-                model(text(17)[0])
-
-    run_ranks(refuse, 3)
 
 
 def test_frozen_parameters_have_no_gradient_and_the_others_have_one():
     def compare(cluster: Cluster) -> None:
+        some = [
+            "position_embedding",
+            "blocks.0.attention.q_proj",
+            "blocks.1.mlp.up_proj.bias",
+            "final_norm.w",
+        ]
+        ends = ["token_embedding", "position_embedding", "blocks.0", "head"]
         for sequence_parallel in (False, True):
-            for frozen in (
-                [
-                    "position_embedding",
-                    "blocks.0.attention.q_proj",
-                    "blocks.1.mlp.up_proj.bias",
-                    "final_norm.weight",
-                ],
-                [
-                    "token_embedding",
-                    "position_embedding",
-                    "blocks.0.attention_norm",
-                    "blocks.1.mlp.down_proj",
-                ],
-                ["head", "blocks.0", "blocks.1.attention.o_proj.bias"],
-            ):
-                compare_with_one_process(
-                    cluster, sequence_parallel, steps=2, clip=0.1, tied=False, frozen=frozen
-                )
+            for frozen in (some, ends, ["blocks", "final_norm"]):
+                options = {"tied": False, "steps": 2, "clip": 0.1}
+                compare_with_one_process(cluster, sequence_parallel, frozen=frozen, **options)
 
     run_ranks(compare, 2)
-
-
-def test_clipping_uses_the_norm_of_the_full_model():
-    def compare(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            for clip in (1e-3, 0.1, 1e3):  # the last one changes nothing
-                compare_with_one_process(cluster, sequence_parallel, clip=clip, steps=2, num_layers=1)
-
-    run_ranks(compare, 3)
-
-
-def test_torchs_own_clipping_uses_the_norm_of_the_full_model():
-    def compare(cluster: Cluster) -> None:
-        for foreach, sequence_parallel in ((None, True), (None, False), (True, True)):
-
-            def clip(model: TensorParallel, max_norm: float, foreach: bool | None = foreach) -> Tensor:
-                return nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=foreach)
-
-            compare_with_one_process(
-                cluster, sequence_parallel, clip=0.1, steps=2, clip_grad_norm_=clip, num_layers=1
-            )
-
-    run_ranks(compare, 2)
-
-
-def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_ranks_shard_has_an_infinity():
-    def work(cluster: Cluster) -> list[tuple[float, bool]]:
-        model, x, seen = parallelize(MLP([2, 4, 1])), torch.ones(3, 2), []
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 4.0)
-        for is_infinite in (True, False):
-            optimizer.zero_grad()
-            before = [parameter.detach().clone() for parameter in model.parameters()]
-            scaler.scale(model(x).sum()).backward()
-            if is_infinite and cluster.rank == 1:
-                next(model.parameters()).grad[0, 0] = torch.inf
-            model.finish_gradient_sync()
-            scaler.step(optimizer)
-            scaler.update()
-            stepped = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-            seen.append((scaler.get_scale(), any(stepped)))
-        return seen
-
-    assert run_ranks(work, 2) == [[(2.0, False), (2.0, True)]] * 2
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers(n: int):
     def compare(cluster: Cluster) -> None:
-        compare_mlp_with_one_process(cluster, [7, 12, 5])
-        compare_mlp_with_one_process(cluster, [7, 12, 5, 24, 3], clip=0.1)
-        compare_mlp_with_one_process(cluster, [7, 12, 5, 12])
-        compare_mlp_with_one_process(cluster, [7, 12], clip=0.1)
+        for sizes in ([7, 12, 5], [7, 12, 5, 24, 3], [7, 12, 5, 12], [7, 12]):
+            compare_mlp_with_one_process(cluster, sizes, clip=0.1, steps=2)
 
     run_ranks(compare, n)
+
+
+def test_gradients_count_once_however_backwards_and_synchronisation_alternate():
+    def work(cluster: Cluster) -> None:
+        x, _ = text()
+        for program in (
+            "backward backward finish",
+            "backward finish backward finish",
+            "backward finish finish",
+        ):
+            plain, ours = gpt(num_layers=1), parallelize(gpt(num_layers=1), None, True)
+            for number, what in enumerate(program.split()):
+                tokens = (x + number) % 61
+                if what == "finish":
+                    ours.finish_gradient_sync()
+                else:
+                    loss_of(plain(tokens), tokens).backward()
+                    ours.loss(ours(tokens), tokens).backward()
+            found = full_tensors(ours, gradients(ours.module))
+            assert_same(found, gradients(plain), RTOL, f"gradient, {program},")
+
+    run_ranks(work, 2)
+
+
+def test_an_optimizer_made_before_parallelize_trains_the_shards():
+    def work(cluster: Cluster) -> None:
+        for sequence_parallel in (False, True):
+            plain, cut = gpt(num_layers=1), gpt(num_layers=1)
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (plain, cut)]
+            x, y = text()
+            loss_of(cut(x), y).backward()  # of the plain model: not a shard's gradient
+            ours = parallelize(cut, None, sequence_parallel)
+            loss_of(plain(x), y).backward()
+            ours.loss(ours(x), y).backward()
+            ours.finish_gradient_sync()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same(full_tensors(ours, parameters(ours.module)), parameters(plain), RTOL, "parameter")
+
+    run_ranks(work, 2)
+
+
+def test_under_autocast_gradients_are_as_exact_as_those_of_one_process():
+    def compare(cluster: Cluster) -> None:
+        for sequence_parallel in (False, True):
+            x, y = text()
+            exact, plain = gpt().float(), gpt().float()
+            ours = parallelize(gpt(cluster.rank).float(), None, sequence_parallel)
+            loss_of(exact(x), y).backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                expected, loss = loss_of(plain(x), y), ours.loss(ours(x), y)
+            for one in (expected, loss):
+                one.backward()
+            ours.finish_gradient_sync()
+            assert_same({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-3)
+            right, theirs = gradients(exact), gradients(plain)
+            least = 2**-10 * max(float(gradient.norm()) for gradient in right.values())
+            for name, found in full_tensors(ours, gradients(ours.module)).items():
+                assert found.dtype == torch.float32, name
+                error, known = (float((one - right[name]).norm()) for one in (found, theirs[name]))
+                assert error <= max(2 * known, least), f"{name} is off by {error}, and plain by {known}"
+
+    run_ranks(compare, 3)
 
 
 def test_replicated_parameters_stay_equal_bit_by_bit():
@@ -180,16 +158,15 @@ def test_replicated_parameters_stay_equal_bit_by_bit():
             model = parallelize(gpt(cluster.rank, dropout=0.1, num_layers=1).float(), None, sequence_parallel)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             x, y = text(11)
-            for _ in range(4):
+            for _ in range(3):
                 optimizer.zero_grad()
                 model.loss(model(x), y).backward()
                 model.finish_gradient_sync()
                 model.clip_grad_norm_(1.0)
                 optimizer.step()
-            replicated = nn.ParameterList(
-                p for name, p in model.module.named_parameters() if name not in model.dims
-            )
-            assert len(replicated) == 9 and replicas_equal(cluster, replicated)
+            named = model.module.named_parameters()
+            replicated = nn.ParameterList(p for name, p in named if name not in model.dims)
+            assert len(replicated) == 9 and len(set(replica_digests(cluster, replicated))) == 1
 
     run_ranks(train, 3)
 
@@ -211,39 +188,64 @@ def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_mode
     run_ranks(measure, 4)
 
 
-def test_gradients_of_several_backwards_add_up():
-    def accumulate(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            model = parallelize(gpt(num_layers=1), None, sequence_parallel)
-            x, y = text()
-            (model.loss(model(x), y)).backward()
-            model.finish_gradient_sync()
-            once = [p.grad.clone() for p in model.parameters()]
-            model.zero_grad()
-            for part in (slice(0, 2), slice(2, 4)):
-                (model.loss(model(x[part]), y[part]) / 2).backward()
-            model.finish_gradient_sync()
-            torch.testing.assert_close([p.grad for p in model.parameters()], once, rtol=1e-9, atol=1e-12)
+def test_a_state_saved_by_four_ranks_is_loaded_by_one_process_and_by_three_ranks():
+    def save(cluster: Cluster) -> list[tuple[dict[str, Tensor], Tensor]]:
+        saved = []
+        for tied in (True, False):
+            model = parallelize(gpt(4, tied=tied), None, sequence_parallel=tied)
+            model.module.requires_grad_(False)
+            saved.append((model.full_state_dict(), gathered(model.module(text()[0]), -1)[..., :61]))
+            model.module.token_embedding.weight.zero_()  # the state is a copy
+        return saved
 
-    run_ranks(accumulate, 2)
+    def load(cluster: Cluster, saved: list[tuple[dict[str, Tensor], Tensor]]) -> None:
+        for (state, logits), tied in zip(saved, (True, False), strict=True):
+            model = parallelize(gpt(5, tied=tied), None, sequence_parallel=not tied)
+            model.load_full_state_dict(state)
+            assert_same(
+                {"logits": gathered(model(text()[0]), -1)[..., :61]}, {"logits": logits}, what="output"
+            )
+            assert_same(model.full_state_dict(), state, 0, "saved again, it")
+
+    first, *others = run_ranks(save, 4)
+    for (state, logits), tied in zip(first, (True, False), strict=True):
+        assert_same(state, gpt(4, tied=tied).state_dict(), 0, "entry")
+        assert_same({"logits": gpt(4, tied=tied)(text()[0]).detach()}, {"logits": logits}, what="output")
+    for other in others:
+        for (state, _), (same, _) in zip(first, other, strict=True):
+            assert_same(same, state, 0, "on another rank, it")
+    run_ranks(load, 3, first)
 
 
-def test_sizes_that_do_not_divide_are_refused_on_every_rank_in_the_same_sentence():
+def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence_and_stays_as_it_is():
+    def frozen_later() -> None:
+        model = parallelize(gpt(num_layers=1), None, True)
+        model.module.final_norm.requires_grad_(False)
+        model(text()[0])
+
     cases = {
         "5 query heads": lambda: parallelize(gpt(num_heads=5, width=20)),
         "1 key and value heads": lambda: parallelize(gpt(num_kv_heads=1)),
         "7 outputs": lambda: parallelize(MLP([4, 7, 4])),
-        "9 outputs": lambda: parallelize(MLP([4, 8, 4, 9])),
+        "9 outputs": lambda: parallelize(mlp),
         "not a Linear": lambda: parallelize(nn.Linear(4, 4)),
         "An MLP has no tokens": lambda: parallelize(MLP([4, 8, 4]), sequence_parallel=True),
+        "tensor parallel already": lambda: parallelize(parallelize(MLP([4, 8])).module),
+        "frozen": frozen_later,
     }
+    mlp = MLP([4, 8, 4, 9])
 
     def refuse(cluster: Cluster) -> list[str]:
-        sentences = []
+        sentences, before = [], parameters(mlp)
         for make in cases.values():
             with pytest.raises(WorkbookError) as error:
                 make()
             sentences.append(str(error.value))
+        assert_same(parameters(mlp), before, 0)
+        for sequence_parallel in (False, True):
+            model = parallelize(gpt(num_layers=1), None, sequence_parallel)
+            with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
+                model(text(17)[0])
         return sentences
 
     first, second = run_ranks(refuse, 2)

@@ -7,7 +7,7 @@ reduce-scatter of the stream sends half of A.
     a block, forward    2 A                              2 gathers and 2 scatters: 2 A
     a block, backward   2 A                              2 gathers and 2 scatters: 2 A, and 2 gathers again: A
     embedding, head     A forward, A backward            a scatter and a gather each; the head gathers again
-    loss                4 numbers for each token         the same
+    loss                3 numbers for each token         the same
     at the end          nothing                          all-reduces replicated parameters: 6 d a block,
                                                          2 d of the last norm, T d positions
 """
@@ -44,7 +44,7 @@ def sent_in_a_step(
 def test_a_block_all_reduces_the_residual_stream_twice_forward_and_twice_backward(n: int):
     def count(cluster: Cluster) -> None:
         stream = 2 * (n - 1) * B * T * D * ITEM // n
-        loss = 2 * (n - 1) * 4 * B * T * ITEM // n
+        loss = 2 * (n - 1) * 3 * B * T * ITEM // n
         for layers in (1, 3):
             forward = (2 * layers + 1) * stream
             assert sent_in_a_step(cluster, layers, False, forward_only=True) == {"all_reduce": forward}
@@ -59,7 +59,7 @@ def test_a_block_all_reduces_the_residual_stream_twice_forward_and_twice_backwar
 def test_with_sequence_parallel_the_same_bytes_are_gathers_and_scatters(n: int):
     def count(cluster: Cluster) -> None:
         half = (n - 1) * B * T * D * ITEM // n  # of an all-reduce
-        loss = 2 * (n - 1) * 4 * B * T * ITEM // n
+        loss = 2 * (n - 1) * 3 * B * T * ITEM // n
         for layers in (1, 3):
             times = 2 * layers + 1
             each = times * half

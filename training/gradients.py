@@ -1,0 +1,28 @@
+"""Average gradients over ranks in one message: what every wrapper without buckets does after its backward."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from comm.chosen_pattern import chosen_pattern
+from comm.collectives import Group, all_reduce
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None:
+    """Replace each gradient by the mean over the group. An unused parameter gets a gradient of zeros.
+
+    All ranks must call it with the same parameters. Those that are frozen are left out.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    all_reduce(flat, "mean", group, pattern=chosen_pattern("all_reduce", group))
+    means = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
