@@ -8,8 +8,7 @@ from torch import Tensor
 
 from benchmarks import side_by_side
 from benchmarks.pipeline_steps import model_as_made, text
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import all_reduce
+from comm.collectives import all_reduce, chosen_pattern
 from context_parallel.parallel_model import ContextParallel
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention

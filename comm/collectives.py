@@ -18,7 +18,7 @@ x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: 
 to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
 gloo (transport/choice.py). If the group uses gloo, `pattern=None` means the first pattern listed. If it uses
 nccl, `pattern=None` means "torch": torch.distributed's own collectives. "auto" takes the pattern that is
-measured to be fastest (choosing.py). `in_place` sends nothing, and needs tensors of comm/shared_tensors.py.
+predicted to be fastest (cost.fastest). `in_place` sends nothing, and needs tensors of comm/shared_tensors.py.
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -28,16 +28,27 @@ raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from comm import choosing
-from comm.algorithms import bruck, pairwise, sharded_tree, star, tree
+from comm.algorithms import (
+    bruck,
+    hierarchical,
+    hypercube,
+    in_place,
+    pairwise,
+    pipelined_ring,
+    ring,
+    sharded_tree,
+    star,
+    tree,
+)
 from comm.algorithms.reduction import check_reduction, divisor_before
+from comm.cost import pattern_for
 from comm.errors import CommError
-from comm.patterns import ALL_REDUCES, FILES, PATTERNS
+from comm.patterns import PATTERNS, chosen_pattern, default_pattern, use_pattern
 from comm.run_collective import run_collective
 from comm.shards import shard_sizes
 from comm.wire import native
@@ -46,8 +57,28 @@ from comm.wire.shared_segment import place_of
 from comm.wire.staging import In, InOut, Out
 from comm.wire.wire import Group, Wire, group_of
 
+__all__ = ["PATTERNS", "chosen_pattern", "default_pattern", "pattern_for", "use_pattern"]
+
 Patterns = dict[str, Callable[..., None]]
 Work = native.Work
+FILES: dict[str, ModuleType] = {  # each has an all_gather, and all but bruck have a reduce_scatter
+    "pipelined_ring": pipelined_ring,
+    "ring": ring,
+    "tree": sharded_tree,
+    "pairwise": pairwise,
+    "bruck": bruck,
+}
+ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
+    "pipelined_ring": (pipelined_ring, "all_reduce"),
+    "ring": (ring, "all_reduce"),
+    "tree": (tree, "all_reduce"),
+    "flat": (star, "all_reduce"),
+    "recursive_doubling": (hypercube, "recursive_doubling"),
+    "halving_doubling": (hypercube, "halving_doubling"),
+    "pairwise": (pairwise, "all_reduce"),
+    "hierarchical": (hierarchical, "all_reduce"),
+    "in_place": (in_place, "all_reduce"),
+}
 
 
 def broadcast(
@@ -246,30 +277,6 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
     if pattern == "torch":
         return native.barrier(group, async_op)
     return run_collective(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
-
-
-def default_pattern(op: str, group: Group = None) -> str:
-    """Return the pattern that `pattern=None` stands for in this group."""
-    return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
-
-
-def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Group = None) -> str:
-    """Return the pattern that None or "auto" stands for: "auto" depends on the bytes of the full tensor.
-
-    Without `num_bytes` it is the pattern that is fastest on average. All ranks must call it for "auto".
-    """
-    if pattern is None or (pattern == "auto" and dist.get_backend(group) == "nccl"):
-        return default_pattern(op, group)
-    if pattern == "auto":
-        # What all ranks choose must not depend on what only one of them knows: the sizes of its own parts.
-        num_bytes = None if op in ("scatter", "gather") else num_bytes
-        patterns = ("pairwise",) if op == "all_to_all" else PATTERNS[op]
-        return choosing.fastest(op, num_bytes, patterns, _run, group)
-    return pattern
-
-
-def _run(op: str, *tensors: torch.Tensor, **options: Any) -> Work:
-    return globals()[op](*tensors, **options)
 
 
 def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, root: int = 0) -> str:

@@ -41,26 +41,21 @@ exchanges headers (wire/handshake.py), which takes L alpha. An all_to_all whose 
 sizes exchanges the sizes as well, in another L alpha."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from comm.algorithms.hierarchical import ranks_by_host
+from comm.choosing import link_of
+from comm.patterns import PATTERNS, default_pattern
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.wire.handshake import ROW_BYTES
 from comm.wire.hosts import known_hosts
+from comm.wire.slow_link import Link
 from comm.wire.wire import Group
+from lab import units
 from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
-
-
-@dataclass(frozen=True)
-class Link:
-    """The speed of a link: alpha in seconds per message, beta in seconds per byte."""
-
-    alpha: float
-    beta: float
 
 
 def header_traffic(ranks: int, uneven_parts: bool = False) -> Traffic:
@@ -184,8 +179,6 @@ def expected_traffic(
 
     `numel` counts the full tensor. `pattern` is what the collective is called with, also None or "auto".
     """
-    from comm.collectives import pattern_for  # which imports this file
-
     chosen = pattern_for(op, pattern, numel * itemsize, group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     return per_rank(op, chosen, numel, itemsize, ranks, rank, root, known_hosts(group))
@@ -254,6 +247,43 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
     return predicted[op, pattern] + log * a  # the headers
+
+
+def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Group = None) -> str:
+    """Return the pattern that None or "auto" stands for: "auto" depends on the bytes of the full tensor.
+
+    Without `num_bytes` it is the default. All ranks must call it for "auto".
+    """
+    if pattern is None or (pattern == "auto" and dist.get_backend(group) == "nccl"):
+        return default_pattern(op, group)
+    # What all ranks choose must not depend on what only one of them knows: the sizes of its own parts.
+    is_known_to_all = op not in ("scatter", "gather", "all_to_all")
+    return fastest(op, num_bytes if is_known_to_all else None, group) if pattern == "auto" else pattern
+
+
+def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
+    """Return the pattern that is predicted to be fastest in this group. All ranks must call it.
+
+    The group's alpha and beta are measured at the first call (choosing.py). Of patterns that differ by less
+    than 5% it takes a ring in segments, which adds while messages travel, or else the first one listed.
+    """
+    ranks = dist.get_world_size(group)
+    if num_bytes is None or ranks == 1 or len(PATTERNS[op]) == 1:
+        return PATTERNS[op][0]
+    predicted = _predicted(op, num_bytes, ranks, link_of(group))
+    good = [pattern for pattern, took in predicted.items() if took <= 1.05 * min(predicted.values())]
+    return "pipelined_ring" if "pipelined_ring" in good else good[0]
+
+
+def reason(op: str, num_bytes: int, group: Group = None) -> str:
+    """Return why "auto" takes its pattern: the predicted seconds of all patterns of `op`, fastest first."""
+    predicted = _predicted(op, num_bytes, dist.get_world_size(group), link_of(group))
+    in_order = sorted((took, pattern) for pattern, took in predicted.items())
+    return ", ".join(f"{pattern} {units.show_seconds(took)}" for took, pattern in in_order)
+
+
+def _predicted(op: str, num_bytes: int, ranks: int, link: Link) -> dict[str, float]:
+    return {pattern: seconds(op, pattern, num_bytes, ranks, link) for pattern in PATTERNS[op]}
 
 
 def hierarchical_seconds(num_bytes: int, hosts: Hosts, link: Link, between: Link) -> float:

@@ -17,8 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from comm import collectives
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, Work
+from comm.collectives import Group, Work, chosen_pattern
 from comm.errors import CommError
 
 

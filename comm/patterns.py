@@ -1,19 +1,15 @@
-"""List the patterns of each collective. The first one is what a group that uses gloo takes by default."""
+"""List the patterns of each collective, and choose one for a group.
 
-from types import ModuleType
+use_pattern("tree", group)                 # from now on the functions of comm/functions.py use it there
+chosen_pattern("all_reduce", group)        # "tree"
+default_pattern("all_reduce", group)       # "ring", the first one listed; "torch" in a group that uses nccl
+"""
 
-from comm.algorithms import (
-    bruck,
-    hierarchical,
-    hypercube,
-    in_place,
-    pairwise,
-    pipelined_ring,
-    ring,
-    sharded_tree,
-    star,
-    tree,
-)
+import weakref
+
+import torch.distributed as dist
+
+from comm.wire.wire import Group, group_of
 
 RINGS = ("ring", "pipelined_ring")
 PATTERNS = {
@@ -30,22 +26,23 @@ PATTERNS = {
     "all_to_all": ("pairwise", "bruck"),
     "barrier": ("tree",),
 }
+_chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 
-FILES: dict[str, ModuleType] = {  # each has an all_gather, and all but bruck have a reduce_scatter
-    "pipelined_ring": pipelined_ring,
-    "ring": ring,
-    "tree": sharded_tree,
-    "pairwise": pairwise,
-    "bruck": bruck,
-}
-ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
-    "pipelined_ring": (pipelined_ring, "all_reduce"),
-    "ring": (ring, "all_reduce"),
-    "tree": (tree, "all_reduce"),
-    "flat": (star, "all_reduce"),
-    "recursive_doubling": (hypercube, "recursive_doubling"),
-    "halving_doubling": (hypercube, "halving_doubling"),
-    "pairwise": (pairwise, "all_reduce"),
-    "hierarchical": (hierarchical, "all_reduce"),
-    "in_place": (in_place, "all_reduce"),
-}
+
+def default_pattern(op: str, group: Group = None) -> str:
+    """Return the pattern that `pattern=None` stands for in this group."""
+    return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
+
+
+def use_pattern(pattern: str | None, group: Group = None) -> None:
+    """Let a group use this pattern from now on, or for None the default. All its ranks must call it."""
+    if pattern is None:
+        _chosen.pop(group_of(group), None)
+    else:
+        _chosen[group_of(group)] = pattern
+
+
+def chosen_pattern(op: str, group: Group = None) -> str:
+    """Return the pattern chosen for the group; if none is chosen or `op` lacks it, the default."""
+    pattern = _chosen.get(group_of(group))
+    return pattern if pattern in ("auto", "torch", *PATTERNS[op]) else default_pattern(op, group)

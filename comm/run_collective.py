@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from comm import cost
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
 from comm.transport import streams
@@ -72,7 +73,9 @@ def run_collective(
         with taken(handover):
             ready = posted if handover is None else time.perf_counter_ns()
             with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-                delay = LinkDelay(queue, ready, header.op, header.pattern, num_bytes, ranks)
+                delay = LinkDelay(
+                    queue, ready, lambda link: cost.seconds(header.op, header.pattern, num_bytes, ranks, link)
+                )
                 mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
                 try:
                     if ranks > 1 and (transport := chosen_transport(group)) != "gloo":

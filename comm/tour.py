@@ -30,8 +30,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from comm import choosing, cost
 from comm import collectives as c
+from comm import cost
 from comm.exchange import exchange
 from comm.point_to_point import measure_link, validate_message
 from comm.script import start
@@ -168,7 +168,7 @@ QUICK_SECONDS = 0.05  # on slower links it would take long to measure all patter
 def chosen_by_auto(op: str, args: Args) -> tuple[str, str]:
     """Return the pattern that "auto" takes for the large tensor, and the seconds predicted for each."""
     num_bytes = int(args.mb * (1 << 20))
-    return c.pattern_for(op, "auto", num_bytes), choosing.reason(op, num_bytes)
+    return c.pattern_for(op, "auto", num_bytes), cost.reason(op, num_bytes)
 
 
 def own_interface_bytes() -> int | None:

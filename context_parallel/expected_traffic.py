@@ -17,7 +17,7 @@ The functions below hold for any lengths. All-to-alls also send headers (comm/co
 
 from collections.abc import Sequence as List
 
-from comm.chosen_pattern import chosen_pattern
+from comm.collectives import chosen_pattern
 from comm.cost import header_traffic, pairwise_traffic
 from context_parallel.parallel_model import ContextParallel, SharedSequence
 from lab.trace.ledger import Traffic

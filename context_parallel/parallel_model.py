@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, all_reduce, broadcast
-from comm.expected import expected
+from comm.collectives import Group, all_reduce, broadcast, chosen_pattern
+from comm.cost import expected_traffic
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.sequence_cut import Part, SequenceCut
 from lab.launch.errors import WorkbookError
@@ -138,7 +137,7 @@ class ContextParallel(nn.Module):
         """Return what this rank sends in `finish_gradient_sync`, by formula."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         numel, itemsize = sum(p.numel() for p in trained), next(self.module.parameters()).itemsize
-        return expected("all_reduce", self._pattern, numel, itemsize, self.group)
+        return expected_traffic("all_reduce", self._pattern, numel, itemsize, self.group)
 
 
 class ContextAttention(Attention):

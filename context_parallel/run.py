@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import training.arguments
 import training.run
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from context_parallel.arguments import validate_heads, validate_length
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.clock import Clock, ClockedGPT

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.collectives import Group, all_reduce, broadcast
-from comm.expected import expected
+from comm.cost import expected_traffic
 from comm.script import start
 from data_parallel.bucket_memory import OWN_MEMORY, OwnMemory, SharedMemory
 from data_parallel.bucket_order import BucketOrder
@@ -223,9 +223,9 @@ class BucketArgs(AccumulationArgs):
 def traffic_per_step(model: BucketDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: buckets, and their order if it was sent."""
     sizes, pattern = model.sizes_on_wire, model.pattern or pattern
-    traffic = sum((expected("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
+    traffic = sum((expected_traffic("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
     if model.order.was_sent:
-        traffic += expected("broadcast", None, len(model.trained), 8, model.group)
+        traffic += expected_traffic("broadcast", None, len(model.trained), 8, model.group)
     return traffic
 
 

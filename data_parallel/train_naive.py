@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from comm.collectives import Group, all_reduce, broadcast
-from comm.expected import expected
+from comm.cost import expected_traffic
 from comm.script import start
 from data_parallel.guard import ReplicaGuard
 from data_parallel.run import Run
@@ -86,7 +86,7 @@ def traffic_per_step(model: NaiveDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for the last step: a flag for each parameter, and the gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained if p.grad is not None)]
-    return sum((expected("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
+    return sum((expected_traffic("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
 
 
 def main(cluster: Cluster, args: Args) -> None:

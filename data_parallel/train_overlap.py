@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.collectives import Group, Work, all_reduce, broadcast
-from comm.expected import expected
+from comm.cost import expected_traffic
 from comm.script import start
 from data_parallel.guard import ReplicaGuard, replace_hook
 from data_parallel.ordered_launcher import OrderedLauncher
@@ -126,7 +126,7 @@ def traffic_per_step(model: OverlapDataParallel, pattern: str) -> Traffic:
     """Return this rank's expected traffic for a step: all gradients, and a flag for each parameter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = [*((p.numel(), p.element_size()) for p in trained), (len(trained), 1)]
-    return sum((expected("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
+    return sum((expected_traffic("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
 
 
 def main(cluster: Cluster, args: AccumulationArgs) -> None:

@@ -14,10 +14,8 @@ The router decides what s and u are, so the formula takes them from the counts.
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group
-from comm.cost import header_traffic, pairwise_traffic
-from comm.expected import expected
+from comm.collectives import Group, chosen_pattern
+from comm.cost import expected_traffic, header_traffic, pairwise_traffic
 from expert_parallel.groups import ExpertGroups
 from lab.trace.ledger import Traffic
 
@@ -40,7 +38,7 @@ def tokens_between(sent_rE: Tensor, groups: ExpertGroups) -> Tensor:
 def counts_traffic(sent_rE: Tensor, groups: ExpertGroups) -> Traffic:
     """Return what this rank sends in the all-gather that tells all ranks the counts of a layer."""
     pattern = chosen_pattern("all_gather", groups.everyone)
-    return expected("all_gather", pattern, sent_rE.numel(), sent_rE.element_size(), groups.everyone)
+    return expected_traffic("all_gather", pattern, sent_rE.numel(), sent_rE.element_size(), groups.everyone)
 
 
 def layer_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
@@ -56,7 +54,7 @@ def gradient_traffic(parameters: list[nn.Parameter], group: Group) -> Traffic:
     numel = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     if not numel:
         return Traffic()
-    return expected(
+    return expected_traffic(
         "all_reduce", chosen_pattern("all_reduce", group), numel, parameters[0].element_size(), group
     )
 

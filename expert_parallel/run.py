@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import training.arguments
 import training.run
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from expert_parallel.config import MoEConfig, validate
 from expert_parallel.expected_traffic import tokens_between
 from expert_parallel.full_state import (

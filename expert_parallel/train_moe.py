@@ -38,8 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, all_gather, all_reduce, broadcast
+from comm.collectives import Group, all_gather, all_reduce, broadcast, chosen_pattern
 from comm.functions import exchange_shards
 from comm.in_flight import InFlightExchange
 from comm.script import start

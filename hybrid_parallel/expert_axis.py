@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.config import MoEConfig
 from expert_parallel.expected_traffic import exchange_traffic, tokens_between

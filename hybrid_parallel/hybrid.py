@@ -31,8 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.chosen_pattern import chosen_pattern, use_pattern
-from comm.collectives import all_reduce
+from comm.collectives import all_reduce, chosen_pattern, use_pattern
 from data_parallel.flat import Piece
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.full_state import full_state

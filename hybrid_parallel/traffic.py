@@ -25,9 +25,8 @@ sends.
 
 from collections.abc import Collection, Iterator
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group
-from comm.expected import expected
+from comm.collectives import Group, chosen_pattern
+from comm.cost import expected_traffic
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.expected_traffic import counts_traffic
 from hybrid_parallel import mesh
@@ -159,4 +158,6 @@ def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
 
 def _of_numbers(count: int, group: Group) -> Traffic:
     """Return the traffic of all-reduces of one number in float64."""
-    return sum([expected("all_reduce", chosen_pattern("all_reduce", group), 1, 8, group)] * count, Traffic())
+    return sum(
+        [expected_traffic("all_reduce", chosen_pattern("all_reduce", group), 1, 8, group)] * count, Traffic()
+    )

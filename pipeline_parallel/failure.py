@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import all_reduce
+from comm.collectives import all_reduce, chosen_pattern
 from comm.errors import CommError, Mismatch
 from comm.wire.wire import Group, group_of
 from lab.launch.errors import WorkbookError, reason

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import broadcast
-from comm.expected import expected
+from comm.collectives import broadcast, chosen_pattern
+from comm.cost import expected_traffic
 from comm.point_to_point import irecv, isend, recv, send
 from comm.wire.wire import Group
 from lab.evaluation import evaluating
@@ -257,7 +256,7 @@ class Pipeline(nn.Module):
         return self.traffic_of_forward_only() + self._traffic_of("broadcast", torch.float64.itemsize, root)
 
     def _traffic_of(self, op: str, itemsize: int, root: int = 0) -> Traffic:
-        return expected(op, chosen_pattern(op, self.group), 1, itemsize, self.group, root)
+        return expected_traffic(op, chosen_pattern(op, self.group), 1, itemsize, self.group, root)
 
     def _make_ties_equal(self) -> None:
         """Copy each shared parameter from the earlier stage to the later one."""

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, all_reduce
+from comm.collectives import Group, all_reduce, chosen_pattern
 from tensor_parallel.layers import own_rows
 
 

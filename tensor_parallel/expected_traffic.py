@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group
+from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic
 from lab.models.model import GPTConfig
 from lab.trace.ledger import Traffic

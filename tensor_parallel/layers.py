@@ -49,8 +49,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, all_reduce
+from comm.collectives import Group, all_reduce, chosen_pattern
 from comm.functions import (
     InFlightAllGather,
     InFlightReduceScatter,

@@ -25,8 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, broadcast
+from comm.collectives import Group, broadcast, chosen_pattern
 from comm.functions import InFlightAllGather, own_shard
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of

@@ -19,7 +19,7 @@ et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
 https://arxiv.org/abs/2205.05198.
 """
 
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
 from lab.trace.observed import Observed

@@ -25,7 +25,7 @@ After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 import dataclasses
 
 import training.arguments
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import GPTConfig

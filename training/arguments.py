@@ -65,8 +65,8 @@ class Args(TrainArgs):
 
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; hierarchical adds up within each host first; torch is PyTorch's own; auto measures all
-    and takes the fastest for each size; the others are in comm/algorithms. None: ring on gloo,
+    chunk in pieces; hierarchical adds up within each host first; torch is PyTorch's own; auto measures
+    the link and takes the fastest by formula; the others are in comm/algorithms. None: ring on gloo,
     torch on nccl."""
 
 

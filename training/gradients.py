@@ -5,8 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, all_reduce
+from comm.collectives import Group, all_reduce, chosen_pattern
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None:

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.collectives import all_reduce, default_pattern
-from comm.cost import Link
-from comm.expected import expected
+from comm.cost import Link, expected_traffic
 from comm.transport import choice
 from comm.wire import slow_link
 from lab.check import refuse_unequal
@@ -233,7 +232,7 @@ class Run:
 
     def expect_traffic(self, of_the_step: Traffic) -> None:
         """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce."""
-        self._expected += of_the_step + expected("all_reduce", self.pattern, 1, 4)
+        self._expected += of_the_step + expected_traffic("all_reduce", self.pattern, 1, 4)
 
     def evaluate(self, step: int, model: nn.Module) -> None:
         """Compute the loss on held-out data, after every --eval-every steps and after the last.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast
-from comm.expected import expected
+from comm.cost import expected_traffic
 from data_parallel.flat import Piece
 from lab.launch.errors import WorkbookError
 from lab.trace.ledger import Traffic
@@ -191,5 +191,5 @@ class ShardedModule(nn.Module):
             unit.traffic(times) for block, times in gathers.items() for unit in block.units
         ] * microbatches
         for numel, itemsize in [(len(self._place) + 2, 8)] + [(1, 8)] * is_clipped:
-            traffics.append(expected("all_reduce", self.pattern, numel, itemsize, self.group))
+            traffics.append(expected_traffic("all_reduce", self.pattern, numel, itemsize, self.group))
         return sum(traffics, Traffic())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from comm.collectives import Group, all_reduce, broadcast
-from comm.expected import expected
+from comm.cost import expected_traffic
 from data_parallel.flat import ParameterBucket, Piece, fill
 from lab.launch.errors import WorkbookError
 from lab.trace.ledger import Traffic
@@ -185,7 +185,7 @@ class ShardedOptimizer(Optimizer):
         """Return a step's expected traffic: gradients, parameters, and flags of which parameters are used."""
 
         def one(op: str, numel: int, itemsize: int) -> Traffic:
-            return expected(op, self.pattern, numel, itemsize, self.group)
+            return expected_traffic(op, self.pattern, numel, itemsize, self.group)
 
         total = one("all_reduce", len(self.pieces) + 1, 1)
         total += one("all_reduce", 1, 8) if is_clipped else Traffic()

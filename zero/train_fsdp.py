@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from comm.collectives import Work, all_gather, broadcast, reduce_scatter
-from comm.expected import expected
+from comm.cost import expected_traffic
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import GPT, loss_of
@@ -199,7 +199,7 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
         numel = sum(-(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in parameters)
         if not numel or ranks == 1:
             return Traffic()
-        return expected(op, args.pattern, numel, itemsize)
+        return expected_traffic(op, args.pattern, numel, itemsize)
 
     layers = [list(layer.parameters()) for layer in layers_of(model)]
     in_layers = {id(parameter) for layer in layers for parameter in layer}

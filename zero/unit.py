@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import Group, Work, all_gather, broadcast
-from comm.expected import expected
+from comm.cost import expected_traffic
 from data_parallel.flat import Flat, Piece
 from lab.trace.ledger import Traffic
 from training.gradient_part import GradientPart
@@ -119,7 +119,7 @@ class ShardedUnit:
         """Return this rank's expected traffic for `gathers` gathers and, if it is trained, a reduction."""
         ops = ["all_gather"] * gathers + ["reduce_scatter"] * (self.gradients is not None)
         sizes = self.flat.numel, self.dtype.itemsize
-        return sum((expected(op, self.pattern, *sizes, self.group) for op in ops), Traffic())
+        return sum((expected_traffic(op, self.pattern, *sizes, self.group) for op in ops), Traffic())
 
     def full_master(self) -> list[Tensor]:
         """Return a full copy of each parameter in the dtype of the shard; every rank must call it."""

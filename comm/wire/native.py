@@ -216,7 +216,10 @@ def _start_slowly(
             over_gloo = dist.get_backend(group) == "gloo"
             # gloo's reduce-scatter is an all-reduce and a slice, and takes the time of an all-reduce.
             charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
-            delay = slow_link.LinkDelay(queue, ready, charged, "torch", num_bytes, dist.get_world_size(group))
+            n, model = dist.get_world_size(group), cost.model_of(charged, "torch")
+            delay = slow_link.LinkDelay(
+                queue, ready, lambda link: cost.seconds(charged, model, num_bytes, n, link)
+            )
             if over_gloo:
                 # This message is for the simulated link: on a real one nothing moves before all are ready.
                 wire = Wire(group, op, "torch", sequence, counted=False)

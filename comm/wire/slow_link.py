@@ -16,15 +16,23 @@ network card. The simulation cannot make a link faster than the machine is.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from comm import cost
-from comm.cost import Link
 from comm.wire.work_queue import GroupQueue
 from lab import units
 from lab.launch.errors import WorkbookError
 from lab.trace import timeline
+
+
+@dataclass(frozen=True)
+class Link:
+    """The speed of a link: alpha in seconds per message, beta in seconds per byte."""
+
+    alpha: float
+    beta: float
+
 
 _link: Link | None = None
 
@@ -69,11 +77,10 @@ class LinkDelay:
     does not add to the delay of the next operation.
     """
 
-    def __init__(self, queue: GroupQueue, posted: int, op: str, pattern: str, num_bytes: int, ranks: int):
+    def __init__(self, queue: GroupQueue, posted: int, seconds_on: Callable[[Link], float]) -> None:
         self._queue, self._cost, self.ready = queue, 0, 0
         if _link is not None:
-            seconds = cost.seconds(op, cost.model_of(op, pattern), num_bytes, ranks, _link)
-            self._cost, self.ready = int(seconds * 1e9), max(posted, queue.link_free_at)
+            self._cost, self.ready = int(seconds_on(_link) * 1e9), max(posted, queue.link_free_at)
         self._start = self.ready
 
     def start(self, ready: int) -> None:

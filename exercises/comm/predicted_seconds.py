@@ -15,7 +15,8 @@ You may use:
 Check it with `python -m exercises check predicted_seconds`.
 """
 
-from comm.cost import Link, _log2_up
+from comm.cost import _log2_up
+from comm.wire.slow_link import Link
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:

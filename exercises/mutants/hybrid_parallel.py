@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.chosen_pattern import use_pattern
-from comm.collectives import all_reduce
+from comm.collectives import all_reduce, use_pattern
 from comm.cost import Link
 from comm.exchange import exchange
 from data_parallel.train_bucket_overlap import BucketDataParallel

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.chosen_pattern import chosen_pattern
-from comm.collectives import Group, all_reduce
+from comm.collectives import Group, all_reduce, chosen_pattern
 from tensor_parallel.layers import own_rows
 
 

@@ -124,7 +124,7 @@ def test_the_bytes_of_every_message_are_counted_and_not_its_elements():
         for dtype, size in ((torch.uint8, 1), (torch.bfloat16, 2), (torch.float64, 8)):
             LEDGER.clear()
             collectives.all_reduce(torch.ones(6, dtype=dtype))
-            assert LEDGER.rows()[Entry("all_reduce", "pipelined_ring")].bytes_sent == 6 * size
+            assert LEDGER.rows()[Entry("all_reduce", "ring")].bytes_sent == 6 * size
 
     run_ranks(count, 2)
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from comm import functions
-from comm.chosen_pattern import use_pattern
-from comm.collectives import PATTERNS
+from comm.collectives import PATTERNS, use_pattern
 from comm.errors import CommError
 from comm.functions import (
     broadcast_from_root,

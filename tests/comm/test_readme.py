@@ -72,8 +72,3 @@ def test_the_formulas_of_hierarchical_are_those_of_cost_on_any_number_of_hosts(h
 def test_costs_docstring_has_the_same_formulas_of_seconds():
     lines = re.findall(r"^ {4}(\w+) +(\w+) +(\S.+)$", cost.__doc__ or "", flags=re.MULTILINE)
     assert sorted(lines) == sorted((op, pattern, formulas[-1]) for op, pattern, formulas in ROWS)
-
-
-def test_every_file_is_named():
-    files = [path.relative_to(COMM) for path in COMM.rglob("*.py") if path.name != "__init__.py"]
-    assert files and [str(path) for path in files if f"]({path})" not in README] == []

@@ -10,7 +10,7 @@ For E experts and s tokens of width d that go to other ranks, u that come from t
 import pytest
 import torch
 
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from expert_parallel.config import MoEConfig
 from expert_parallel.expected_traffic import traffic_per_step
 from expert_parallel.groups import form_groups

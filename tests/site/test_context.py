@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from comm import cost
-from comm.chosen_pattern import use_pattern
+from comm.collectives import use_pattern
 from comm.cost import Link
 from context_parallel.clock import Clock
 from context_parallel.expected_traffic import all_to_all_layer, ring_layer
