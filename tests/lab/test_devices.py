@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lab.cluster import Cluster
-from lab.launch.devices import device_of
 from lab.launch.errors import WorkbookError
 from lab.ranks import child as rank_child
 from lab.ranks import run_ranks
@@ -51,13 +50,6 @@ def test_devices_that_are_not_there_are_refused_in_a_sentence(
     with with_gpus(gpus), pytest.raises(WorkbookError) as error:
         run_ranks(lambda cluster: None, world_size, **options)
     assert str(error.value) == sentence
-
-
-def test_ranks_are_spread_over_the_gpus_and_share_them_where_there_are_fewer():
-    with with_gpus(2):
-        assert [device_of(rank).index for rank in range(4)] == [0, 1, 0, 1]
-        assert [str(device_of(rank, "cuda:1")) for rank in range(2)] == ["cuda:1", "cuda:1"]
-    assert device_of(3, "cpu") == torch.device("cpu")
 
 
 def test_a_rank_takes_its_gpu_before_nccl_connects_and_says_which_it_is_at_the_barrier():

@@ -1,11 +1,6 @@
 import json
 import math
-import os
-import pty
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,19 +50,6 @@ def test_json_is_the_last_line_of_stdout_and_all_of_it(capfd):
     assert "step 3/3" in err and "hidden_share" in err
 
 
-def test_without_json_progress_and_table_are_on_stdout(capfd):
-    run(3)
-    out, err = capfd.readouterr()
-    assert "step 1/3  loss 10.0000" in out and "step 3/3  loss 8.0000" in out
-    assert "tokens_per_second" in out and err == ""
-
-
-def test_a_list_is_shown_as_its_values_are(capfd):
-    run(3, held_bytes=[1_500_000, 2_000_000], held=[4, 1])
-    out, _ = capfd.readouterr()
-    assert "1.5 MB, 2.0 MB" in out and "4, 1 " in out
-
-
 def test_times_and_bytes_have_the_same_form_in_all_rows(capfd):
     times = {"compute_seconds": 0.0538, "alpha_seconds": 3.14e-5, "predicted_step_seconds": 2.0}
     run(3, **times, beta_seconds_per_byte=2.5e-10, bytes_formula=774_900, activations_formula_bytes=1.5e6)
@@ -80,18 +62,6 @@ def test_times_and_bytes_have_the_same_form_in_all_rows(capfd):
     assert re.fullmatch(r"[\d.]+ (ns|us|ms|s)", shown["step_seconds"])
 
 
-def test_a_row_that_a_run_cannot_fill_is_not_shown_and_null_in_the_json(capfd):
-    summary = run(3, as_json=True, hidden_share=None)
-    out, err = capfd.readouterr()
-    assert "hidden_share" not in err and summary["hidden_share"] is None and json.loads(out) == summary
-
-
-def test_ranks_other_than_0_measure_but_print_nothing(capfd):
-    summary = run(3, rank(1, 2), as_json=True)
-    assert capfd.readouterr() == ("", "")
-    assert summary["steps"] == 3 and summary["last_loss"] == 8.0
-
-
 def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(clock):
     meter = Meter(rank(), "train", steps=6, tokens_per_step=100)
     for seconds in (50.0, 40.0, 1.0, 2.0, 3.0, 10.0):
@@ -102,21 +72,6 @@ def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(cl
     summary = meter.finish()
     assert summary["step_seconds"] == 2.5
     assert summary["tokens_per_second"] == 4 * 100 / 16
-
-
-@pytest.mark.parametrize("seconds, median", [((3.0,), 3.0), ((9.0, 4.0), 4.0), ((9.0, 4.0, 6.0), 5.0)])
-def test_of_few_steps_at_least_half_are_counted(clock, seconds, median):
-    meter = Meter(rank(), "train", steps=len(seconds), tokens_per_step=100)
-    for duration in seconds:
-        with meter.step():
-            clock[0] += duration
-    assert meter.finish()["step_seconds"] == median
-
-
-def test_a_meter_without_any_step_still_sums_up(capfd):
-    summary = Meter(rank(), "train", steps=0, tokens_per_step=100, as_json=True).finish()
-    assert summary["steps"] == 0 and summary["step_seconds"] is None and summary["first_loss"] is None
-    assert json.loads(capfd.readouterr().out) == summary
 
 
 def test_traffic_is_counted_inside_of_steps_and_nowhere_else():
@@ -143,14 +98,6 @@ def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
     assert summary["worst"] == [1.0, None] and summary["per_layer"] == {"a": [None, 2.0]}
 
 
-def test_the_loss_may_be_a_tensor_with_a_graph_which_is_not_kept_alive():
-    meter = Meter(rank(), "train", steps=1, tokens_per_step=1)
-    with meter.step() as record:
-        record.loss = torch.tensor(3.0, requires_grad=True) * 2
-    assert meter._last_loss.grad_fn is None
-    assert meter.finish()["last_loss"] == 6.0
-
-
 def test_a_loss_is_read_only_in_steps_whose_line_is_printed(clock):
     class Watched(torch.Tensor):
         reads = 0
@@ -168,29 +115,6 @@ def test_a_loss_is_read_only_in_steps_whose_line_is_printed(clock):
     assert Watched.reads == 2  # the first and the last
 
 
-def test_where_no_one_watches_a_line_comes_every_two_seconds_and_for_the_first_and_last_step(clock, capfd):
-    meter = Meter(rank(), "train", steps=12, tokens_per_step=1)
-    for _ in range(12):
-        with meter.step():
-            clock[0] += 0.5
-    printed = [line.split()[2] for line in capfd.readouterr().out.splitlines()]
-    assert printed == ["1/12", "5/12", "9/12", "12/12"]
-
-
-def test_a_step_that_raises_is_not_counted_and_its_error_passes():
-    meter = Meter(rank(), "train", steps=2, tokens_per_step=1)
-    with meter.step() as record:
-        record.loss = 1.0
-    with pytest.raises(KeyboardInterrupt), meter.step():
-        raise KeyboardInterrupt
-    assert meter.finish()["steps"] == 1
-
-
-def test_an_extra_may_not_take_the_name_of_a_field():
-    with pytest.raises(ValueError, match="bytes_sent"):
-        run(1, bytes_sent=3)
-
-
 def test_peak_memory_sees_what_was_freed_again_but_not_what_was_freed_before_the_start():
     peak_before = torch.ones(100 << 20, dtype=torch.uint8)
     del peak_before
@@ -205,50 +129,3 @@ def test_peak_memory_sees_what_was_freed_again_but_not_what_was_freed_before_the
     except OSError:
         pytest.skip("this system does not let a process reset its peak")
     assert 50 << 20 < grown < 90 << 20
-
-
-def test_no_path_on_a_cpu_synchronises_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("synchronised"))
-    run(2)
-
-
-ON_A_TERMINAL = """
-import time, torch, torch.distributed as dist
-from lab.cluster import Cluster
-from lab.trace.meter import Meter
-
-meter = Meter(Cluster(0, 1, 0, torch.device("cpu"), dist.HashStore()), "train", steps=9, tokens_per_step=1)
-for step in range(9):
-    with meter.step() as record:
-        record.loss = 1.0
-        if step == 3:
-            raise KeyboardInterrupt
-        time.sleep(0.12)
-"""
-
-
-def test_a_terminal_shows_one_live_line_and_is_left_sane_by_ctrl_c():
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", ON_A_TERMINAL], stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    shown = b""
-    deadline = time.monotonic() + 30
-    try:
-        while time.monotonic() < deadline and (chunk := os.read(ours, 4096)):
-            shown += chunk
-    except OSError:
-        pass  # Linux's way to say that the other side is closed
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-    live, _, traceback = shown.partition(b"Traceback")
-    assert [b"step %d/9" % step in live for step in (1, 2, 3)] == [True] * 3
-    assert live.count(b"\n") == 1 and live.endswith(b"\r\n"), (
-        "overwritten in place, and closed before the error"
-    )
-    assert b"\x1b[?25l" not in shown, "the cursor was never hidden"
-    assert b"KeyboardInterrupt" in traceback

@@ -1,16 +1,13 @@
 """The extension of IPython runs cells on ranks. tests/notebooks/test_kernels.py uses it in a kernel."""
 
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
-from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
-from lab.notebook.cell_output import Table, Values
-from lab.notebook.magics import CellError, parse_ranks
+from lab.notebook.magics import CellError
 from lab.trace.gantt import Event
 
 
@@ -54,19 +51,6 @@ def test_values_go_to_the_ranks_and_come_back(shell):
         run(shell, "pull('missing')")
 
 
-def test_names_of_the_ranks_are_completed_in_their_cells_only(shell):
-    run(shell, "%%ranks\nweight_of_rank = rank")
-
-    def completed(cell: str) -> list[str]:
-        found = shell.Completer.completions(cell, len(cell))
-        return [completion.text for completion in found]
-
-    with provisionalcompleter():
-        assert "weight_of_rank" in completed("%%ranks\nweight_of")
-        assert "weight_of_rank" not in completed("weight_of")
-        assert "torch.zeros_like" in completed("%%ranks\ntorch.zeros_l")
-
-
 def test_errors_are_sentences_without_this_processs_traceback(shell):
     with pytest.raises(CellError) as error:
         run(shell, "%%ranks\n1 / (rank - 1)")
@@ -98,26 +82,6 @@ def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
     run(shell, "%ranks 3")
 
 
-def test_the_status_shows_processes_devices_memory_and_variables(shell):
-    run(shell, "%ranks restart")
-    run(shell, "%%rank 1\nweights = torch.ones(2)")
-    head, *rows = run(shell, "%ranks").splitlines()
-    assert head.split() == ["rank", "process", "device", "memory", "variables"]
-    assert [re.fullmatch(r"(\d) +\d+ +cpu +[\d.]+ MB *(.*)", row).groups() for row in rows] == [
-        ("0", ""),
-        ("1", "weights"),
-        ("2", ""),
-    ]
-
-
-def test_the_times_of_the_last_cells_are_shown_by_rank(shell):
-    run(shell, "%%rank 1-2\nimport time\ntime.sleep(0.05 * rank)")
-    head, *_, last = run(shell, "%ranks times").splitlines()
-    assert head.split("   ")[0] == "cell" and "rank 2" in head
-    found = re.search(r" +([\d.]+) ms +([\d.]+) ms +import time$", last)
-    assert found and 50 <= float(found[1]) < float(found[2])
-
-
 def test_a_cells_timeline_is_drawn(shell, monkeypatch):
     drawn: list[tuple[list[Event], str]] = []
     monkeypatch.setattr("lab.notebook.picture.show_events", lambda events, alt: drawn.append((events, alt)))
@@ -126,32 +90,3 @@ def test_a_cells_timeline_is_drawn(shell, monkeypatch):
     assert {(event.rank, event.name) for event in events} >= {(rank, "all_reduce") for rank in range(3)}
     assert alt == "Timeline of this cell on ranks 0, 1, 2: communication."
     assert run(shell, "%%ranks --timeline\nx = 1").startswith("Nothing was recorded")
-
-
-def test_every_cell_can_run_on_all_ranks(shell):
-    assert "runs on all of them" in run(shell, "%ranks everywhere")
-    assert run(shell, "rank * 2") == "rank 0: 0\nrank 1: 2\nrank 2: 4"
-    run(shell, "%%here\nvalues = pull('rank')")
-    assert shell.user_ns["values"] == {0: 0, 1: 1, 2: 2}
-    assert run(shell, "%ranks here") == "3 ranks are running."
-    run(shell, "mine = 1")
-    assert shell.user_ns["mine"] == 1
-
-
-def test_ranks_start_in_half_a_second(shell):
-    start = time.monotonic()
-    run(shell, "%ranks 4")
-    assert time.monotonic() - start < 10 * 0.5  # the bar is 0.5 s on an idle machine
-    run(shell, "%ranks 3")
-
-
-def test_values_are_a_table_in_a_notebook():
-    assert Values({0: "<a>", 1: "b", 2: "<a>"})._repr_html_().count("<td") == 2
-    assert "&lt;a&gt;" in Values({0: "<a>"})._repr_html_()
-    assert repr(Values({0: "1\n2"})) == "rank 0:\n1\n2"
-    assert Table(("a", "b"), [("<1>", 2)])._repr_html_().count("<t") == 1 + 2 + 4
-
-
-def test_ranks_are_listed_or_given_as_a_range():
-    assert parse_ranks("0") == [0]
-    assert parse_ranks("0,2-4") == [0, 2, 3, 4]

@@ -10,7 +10,6 @@ import torch
 
 from lab.launch.errors import WorkbookError
 from lab.notebook.standing_ranks import Interrupted, StandingRanks
-from lab.ranks import stacks
 from tests.lab.processes import is_alive
 
 PROMPTLY = 2.0  # seconds within which an interrupt returns
@@ -57,12 +56,6 @@ def test_values_are_pushed_and_pulled(ranks):
     assert "table" in ranks.completed("")
     with pytest.raises(WorkbookError, match="rank 0: NameError: name 'nothing' is not defined"):
         ranks.pull("nothing")
-
-
-def test_lines_are_shown_with_their_rank(ranks):
-    printed.clear()
-    ranks.run("print('hello from', rank)")
-    assert sorted(printed) == [(rank, f"hello from {rank}") for rank in range(3)]
 
 
 def test_an_error_has_the_cells_lines_and_the_variables_stay(ranks):
@@ -131,43 +124,3 @@ def test_a_rank_that_ends_is_named_and_all_are_started_again(ranks):
     assert not any(is_alive(pid) for pid in before)
     assert "lost" not in ranks.completed("")
     assert {reply.shown for reply in ranks.run("world_size").values()} == {"3"}
-
-
-def test_a_rank_that_does_not_react_is_killed_and_all_are_started_again(ranks):
-    interrupt_soon()
-    start = time.monotonic()
-    with pytest.raises(Interrupted, match=r"A rank did not end its cell\. All ranks have been started again"):
-        ranks.run("import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)", [1])
-    assert time.monotonic() - start < 0.3 + PROMPTLY
-    assert ranks.run("rank")[1].shown == "1"
-
-
-def test_no_process_and_no_folder_is_left():
-    standing = StandingRanks(2)
-    pids, folder = standing.pids, standing._folder
-    standing.stop()
-    assert not any(is_alive(pid) for pid in pids)
-    assert not os.path.exists(folder)
-
-
-def test_a_second_interrupt_tells_where_each_rank_is_then(ranks):
-    for line in ("dist.recv(torch.ones(1), 0)", "time.sleep(60)"):
-        interrupt_soon()
-        with pytest.raises(Interrupted) as error:
-            ranks.run(f"import time\nif rank == 1:\n    {line}")
-        assert "rank 1 was at <cell>:3 in <module>: " + line in str(error.value)
-
-
-def test_a_rank_that_dies_during_the_interrupt_is_named(ranks, monkeypatch):
-    def killed(asked, folder, seconds) -> dict[int, str]:
-        pid, _ = asked[1]
-        os.kill(pid, signal.SIGKILL)
-        while is_alive(pid):
-            time.sleep(0.01)
-        return {}
-
-    monkeypatch.setattr(stacks, "ask", killed)
-    interrupt_soon()
-    with pytest.raises(WorkbookError, match=r"rank 1 was killed by SIGKILL\. All ranks have been started"):
-        ranks.run("import time\ntime.sleep(60)")
-    assert ranks.run("rank")[2].shown == "2"

@@ -3,7 +3,6 @@ import torch
 
 from lab.launch.errors import WorkbookError
 from lab.models.text import (
-    FILES,
     global_batch,
     load_corpus,
     microbatches,
@@ -19,20 +18,6 @@ def test_the_corpus_is_one_to_two_megabytes_of_the_standard_library():
     assert corpus.dtype == torch.uint8
     assert 1_000_000 < len(corpus) < 2_100_000
     assert b"class OrderedDict(dict):" in corpus.numpy().tobytes()
-
-
-def test_the_corpus_is_the_listed_files_in_their_order(tmp_path):
-    for place, name in enumerate(FILES):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes([place, 255]))
-    expected = [byte for place in range(len(FILES)) for byte in (place, 255)]
-    assert load_corpus(tmp_path).tolist() == expected
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(WorkbookError, match=f"needs {tmp_path / FILES[0]} of Python's standard library"):
-        load_corpus(tmp_path)
 
 
 def test_the_validation_text_is_the_last_twentieth():
@@ -57,12 +42,6 @@ def test_a_batch_depends_on_seed_and_step_alone():
     assert torch.equal(torch.get_rng_state(), state)
     for seed, step in ((1, 3), (2, 2), (2, 1), (0, 3)):
         assert not torch.equal(global_batch(TEXT, seed, step, batch_size=8, block_size=4)[0], first)
-
-
-def test_windows_reach_both_ends_of_the_corpus():
-    x_bt, y_bt = global_batch(TEXT[:6], seed=0, step=0, batch_size=64, block_size=4)
-    assert x_bt[:, 0].unique().tolist() == [0, 1]
-    assert y_bt.max() == 5
 
 
 def test_a_corpus_too_short_for_a_window_is_refused():
@@ -92,8 +71,3 @@ def test_microbatches_in_order_are_the_batch():
     assert [len(x) for x, _ in pieces] == [2, 2, 2]
     assert torch.equal(torch.cat([x for x, _ in pieces]), x_bt)
     assert torch.equal(torch.cat([y for _, y in pieces]), y_bt)
-
-
-def test_microbatches_that_would_be_unequal_are_refused():
-    with pytest.raises(WorkbookError, match="num_microbatches 4 must divide the batch of 6"):
-        microbatches(TEXT[:6], TEXT[:6], 4)

@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
 from comm.wire.wire import Wire
-from lab.launch.errors import WorkbookError
-from lab.notebook.standing_ranks import StandingRanks
 from lab.ranks import RankError, run_ranks
-from lab.ranks.waiting import Wait, chain, current_wait, drawn
-from tests.lab.test_standing_ranks import interrupt_soon
+from lab.ranks.waiting import Wait, chain
 
 
 def waits(**peers: int) -> dict[int, Wait]:
@@ -30,14 +26,6 @@ def waits(**peers: int) -> dict[int, Wait]:
 )
 def test_a_cycle_is_found_before_the_longest_chain(found, ranks):
     assert chain(found) == ranks
-
-
-def test_a_chain_names_the_rank_for_which_all_others_wait():
-    text = drawn({1: Wait("receive from", 0, "all_reduce"), 2: Wait("send 8 bytes to", 1)})
-    assert text == (
-        "rank 0 keeps the others waiting: rank 2 waits to send 8 bytes to rank 1 "
-        "-> rank 1 waits to receive from rank 0 in all_reduce"
-    )
 
 
 def report_of(work) -> str:
@@ -80,26 +68,3 @@ def test_a_rank_that_waits_in_a_collective_says_whether_it_waits_for_a_header_or
         wire.irecv(torch.empty(2), 1 - cluster.rank).wait()
 
     assert "rank 0 waits to receive 8 bytes from rank 1 in all_gather" in report_of(receives_first)
-
-
-def test_torchs_own_send_and_receive_are_drawn_too():
-    def work(cluster) -> None:
-        dist.recv(torch.ones(1), 1 - cluster.rank)
-
-    assert report_of(work) == (
-        f"{CYCLE}rank 0 waits to receive from rank 1 -> rank 1 waits to receive from rank 0"
-    )
-
-
-def test_an_interrupted_cell_of_standing_ranks_draws_the_cycle_too():
-    ranks = StandingRanks(2)
-    try:
-        interrupt_soon()
-        with pytest.raises(WorkbookError, match="rank 0 waits to send 4 bytes to rank 1 -> rank 1 waits to"):
-            ranks.run("import torch\nfrom comm.point_to_point import send\nsend(torch.ones(1), 1 - rank)")
-    finally:
-        ranks.stop()
-
-
-def test_a_process_that_computes_waits_for_no_rank():
-    assert current_wait() is None
