@@ -30,8 +30,10 @@ class HybridArgs(ClipArgs, TrainArgs):
     --size."""
     layers: int = 8
     """Number of the GPT's blocks, or of the MLP's linear layers, whatever the --size."""
-    pipeline: int = 1
-    """Number of ranks along the pipeline axis: each has other layers."""
+    pipeline: int | None = None
+    """Number of ranks along the pipeline axis: each has other layers. Without sizes of axes, ZeRO and experts,
+    an even number of ranks is divided into 2 stages, and a multiple of 4 also into 2 tensor ranks. Otherwise
+    None is 1."""
     data: int | None = None
     """Number of ranks along the data axis: each has other examples. None: as many as the other axes leave."""
     context: int = 1
@@ -39,8 +41,8 @@ class HybridArgs(ClipArgs, TrainArgs):
     attention: Attention = "ring"
     """Attention to the tokens of other ranks of the context axis: ring sends keys and values round, and
     all_to_all divides heads instead of tokens."""
-    tensor: int = 1
-    """Number of ranks along the tensor axis: each has a part of every layer."""
+    tensor: int | None = None
+    """Number of ranks along the tensor axis: each has a part of every layer. None: as `pipeline` says."""
     zero: Zero = 0
     """Number of ZeRO's stage along the data axis: 1 divides the optimizer's state, 2 the gradients too, 3 the
     parameters too. 0: each rank of the axis has a full copy."""
@@ -61,8 +63,9 @@ class HybridArgs(ClipArgs, TrainArgs):
     """Order of the microbatches' forwards and backwards in the pipeline."""
     chunks: int = 2
     """Number of stages that each rank has, in the interleaved schedule only."""
-    microbatches: int = 1
-    """Number of equal parts of a replica's batch, which follow each other through the pipeline."""
+    microbatches: int | None = None
+    """Number of equal parts of a replica's batch, which follow each other through the pipeline. None: in a
+    pipeline about four for each stage, else 1."""
     recompute: bool = False
     """Keep only the input of each block, and compute its forward again in the backward."""
     precision: Precision = "float32"
@@ -77,27 +80,39 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
 
     Raise WorkbookError if `data` is None and the other axes do not divide the number of ranks.
     """
-    data = args.data
-    if data is None:
-        axes = {axis: getattr(args, axis) for axis in ("pipeline", "context", "tensor")}
-        others = math.prod(axes.values())
+    sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelSizes)}
+    given = [sizes[axis] for axis in ("pipeline", "data", "tensor")]
+    if given == [None] * 3 and (args.context, args.zero, args.experts) == (1, 0, 1):
+        sizes |= {"pipeline": 1 if world_size % 2 else 2, "tensor": 1 if world_size % 4 else 2}
+    sizes |= {axis: 1 for axis in ("pipeline", "tensor") if sizes[axis] is None}
+    if sizes["data"] is None:
+        others = sizes["pipeline"] * sizes["context"] * sizes["tensor"]
         if others < 1 or world_size % others:
-            *before, last = [
-                f"{axis} is {size}" for axis, size in axes.items() if axis != "context" or size != 1
+            axes = [
+                axis for axis in ("pipeline", "context", "tensor") if axis != "context" or sizes[axis] != 1
             ]
+            *before, last = [f"{axis} is {sizes[axis]}" for axis in axes]
             raise WorkbookError(
                 f"{', '.join(before)} and {last}; their product must divide the number of ranks, "
                 f"{world_size}."
             )
-        data = world_size // others
-    own = {field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelSizes)}
-    return ParallelSizes(**own | {"data": data})
+        sizes["data"] = world_size // others
+    if sizes["microbatches"] is None:
+        sizes["microbatches"] = microbatches_for(args.batch_size // max(1, sizes["data"]), sizes["pipeline"])
+    return ParallelSizes(**sizes)
+
+
+def microbatches_for(examples: int, pipeline: int) -> int:
+    """Return into how many microbatches a replica's examples are divided by default."""
+    most = min(examples, 4 * pipeline) if pipeline > 1 else 1
+    return next((n for n in range(most, 0, -1) if examples % n == 0), 1)
 
 
 def model_of(args: HybridArgs) -> GPTConfig | MLPConfig:
     """Return the sizes of the model. Raise WorkbookError for numbers that no run can be made with."""
     for option in ("layers", "microbatches", "chunks", "experts"):
-        if not 1 <= (number := getattr(args, option)) <= MOST:
+        number = getattr(args, option)
+        if number is not None and not 1 <= number <= MOST:
             raise WorkbookError(f"--{option} {number}: it must be from 1 to {MOST}.")
     gpt = GPTConfig.named(args.size, num_layers=args.layers)
     return gpt if args.model == "gpt" else MLPConfig(args.layers, gpt.width)

@@ -35,11 +35,11 @@ from comm.collectives import all_reduce, chosen_pattern, use_pattern
 from data_parallel.flat import Piece
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.full_state import full_state
-from hybrid_parallel.accumulation import adding_to_earlier
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
+from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, loss_of
 from lab.models.text import microbatches
 from lab.trace.timeline import span
@@ -123,31 +123,33 @@ class HybridParallel:
         self.optimizer = optimizer_class(self.module.parameters(), **options)
 
     def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
+        """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
         With a context axis the batch has full sequences, and the loss is that of this rank's tokens. In a
-        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
+        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. Raise
+        WorkbookError if there are gradients already, because completed ones must not be completed again.
         """
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            raise WorkbookError(
+                "There are gradients of an earlier backward; call optimizer.zero_grad() first."
+            )
         for layer in layers_of(self.module):
             layer.forget()
-        with adding_to_earlier(self.optimizer):
-            return self._one_backward(self.own_tokens(x), self.own_tokens(y))
+        x, y = self.own_tokens(x), self.own_tokens(y)
+        with self.in_precision():
+            loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
+        self.finish_gradient_sync()
+        return loss
+
+    def finish_gradient_sync(self) -> None:
+        """Complete the gradients of the backwards: over stages, over replicas, over tensor ranks."""
+        for axis in (self.pipeline, self.data, self.terms):
+            if axis is not None:
+                axis.finish_gradient_sync()
 
     def own_tokens(self, full_bt: Tensor) -> Tensor:
         """Return this rank's tokens of full sequences."""
         return full_bt if self.context is None else self.context.own(full_bt)
-
-    def _one_backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Do what `backward` does, where no earlier backward has left a gradient."""
-        with self.in_precision():
-            loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
-        if self.pipeline is not None:
-            self.pipeline.finish_gradient_sync()
-        if self.data is not None:
-            self.data.finish_gradient_sync()
-        if self.terms is not None:
-            self.terms.finish_gradient_sync()
-        return loss
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Return, on all ranks, the mean over replicas of what `backward` has returned on each rank."""

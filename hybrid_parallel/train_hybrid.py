@@ -1,6 +1,6 @@
 """Train with pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks.
 
-    torchrun --nproc-per-node=8 hybrid_parallel/train_hybrid.py --pipeline 2 --tensor 2 --microbatches 4
+    torchrun --nproc-per-node=8 hybrid_parallel/train_hybrid.py
     bash scripts/launch_training.sh --config configs/config.yaml
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)

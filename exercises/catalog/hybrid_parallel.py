@@ -49,7 +49,7 @@ EXERCISES = (
         name="complete_gradients",
         title="Completing the gradients of a step",
         notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.hybrid.HybridParallel._one_backward",
+        target="hybrid_parallel.hybrid.HybridParallel.finish_gradient_sync",
         tests=(
             ONE_PROCESS + "test_a_tied_embedding_gets_the_sum_of_both_stages",
             ONE_PROCESS + "test_pipelines_of_replicas_equal_one_process",
@@ -60,16 +60,13 @@ EXERCISES = (
         minutes=20,
         needs=("mesh",),
         doc="""
-            Add the gradients of this replica's batch, complete them, and return the replica's mean loss.
+            Complete the gradients of the backwards: over stages, over replicas, over tensor ranks.
 
             `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3, or None where
             there is nothing to complete. Their method `finish_gradient_sync()` completes the gradients: over
             the stages of a pipeline, over the replicas, which differ along the data and context axes, and
             over the ranks of the tensor axis. With ZeRO, `self.data` leaves this rank's shard of a gradient
-            only, so the order of the three matters. `self._through_stages(x, y)` runs all microbatches
-            through a pipeline, and `self._in_one_stage(x, y)` runs them without one: both add the gradients
-            of this rank, and return the loss, which in a pipeline is zero on all stages but the last. Only
-            they run in `with self.in_precision():`.
+            only, so the order of the three matters.
         """,
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "

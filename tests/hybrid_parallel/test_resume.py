@@ -85,7 +85,7 @@ def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay_of_which
     tmp_path,
 ):
     every = {"steps": 5, "checkpoint": str(tmp_path), "checkpoint_every": 1, "checkpoint_keep": 2}
-    summaries(2, [every])
+    summaries(2, [every | {"data": 2}])
     assert complete_steps(tmp_path) == [4, 5]
     of_rank_0, of_rank_1 = (path.stat().st_size for path in tmp_path.glob("step-5/*.safetensors"))
     assert of_rank_0 == pytest.approx(of_rank_1, rel=0.1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybrid_parallel import train_hybrid
-from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.arguments import HybridArgs, sizes_of
 from hybrid_parallel.mesh import AXES
 from hybrid_parallel.planner.auto import Planner
 from hybrid_parallel.run import Run, stream_of
@@ -18,12 +18,13 @@ ARGS = HybridArgs(steps=3, batch_size=8, size="tiny", layers=4, json=True)
 WAYS = {
     1: [{}],
     2: [
+        {},
         {"tensor": 2, "sequence_parallel": True},
         {"pipeline": 2, "microbatches": 4},
         {"zero": 2},
         {"zero": 3},
     ],
-    4: [{"pipeline": 2, "tensor": 2, "microbatches": 2}, {"pipeline": 2, "zero": 1, "microbatches": 4}],
+    4: [{}, {"pipeline": 2, "zero": 1, "microbatches": 4}],
 }
 
 
@@ -86,6 +87,18 @@ def test_the_mlp_trains_the_same_in_every_way():
         assert_equal_replicas_and_traffic(one)
         for what in ("first_loss", "last_loss", "validation_loss", "validation_accuracy"):
             assert one[what] == pytest.approx(alone[what], rel=1e-4), one
+
+
+def test_without_sizes_the_ranks_are_stages_tensor_ranks_and_replicas_and_sizes_override_that():
+    def axes(ranks: int, **given: int) -> tuple[int, ...]:
+        sizes = sizes_of(dataclasses.replace(ARGS, **given), ranks)
+        return sizes.pipeline, sizes.data, sizes.tensor, sizes.microbatches
+
+    found = {ranks: axes(ranks) for ranks in (1, 2, 3, 4, 6, 8)}
+    mesh = {2: (2, 1, 1, 8), 4: (2, 1, 2, 8), 6: (2, 3, 1, 2), 8: (2, 2, 2, 4)}
+    assert found == {1: (1, 1, 1, 1), 3: (1, 3, 1, 1)} | mesh
+    assert axes(4, tensor=2) == (1, 2, 2, 1) and axes(4, zero=3) == (1, 4, 1, 1) == axes(4, data=4)
+    assert axes(4, microbatches=2) == (2, 1, 2, 2)
 
 
 def test_sizes_that_make_no_sense_are_one_sentence_on_all_ranks(capfd):
