@@ -14,9 +14,8 @@ from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.checkpoint_folder import complete_steps
 from hybrid_parallel.elastic import train_elastic, train_elastic_mesh
-from hybrid_parallel.elastic.elastic import ElasticReplica
 from hybrid_parallel.elastic.survivors import Survivors
-from hybrid_parallel.elastic.train_elastic import ElasticArgs
+from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.run import Run
 from lab.cluster import Cluster

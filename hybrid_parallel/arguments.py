@@ -31,8 +31,8 @@ class HybridArgs(ClipArgs, TrainArgs):
     layers: int = 8
     """Number of the GPT's blocks, or of the MLP's linear layers, whatever the --size."""
     pipeline: int | None = None
-    """Number of ranks along the pipeline axis: each has other layers. Without sizes of axes, ZeRO and experts,
-    an even number of ranks is divided into 2 stages, and a multiple of 4 also into 2 tensor ranks. Otherwise
+    """Number of ranks along the pipeline axis: each has other layers. Without axes, ZeRO and experts, an
+    even number of ranks is divided into 2 stages, and a multiple of 4 also into 2 tensor ranks. Otherwise
     None is 1."""
     data: int | None = None
     """Number of ranks along the data axis: each has other examples. None: as many as the other axes leave."""

@@ -35,7 +35,7 @@ from zero.train_zero3 import FullyShardedDataParallel
 
 
 @mutant(
-    target="hybrid_parallel.elastic.elastic.ElasticReplica.step",
+    target="hybrid_parallel.elastic.train_elastic.ElasticReplica.step",
     killer=(
         "tests.hybrid_parallel.test_elastic."
         "test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process"
@@ -61,7 +61,7 @@ def elastic_divides_by_the_old_world_size(self, x: Tensor, y: Tensor, rank: int,
 
 
 @mutant(
-    target="hybrid_parallel.elastic.elastic.ElasticReplica.catch_up",
+    target="hybrid_parallel.elastic.train_elastic.ElasticReplica.catch_up",
     killer=(
         "tests.hybrid_parallel.test_elastic."
         "test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_state_and_takes_it_once"

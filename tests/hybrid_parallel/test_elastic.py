@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.errors import CommError
-from hybrid_parallel.elastic import elastic, train_elastic
+from hybrid_parallel.elastic import train_elastic
 from hybrid_parallel.elastic.deaths import Deaths
-from hybrid_parallel.elastic.elastic import ElasticReplica
 from hybrid_parallel.elastic.survivors import Survivors
-from hybrid_parallel.elastic.train_elastic import ElasticArgs
+from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -114,7 +113,7 @@ def interrupted() -> None:
 def test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_state_and_takes_it_once():
     def disturb(cluster: Cluster) -> None:
         if cluster.rank == 1:  # as if its last messages had not arrived
-            at_step(2, elastic, "all_reduce", and_then(interrupted))
+            at_step(2, train_elastic, "all_reduce", and_then(interrupted))
         if cluster.rank == 2:
             at_step(2, torch.optim.AdamW, "step", and_then(die))
 
@@ -126,7 +125,7 @@ def test_a_death_inside_the_all_reduce_or_the_optimizers_step_leaves_each_step_t
         if cluster.rank == 1:
             at_step(
                 1,
-                elastic,
+                train_elastic,
                 "all_reduce",
                 lambda original: lambda *a, **k: (original(*a, **k, async_op=True), die()),
             )
@@ -139,7 +138,7 @@ def test_a_death_inside_the_all_reduce_or_the_optimizers_step_leaves_each_step_t
 def test_a_death_in_the_last_step_or_before_the_replicas_are_compared_leaves_the_others_to_end():
     def disturb(cluster: Cluster) -> None:
         if cluster.rank == 0:  # it takes over the state of rank 1, which has taken the last step
-            at_step(ARGS.steps - 1, elastic, "all_reduce", and_then(interrupted))
+            at_step(ARGS.steps - 1, train_elastic, "all_reduce", and_then(interrupted))
         if cluster.rank == 2:
             at_step(0, train_elastic, "replica_digests", lambda original: die)
         if cluster.rank == 3:
@@ -155,7 +154,7 @@ def test_a_death_during_the_recovery_leads_to_another_recovery(moment: str):
             owner = ElasticReplica if moment == "_state_of" else Survivors
             at_step(0 if moment == "_decide" else 1, owner, moment, lambda original: die)
         if cluster.rank == 1 and moment == "_state_of":
-            at_step(2, elastic, "all_reduce", and_then(interrupted))
+            at_step(2, train_elastic, "all_reduce", and_then(interrupted))
         if cluster.rank == 3:
             at_step(2, torch.optim.AdamW, "step", and_then(die))
 
@@ -183,7 +182,7 @@ def test_ranks_meet_again_after_one_of_them_has_tried_to_form_a_group_once_more_
 def test_a_rank_that_hangs_counts_as_dead_and_leaves_when_it_goes_on():
     def work(cluster: Cluster, pid: int) -> str:
         pids: list[int] = []
-        at_step(2, elastic, "all_reduce", lambda original: lambda *a, **k: (pause(), original(*a, **k)))
+        at_step(2, train_elastic, "all_reduce", lambda original: lambda *a, **k: (pause(), original(*a, **k)))
 
         def pause() -> None:
             if cluster.rank == 0:
