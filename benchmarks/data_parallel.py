@@ -28,14 +28,14 @@ from matplotlib.figure import Figure
 
 from benchmarks import side_by_side
 from benchmarks.data_parallel_steps import CONFIG, alternate, hidden, metronome, peak, ready_times
-from benchmarks.side_by_side import MIB, median_of_slowest, medians
+from benchmarks.side_by_side import median_of_slowest, medians
 from comm import cost
 from comm.wire import slow_link
-from data_parallel.flat import fill
-from data_parallel.predict import step_seconds
+from data_parallel.train_bucket_overlap import fill
 from lab.models.model import GPT
 from lab.ranks import run_ranks
 from lab.ranks.forked import preload
+from training.predict import step_seconds
 
 RANKS = 2
 PLOT_CAPS = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]  # MiB
@@ -63,15 +63,14 @@ def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
     computing = run_ranks(ready_times, RANKS, timeout=300)
     compute, update, ready = max(computing, key=lambda rank: rank[0])
     link, parameters = slow_link.parse(args.plot_link), list(GPT(CONFIG).parameters())
-    ordered = [parameters[i] for _, i in ready]
+    position = {parameter: i for i, parameter in enumerate(parameters)}
     result = {}
     for cap, name in zip(PLOT_CAPS, names, strict=True):
-        filled = fill(ordered, int(min(0.25, cap) * MIB), int(cap * MIB))
         messages = [
-            (max(ready[at][0] for at in bucket), sum(ordered[at].nbytes for at in bucket))
-            for bucket in filled
+            (max(ready[position[p]] for p in bucket), sum(p.nbytes for p in bucket))
+            for bucket in fill(reversed(parameters), min(0.25, cap), cap)
         ]
-        wire = functools.partial(cost.seconds, "all_reduce", "pipelined_ring", ranks=RANKS, link=link)
+        wire = functools.partial(cost.seconds, "all_reduce", "ring", ranks=RANKS, link=link)
         result[cap] = (
             measured[name],
             step_seconds(compute, update, messages, lambda size: wire(num_bytes=size)),
@@ -103,11 +102,11 @@ def measure(quick: bool) -> list[dict]:
     caps = ["1", "4", "25"]
     everything = ["ddp", *(f"{kind} {cap}" for kind in ("bucket_overlap", "ddp") for cap in caps)]
     everything += ["naive", "flat", "overlap"]
-    same_cap, in_place = ["bucket_overlap 4", "ddp 4"], "bucket_overlap_in_place 4"
-    plan = [("loopback", [*everything, in_place], 7), ("1gbit", everything, 7), ("200mbit", everything, 3)]
+    same_cap = ["bucket_overlap 4", "ddp 4"]
+    plan = [("loopback", everything, 7), ("1gbit", everything, 7), ("200mbit", everything, 3)]
     if quick:
         plan = [
-            ("loopback", [*same_cap, in_place], 4),
+            ("loopback", same_cap, 4),
             ("1gbit", ["ddp", *same_cap, "naive"], 3),
             ("200mbit", same_cap, 1),
         ]

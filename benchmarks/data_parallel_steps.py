@@ -2,8 +2,8 @@
 
 import ctypes
 import functools
+import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import side_by_side
-from benchmarks.side_by_side import MIB
 from comm import collectives
 from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
@@ -46,14 +45,12 @@ def build(name: str, hooked: bool) -> Step:
         model = DistributedDataParallel(module, bucket_cap_mb=float(cap) if cap else None)
         if hooked:
             model.register_comm_hook(HookState(), through_comm)
-    elif kind == "bucket_overlap_in_place":
-        model = BucketDataParallel(module, bucket_mb=float(cap), in_place=True)
     elif kind == "bucket_overlap":
-        model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=float(cap))
+        model = BucketDataParallel(module, bucket_mb=float(cap))
     else:
         wrappers = {"naive": NaiveDataParallel, "overlap": OverlapDataParallel}
-        flat = functools.partial(BucketDataParallel, bucket_mb=sys.maxsize / MIB, first_mb=sys.maxsize / MIB)
-        model = wrappers.get(kind, flat)(module, pattern="pipelined_ring")
+        flat = functools.partial(BucketDataParallel, bucket_mb=math.inf, first_mb=math.inf)
+        model = wrappers.get(kind, flat)(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text()
 
@@ -84,7 +81,7 @@ def alternate(cluster: Cluster, plan: list[Turns]) -> list[dict[str, list[float]
 def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list[float], float]:
     """Return the seconds of each step with a clock instead of compute, and the seconds of the ideal step."""
     module = metronome_of(GPT(CONFIG), tick)
-    model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=1.0)
+    model = BucketDataParallel(module, bucket_mb=1.0)
     x, y = text(1)
     on_wire = sum(p.nbytes for p in model.trained)
     slow = slow_link.parse(link)
@@ -103,7 +100,7 @@ def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list
 def hidden(cluster: Cluster, link: str, windows: int, runs: int) -> tuple[float, float, float]:
     """Return the median seconds of compute, of communication, and of hidden communication in a step."""
     module = GPT(CONFIG)
-    model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=CAP_MB)
+    model = BucketDataParallel(module, bucket_mb=CAP_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text(windows)
     seen = []
@@ -137,7 +134,7 @@ def peak(cluster: Cluster, kind: str) -> int:
     if kind == "ddp":
         model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     else:
-        model = BucketDataParallel(module, pattern="pipelined_ring", bucket_mb=CAP_MB)
+        model = BucketDataParallel(module, bucket_mb=CAP_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = text(1)
     for step in range(4):
@@ -151,11 +148,11 @@ def peak(cluster: Cluster, kind: str) -> int:
     return meter.peak_memory(cluster.device)
 
 
-def ready_times(cluster: Cluster, runs: int = 3) -> tuple[float, float, list[tuple[float, int]]]:
+def ready_times(cluster: Cluster, runs: int = 3) -> tuple[float, float, dict[int, float]]:
     """Time a step without communication, and return three values.
 
-    They are the seconds of forward and backward, those of the optimizer, and for each gradient (seconds since
-    the start until it is ready, position of the parameter).
+    They are the seconds of forward and backward, those of the optimizer, and for the position of each
+    parameter the seconds from the start until its gradient is ready.
     """
     module = GPT(CONFIG)
     parameters = list(module.parameters())
@@ -173,8 +170,8 @@ def ready_times(cluster: Cluster, runs: int = 3) -> tuple[float, float, list[tup
         loss_of(module(x), y).backward()
         computed = time.perf_counter()
         optimizer.step()
-        ready = [(moment - start, i) for i, moment in moments]
+        ready = {i: moment - start for i, moment in moments}
         seen.append((computed - start, time.perf_counter() - computed, ready))
-    _, _, ready = sorted(seen[2:])[runs // 2]
+    _, _, ready = sorted(seen[2:], key=lambda one: one[0])[runs // 2]
     compute, update = (statistics.median(column) for column in list(zip(*seen[2:], strict=True))[:2])
     return compute, update, ready

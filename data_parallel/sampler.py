@@ -10,15 +10,12 @@ is not a multiple of the ranks, the first examples are repeated, or the last one
 torch.utils.data.DistributedSampler.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from comm.collectives import Group, all_gather
-from comm.wire.wire import message_device
 from lab.launch.errors import WorkbookError
 
 Uneven = Literal["pad", "drop", "keep"]
@@ -56,21 +53,3 @@ class DistributedSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(range(self.rank, self._total, self.world_size))
-
-
-def refuse_uneven(batches: Sized, group: Group = None) -> None:
-    """Raise WorkbookError unless all ranks have the same number of batches; call it before an epoch.
-
-    All ranks raise it. Without this check, ranks that have one more would wait for the others' gradients
-    until the timeout.
-    """
-    mine = torch.tensor([len(batches)], device=message_device(group))
-    counts = torch.zeros(dist.get_world_size(group), dtype=mine.dtype, device=mine.device)
-    all_gather(counts, mine, group=group)
-    fewest, most = int(counts.argmin()), int(counts.argmax())
-    if counts[fewest] != counts[most]:
-        raise WorkbookError(
-            f"The ranks have different numbers of batches (rank {fewest}: {counts[fewest]}, rank {most}: "
-            f"{counts[most]}), and one would wait for another: give all ranks shares of one length, as "
-            "DistributedSampler does with uneven='pad' or 'drop'."
-        )

@@ -3,12 +3,12 @@
       what ours does                               what DDP does
       buckets by hooks, last layers first          the same, in C++ (torch/csrc/distributed/c10d/reducer.cpp)
       1/4 MiB first, then bucket_mb=1              1 MiB first, then 25; a given bucket_cap_mb is for all
-      order observed on rank 0, then fixed         the same
+      order: the reverse of registration           the same in the first step, then as rank 0 observed it
       finish_gradient_sync() waits                 a callback at the end of the backward waits
       gradients live in the buckets                only with gradient_as_bucket_view=True; by default they are
                                                    copied out, and take their memory twice
-      no gradient for a parameter no rank used     find_unused_parameters=True, else an error a step later;
-                                                   it walks the graph each time; ours counts the hooks
+      zero gradients for unused parameters         find_unused_parameters=True, else an error a step later;
+                                                   a parameter that no rank used then has no gradient
       mean in the last hop of the ring             each rank divides its bucket before the all-reduce
       a ring on plain sockets                      gloo, or nccl on GPUs
 
@@ -28,10 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from comm import cost
 from comm.collectives import CommError, Group, all_reduce
+from comm.cost import expected_traffic
 from comm.script import start
-from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.models.text import microbatches
@@ -40,6 +39,7 @@ from lab.trace.gantt import MAIN_LANE
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
+from training.run import Run
 
 
 @dataclasses.dataclass
@@ -99,10 +99,9 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
     return done
 
 
-def traffic_per_step(cluster: Cluster, sizes: list[int]) -> Traffic:
-    """Return this rank's expected traffic for buckets of `sizes` float32 numbers each."""
-    place = (cluster.world_size, cluster.rank)
-    return sum((cost.per_rank("all_reduce", "torch", size, 4, *place) for size in sizes), Traffic())
+def traffic_per_step(sizes: list[int]) -> Traffic:
+    """Return what this rank is expected to send for buckets of `sizes` float32 numbers each."""
+    return sum((expected_traffic("all_reduce", "torch", size, 4) for size in sizes), Traffic())
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -130,10 +129,10 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(cluster, hook.sizes))
+            run.expect_traffic(traffic_per_step(hook.sizes))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, buckets=len(hook.sizes))
+    run.finish(model, buckets=len(hook.sizes), predicted_step_seconds=run.predicted_seconds)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ from torch import nn
 from comm.collectives import Group, all_reduce, broadcast
 from comm.cost import expected_traffic
 from comm.script import start
-from data_parallel.guard import ReplicaGuard
-from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from training.arguments import Args
+from training.guard import Guard
+from training.run import Run
 
 
 class NaiveDataParallel(nn.Module):
@@ -43,16 +43,15 @@ class NaiveDataParallel(nn.Module):
     With several microbatches, divide each loss by their number, as on one process. `pattern` names the
     algorithm of the all-reduce (comm/collectives.py).
 
-    Tied, frozen and unused parameters are supported. Buffers become rank 0's at wrapping, and are not sent
-    again (DDP sends rank 0's before every forward). Sparse gradients are refused, and so are parameters that
-    are unfrozen, replaced, cast or added after wrapping (guard.py). All ranks must have the same number of
-    batches (sampler.py).
+    Tied, frozen and unused parameters are supported; unused ones get zero gradients. Buffers become rank 0's
+    at wrapping, and are not sent again (DDP sends rank 0's before every forward). training/guard.py refuses
+    what would train wrongly. All ranks must have the same number of batches (sampler.py).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
-        self._guard = ReplicaGuard(module)
+        self._guard = Guard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
 
@@ -65,28 +64,19 @@ class NaiveDataParallel(nn.Module):
         return self._guard.no_sync()
 
     def finish_gradient_sync(self) -> None:
-        """Average the gradients, parameter by parameter.
-
-        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
-        gradient. The ranks must agree on that first, or they would wait for different parameters.
-        """
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
-        used = used.to(trained[0].device) if trained else used
-        all_reduce(used, op="max", group=self.group, pattern=self.pattern)
-        for parameter, is_used in zip(trained, used.tolist(), strict=True):
-            if is_used:
-                if parameter.grad is None:
+        """Average the gradients, parameter by parameter."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # this rank did not use it, but other ranks may have
                     parameter.grad = torch.zeros_like(parameter)
                 all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)
-        self._guard.synchronised()
 
 
 def traffic_per_step(model: NaiveDataParallel, pattern: str) -> Traffic:
-    """Return this rank's expected traffic for the last step: a flag for each parameter, and the gradients."""
+    """Return what this rank is expected to send in a step: one all-reduce for each trained parameter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sizes = [(len(trained), 1), *((p.numel(), p.element_size()) for p in trained if p.grad is not None)]
-    return sum((expected_traffic("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
+    sent = (expected_traffic("all_reduce", pattern, p.numel(), p.itemsize, model.group) for p in trained)
+    return sum(sent, Traffic())
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -109,7 +99,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(traffic_per_step(model, run.pattern))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, predicted_step_seconds=run.predicted_seconds)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from comm.script import start
-from data_parallel.run import Run
 from data_parallel.train_naive import NaiveDataParallel, traffic_per_step
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
+from training.run import Run
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(traffic_per_step(model, run.pattern))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, predicted_step_seconds=run.predicted_seconds)
 
 
 if __name__ == "__main__":

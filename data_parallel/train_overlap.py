@@ -14,29 +14,36 @@ waits for the rest. A step takes at least the following time. n, alpha and beta 
 
       forward + max(backward, first gradient + sum of 2 (n-1) (alpha + (bytes/n) beta)) + optimizer
 
+Ranks pair their all-reduces by the order of the calls, and would otherwise average different gradients
+together. So all ranks start them in one order, which is about that of the backward: the last registered
+parameter first. A gradient that is complete earlier waits for those before it:
+
+      order      0   1   2   3   4          complete so far: 0, 2, 3
+                 ■   □   ■   ■   □          started: 0; when 1 is complete, 1, 2 and 3 start
+
 Overlap can hide all messages except for the last. But there are as many as before, each with a latency.
 Buckets are the cure: train_bucket_overlap.py. See Li et al., "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training", VLDB 2020, section 3.2.3, https://arxiv.org/abs/2006.15704.
 """
 
 import contextlib
+from collections import deque
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from comm.collectives import Group, Work, all_reduce, broadcast
 from comm.cost import expected_traffic
 from comm.script import start
-from data_parallel.guard import ReplicaGuard, replace_hook
-from data_parallel.ordered_launcher import OrderedLauncher
-from data_parallel.run import Run
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
+from training.guard import Guard
+from training.run import Run
 
 
 class OverlapDataParallel(nn.Module):
@@ -44,24 +51,26 @@ class OverlapDataParallel(nn.Module):
 
     Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
     several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
-
-    Ranks pair their collectives by the order of the calls. So all-reduces start in one order on all ranks,
-    last registered parameter first, and a gradient that is complete earlier waits (ordered_launcher.py).
-
     What is supported and refused is as in NaiveDataParallel (train_naive.py).
     """
 
     def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
         super().__init__()
         self.module, self.group, self.pattern = module, group, pattern
-        self._guard = ReplicaGuard(module)
+        self._guard = Guard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
-        self._launcher = OrderedLauncher(len(self._trained), self._launch)
-        self._in_flight: list[tuple[Tensor, Work]] = []
-        for i, parameter in enumerate(self._trained):
-            replace_hook(parameter, lambda _, i=i: self._on_gradient(i))
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Prepare for the next backward: no gradient is complete, and none is on its way."""
+        self._to_launch = deque(reversed(self.trained))
+        self._complete: set[nn.Parameter] = set()
+        self._in_flight: list[Work] = []
+        self._guard.synchronised()
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._guard.before_forward()
@@ -71,62 +80,37 @@ class OverlapDataParallel(nn.Module):
         """Run all microbatches but the last inside: gradients add up, and nothing is sent."""
         return self._guard.no_sync()
 
-    def _on_gradient(self, i: int) -> None:
-        """Run as a hook in the backward: gradient i is complete, and holds the sum over microbatches."""
-        parameter = self._trained[i]
-        if not self._guard.has_gradient(parameter):
-            return  # autograd also calls the hook where a backward has returned None
-        if self._launcher.is_ready(i):
-            # This is a second backward. That is right only if the first one's gradients were dropped.
-            is_kept = bool(self._launcher.missing()) or parameter.grad is self._in_flight[i][0]
-            self._guard.refuse_unless_dropped(parameter, is_kept)
-            self._wait_for_all()
-        if self._guard.is_synchronising:
-            self._launcher.ready(i)
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Run as a hook in the backward: this gradient is complete, and holds the sum over microbatches."""
+        if self._guard.gradient_of(parameter) is None or not self._guard.is_synchronising:
+            return
+        self._complete.add(parameter)
+        while self._to_launch and self._to_launch[0] in self._complete:
+            self._launch(self._to_launch.popleft())
 
-    def _launch(self, i: int) -> None:
-        """Start to all-reduce gradient i, and return while it travels."""
-        gradient = self._trained[i].grad
-        assert gradient is not None
-        with span("launch", "launch", lane="launches", bytes=gradient.nbytes):
-            handle = all_reduce(gradient, op="mean", group=self.group, async_op=True, pattern=self.pattern)
-        self._in_flight.append((gradient, handle))
-
-    def _wait_for_all(self) -> None:
-        """Wait for all gradients in flight, and prepare for the next backward."""
-        for _, handle in self._in_flight:
-            handle.wait()
-        self._in_flight.clear()
-        self._launcher.reset()
+    def _launch(self, parameter: nn.Parameter) -> None:
+        """Start to average a gradient, and return while it travels: the backward goes on."""
+        if parameter.grad is None:  # this rank did not use it, but other ranks may have
+            parameter.grad = torch.zeros_like(parameter)
+        with span("launch", "launch", lane="launches", bytes=parameter.grad.nbytes):
+            work = all_reduce(parameter.grad, "mean", self.group, async_op=True, pattern=self.pattern)
+        self._in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:
-        """Start the all-reduces that no hook has started, and wait for all of them.
-
-        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
-        gradient.
-        """
-        unused = self._launcher.missing()
-        device = self._trained[0].device if self._trained else None
-        used = torch.ones(len(self._trained), dtype=torch.uint8, device=device)
-        for i in unused:
-            parameter = self._trained[i]
-            if parameter.grad is None:  # it may have one from an earlier microbatch
-                used[i].zero_()
-                parameter.grad = torch.zeros_like(parameter)
-            self._launcher.ready(i)
-        all_reduce(used, op="max", group=self.group, pattern=self.pattern)  # after all gradients
-        self._wait_for_all()
-        for i in unused:
-            if not used[i]:
-                self._trained[i].grad = None
-        self._guard.synchronised()
+        """Start the all-reduces that no hook has started, and wait for all of them."""
+        while self._to_launch:
+            self._launch(self._to_launch.popleft())
+        for work in self._in_flight:
+            work.wait()
+        self._expect_gradients()
 
 
 def traffic_per_step(model: OverlapDataParallel, pattern: str) -> Traffic:
-    """Return this rank's expected traffic for a step: all gradients, and a flag for each parameter."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sizes = [*((p.numel(), p.element_size()) for p in trained), (len(trained), 1)]
-    return sum((expected_traffic("all_reduce", pattern, *size, model.group) for size in sizes), Traffic())
+    """Return what this rank is expected to send in a step: one all-reduce for each trained parameter."""
+    sent = (
+        expected_traffic("all_reduce", pattern, p.numel(), p.itemsize, model.group) for p in model.trained
+    )
+    return sum(sent, Traffic())
 
 
 def main(cluster: Cluster, args: AccumulationArgs) -> None:
@@ -154,7 +138,7 @@ def main(cluster: Cluster, args: AccumulationArgs) -> None:
             run.expect_traffic(traffic_per_step(model, run.pattern))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, predicted_step_seconds=run.predicted_seconds)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comm.collectives import all_reduce, default_pattern
+from comm import cost
+from comm.collectives import all_reduce, default_pattern, pattern_for
 from comm.cost import Link, expected_traffic
 from comm.transport import choice
 from comm.wire import slow_link
@@ -51,10 +52,11 @@ from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
 from training.arguments import TrainArgs, given
-from training.calibrate import measure_all_reduce
+from training.calibrate import LARGE_BYTES, measure_all_reduce
 from training.data import TrainingData
 from training.evaluation import Sums, held_out_means, sums_of
 from training.full_state_checkpoint import Checkpoint, FullState, State
+from training.predict import median_step_seconds
 from training.randomness import seed_step
 from training.replicas import replica_digests
 from training.report import overlap_figures, pattern_and_transport
@@ -307,8 +309,7 @@ class Run:
             extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
         if self._tick is not None:
             extras |= {"metronome": f"{args.metronome}: a clock replaces computing, so there is no loss"}
-        own_rows = {"predicted_step_seconds": self._predicted_seconds} | extras
-        own_rows = {name: value(by_step) if callable(value) else value for name, value in own_rows.items()}
+        own_rows = {name: value(by_step) if callable(value) else value for name, value in extras.items()}
         digests = replica_digests(cluster, model)
         summary = self._meter.finish(
             **pattern_and_transport(self._meter.traffic, self.pattern),
@@ -335,9 +336,13 @@ class Run:
         if (paths := timeline.save(self._cluster, folder, title, events)) and not self._args.json:
             print(f"The trace is in {' and '.join(map(str, paths))}.")
 
-    def _predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
-        """Return the step's time by the lesson's model, if any."""
-        return None
+    def predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
+        """Return the predicted time of a step in which gradients are all-reduced (predict.py)."""
+        pattern = cost.model_of("all_reduce", pattern_for("all_reduce", self.pattern, LARGE_BYTES))
+        ranks = self._cluster.world_size
+        return median_step_seconds(
+            by_step, lambda num_bytes: cost.seconds("all_reduce", pattern, num_bytes, ranks, self._link)
+        )
 
     def _made_with(self) -> dict[str, Any]:
         """Return what must be the same for another run to go on from this one's checkpoint."""

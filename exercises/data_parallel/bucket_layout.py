@@ -1,18 +1,26 @@
-"""Which gradients share a bucket. Write `fill` of data_parallel/flat.py.
+"""Which gradients share a bucket. Write `fill` of data_parallel/train_bucket_overlap.py.
 
-Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/flat.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
+contains the solution. All that you need is in this file, in the notebook and in the hints.
+
+You may use:
+
+    MIB = 1 << 20
 
 Check it with `python -m exercises check bucket_layout`.
 """
 
+from collections.abc import Iterable
+
 from torch import nn
 
+from lab.units import MIB
 
-def fill(parameters: list[nn.Parameter], first_bytes: int, bucket_bytes: int) -> list[list[int]]:
-    """Divide parameters into buckets of neighbours of one dtype; return their positions, bucket by bucket.
 
-    A bucket takes parameters until it has `bucket_bytes` (the first bucket: `first_bytes`). So its last
+def fill(parameters: Iterable[nn.Parameter], first_mb: float, bucket_mb: float) -> list[list[nn.Parameter]]:
+    """Divide parameters into buckets of neighbours of one dtype.
+
+    A bucket takes parameters until it has `bucket_mb` MiB (the first bucket: `first_mb`). So its last
     parameter may make it larger than that.
     """
     raise NotImplementedError("Which gradients share a bucket is not written yet: `fill` has no body.")

@@ -6,45 +6,36 @@ contains the solution. All that you need is in this file, in the notebook and in
 
 You may use:
 
-    memory.zeros(numel: int, example: Tensor) -> Tensor
-        Return a flat tensor of `numel` zeros, of the dtype and on the device of `example`.
-    OWN_MEMORY = OwnMemory()
-    self.flags
     self.flat
-    self.missing: set[Tensor]
+    self.missing
     self.views
 
 Check it with `python -m exercises check bucket_views`.
 """
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from data_parallel.bucket_memory import OWN_MEMORY, OwnMemory
 
+def __init__(self, parameters: list[nn.Parameter]) -> None:
+    """Make a flat tensor of zeros, with a place for the gradient of each parameter.
 
-def __init__(
-    self, parameters: list[nn.Parameter], num_flags: int = 0, memory: OwnMemory = OWN_MEMORY
-) -> None:
-    """Make a flat tensor of zeros, with a place for each parameter's gradient and for flags.
-
-    There are `num_flags` flags at the end. Set `self.flat`; `self.flags`, the view of the flags;
-    `self.views`, a dict from each parameter to the view of its place, in its shape; and
-    `self.missing`, a set of all parameters. Then move in the gradients that are there already.
-
-    All parameters have one dtype and device. The flat tensor comes from `memory.zeros`, with the
-    first parameter as example: `memory` is this rank's own, or memory that the ranks share.
+    Set `self.flat`; `self.views`, a dict from each parameter to the view of its place, with the shape
+    of the parameter and the strides that autograd gives to its gradient, which are those of
+    torch.empty_like(parameter); and `self.missing`, a set of all parameters. All parameters have one
+    dtype and device.
     """
     raise NotImplementedError(
         "Gradients that live in buckets is not written yet: `Bucket.__init__` has no body."
     )
 
 
-def move_in(self, parameter: Tensor) -> None:
+def move_in(self, parameter: nn.Parameter) -> None:
     """Make the parameter's gradient the view of its place in this bucket, with the gradient's
     values.
 
-    Do not copy a gradient that is that view already. If there is no gradient, fill the place with
-    zeros.
+    Do not copy a gradient that is that view already. A gradient that this rank does not have is
+    zero.
     """
     raise NotImplementedError(
         "Gradients that live in buckets is not written yet: `Bucket.move_in` has no body."

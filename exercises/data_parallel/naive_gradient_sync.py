@@ -7,9 +7,6 @@ You may use:
 
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
-    self._guard.synchronised() -> None
-        Note that all gradients are the mean over ranks.
-    self._guard: ReplicaGuard
     self.group: Group
     self.module: nn.Module
     self.pattern: str | None
@@ -25,12 +22,9 @@ from comm.collectives import all_reduce
 def finish_gradient_sync(self) -> None:
     """Average the gradients, parameter by parameter, over the ranks of `self.group`.
 
-    `self.module` is the model. A rank has used a parameter if its `.grad` is not None. Where a rank
-    did not use a parameter, it contributes zeros. A parameter that no rank used keeps `.grad` None.
-    The ranks first agree, in one all-reduce, on which parameters any rank has used, or they would
-    wait for different parameters. The `op` of all_reduce may be "sum", "mean" or "max", and
-    `pattern=self.pattern` chooses its algorithm. Frozen parameters are left out. At the end call
-    `self._guard.synchronised()`.
+    `self.module` is the model. Frozen parameters are left out. A rank has used a parameter if its
+    `.grad` is not None; where it did not, it contributes zeros. The `op` of all_reduce may be "sum",
+    "mean" or "max", and `pattern=self.pattern` chooses its algorithm.
     """
     raise NotImplementedError(
         "Averaging the gradients is not written yet: `NaiveDataParallel.finish_gradient_sync` has no body."

@@ -1,25 +1,17 @@
 """Test that every wrapper's replicas have the gradients that one process gets from the global batch."""
 
-import contextlib
-import os
-import re
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from data_parallel import train_bucket_overlap, train_naive, train_overlap
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_naive import NaiveDataParallel
-from data_parallel.train_overlap import OverlapDataParallel
-from lab.check import assert_same, gradients, parameters, reference_gradients
+from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
-from lab.models.model import MLP
+from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
-from lab.trace.ledger import LEDGER
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import zb_h1
 from tests.data_parallel.equivalence import (
     OURS,
     WRAPPERS,
@@ -29,64 +21,37 @@ from tests.data_parallel.equivalence import (
     compare_with_one_process,
     examples,
     gpt,
+    mean_gradients,
     mean_square,
     mine,
     odd_loss,
+    one_process,
     text,
     text_loss,
 )
+from tests.data_parallel.small_models import HasNone, Middle, X, layers
 from training.replicas import replicas_equal
 
 
-def compare_all(cluster: Cluster) -> None:
-    for name, wrap in WRAPPERS.items():
-        compare_with_one_process(cluster, wrap, gpt, text_loss, text(), what=f"{name}, GPT")
-        compare_with_one_process(
-            cluster, wrap, Odd, odd_loss, examples(cluster.world_size), what=f"{name}, Odd"
-        )
-
-
-def test_gradients_and_parameters_equal_one_process_on_1_rank():
-    run_ranks(compare_all, 1)
-
-
-def test_gradients_and_parameters_equal_one_process_on_2_ranks():
-    run_ranks(compare_all, 2)
-
-
-def test_gradients_and_parameters_equal_one_process_on_3_ranks():
-    run_ranks(compare_all, 3)
-
-
-def test_gradients_and_parameters_equal_one_process_on_4_ranks():
-    run_ranks(compare_all, 4)
-
-
-def test_untied_weights_have_separate_gradients():
-    def work(cluster: Cluster) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_and_parameters_equal_one_process(world_size: int):
+    def compare(cluster: Cluster) -> None:
         for name, wrap in WRAPPERS.items():
-            compare_with_one_process(
-                cluster, wrap, lambda seed: gpt(seed, tied=False), text_loss, text(), (1,), name
-            )
+            compare_with_one_process(cluster, wrap, gpt, text_loss, text(), what=f"{name}, GPT")
+            compare_with_one_process(cluster, wrap, Odd, odd_loss, examples(world_size), what=f"{name}, Odd")
+            untied = lambda seed: gpt(seed, tied=False)  # noqa: E731
+            compare_with_one_process(cluster, wrap, untied, text_loss, text(), (1,), f"{name}, untied")
 
-    run_ranks(work, 2)
-
-
-def test_gradients_of_microbatches_add_up_to_those_of_the_full_batch():
-    def work(cluster: Cluster) -> None:
-        for name, wrap in WRAPPERS.items():
-            compare_with_one_process(cluster, wrap, gpt, text_loss, text(), (3, 2), name)
-
-    run_ranks(work, 2)
+    run_ranks(compare, world_size)
 
 
 def test_ranks_start_from_rank_0s_parameters_and_buffers():
     def work(cluster: Cluster) -> None:
         reference = Odd(0)
         for name, wrap in WRAPPERS.items():
-            model = wrap(Odd(cluster.rank))
-            assert_same(parameters(model.module), parameters(reference), 0, f"parameter of {name}")
-            assert torch.equal(model.module.scale, reference.scale), name
+            module = wrap(Odd(cluster.rank)).module
+            assert_same(parameters(module), parameters(reference), 0, f"parameter of {name}")
+            assert torch.equal(module.scale, reference.scale), name
 
     run_ranks(work, 3)
 
@@ -98,163 +63,100 @@ def test_a_gradient_is_the_mean_over_ranks_and_not_their_sum():
             model(torch.ones(1, 3) * (cluster.rank + 1)).sum().backward()
             model.finish_gradient_sync()
             mean = torch.full((2, 3), 2.0)  # of 1, 2 and 3
-            assert_same(gradients(model.module), {"weight": mean}, what=f"gradient of {name}")
+            assert_same(mean_gradients(model.module), {"weight": mean}, what=f"gradient of {name}")
 
-    run_ranks(work, 3)
-
-
-def test_a_mean_in_fp16_does_not_overflow_even_if_the_sum_would():
-    def work(cluster: Cluster) -> None:
-        for name, wrap in WRAPPERS.items():
-            model = wrap(nn.Linear(1, 1, bias=False).half())
-            model(torch.full((1, 1), 40000.0).half()).sum().backward()
-            model.finish_gradient_sync()
+            half = wrap(nn.Linear(1, 1, bias=False).half())
+            half(torch.full((1, 1), 40000.0).half()).sum().backward()  # the sum would overflow
+            half.finish_gradient_sync()
             mean = torch.full((1, 1), 40000.0).half()
-            assert_same(gradients(model.module), {"weight": mean}, 2**-9, f"gradient of {name}")
+            assert_same(mean_gradients(half.module), {"weight": mean}, 2**-9, f"gradient of {name}")
 
     run_ranks(work, 3)
 
 
-def test_a_parameter_has_a_gradient_on_all_ranks_or_on_none():
+def test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros():
+    """Gradients wait for those before them in the order, so one that no hook announces holds others up."""
+    users_and_mean = {"both": 15.0, "none": 0.0, "rank 0": 5.0, "rank 1": 10.0}  # of the middle's gradient
+
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():
-            model = wrap(Odd(cluster.rank))
-            odd_loss(model, *mine(cluster, examples(4))).backward()
-            only_here = model.module.late.weight.grad is not None
-            model.finish_gradient_sync()
-            assert only_here == (cluster.rank == 3), name
-            assert model.module.late.weight.grad is not None, name
-            assert model.module.never.weight.grad is None, name
-            assert model.module.frozen.weight.grad is None, name
-
-    run_ranks(work, 4)
-
-
-class Switched(nn.Module):
-    """A model whose layer `sometimes` is used only if it is switched on."""
-
-    leaves_unused = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
-
-    def forward(self, x: Tensor, switched_on: bool) -> Tensor:
-        return self.always(x) + self.sometimes(x) if switched_on else self.always(x)
-
-
-def test_the_ranks_that_use_a_parameter_may_change_from_step_to_step():
-    def work(cluster: Cluster) -> None:
-        for name, wrap in WRAPPERS.items():
-            model = wrap(Switched())
-            for users, expected in (((0, 1, 2), 1.0), ((), None), ((1,), 1 / 3), ((0, 1, 2), 1.0)):
+            model = wrap(Middle())
+            with torch.no_grad():
+                model.module.first.fill_(5.0)
+                model.module.last.fill_(2.0)
+            for users, middle in users_and_mean.items():
                 model.zero_grad()
-                model(torch.ones(1, 2), cluster.rank in users).sum().backward()
+                uses_middle = users in ("both", f"rank {cluster.rank}")
+                model(torch.full((1,), cluster.rank + 1.0).double(), uses_middle).backward()
                 model.finish_gradient_sync()
-                sometimes = None if expected is None else torch.full((3, 2), expected)
-                assert_same(
-                    gradients(model.module),
-                    {"always.weight": torch.ones(3, 2), "sometimes.weight": sometimes},
-                    1e-6,
-                    f"gradient of {name}, used by ranks {users},",
-                )
+                expected = {"first": 3.0, "middle": middle, "last": 7.5}
+                expected = {key: torch.tensor([value]) for key, value in expected.items()}
+                assert_same(gradients(model.module), expected, what=f"gradient of {name}, used by {users},")
 
-    run_ranks(work, 3)
+    run_ranks(work, 2, timeout=20)
+
+
+def test_a_rank_without_a_backward_contributes_zeros():
+    def work(cluster: Cluster) -> None:
+        expected = one_process(layers(), lambda m: mean_square(m, X) / 3)
+        for name, wrap in OURS.items():
+            model = wrap(layers())
+            for step in range(3):
+                model.zero_grad()
+                if cluster.rank == step:
+                    mean_square(model, X).backward()
+                model.finish_gradient_sync()
+                assert_same(mean_gradients(model.module), expected, what=f"gradient of {name}, step {step},")
+
+    run_ranks(work, 3, timeout=20)
+
+
+def test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too():
+    def work(cluster: Cluster) -> None:
+        for name, wrap in OURS.items():
+            model, x = wrap(Middle()), torch.ones(1).double()
+            with model.no_sync():
+                model(x, cluster.rank == 1).backward()
+            model(x, False).backward()
+            model.finish_gradient_sync()
+            found = {key: p.grad.item() for key, p in model.module.named_parameters()}
+            assert found == {"first": 2.0, "middle": 0.5, "last": 2.0}, name
+
+    run_ranks(work, 2)
 
 
 def test_hooks_on_one_rank_may_fire_in_another_order():
     def work(cluster: Cluster) -> None:
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3)).double()
-        expected = reference_gradients(EitherWay(0, False), lambda m: mean_square(m, x))
+        expected = one_process(EitherWay(0, False), lambda m: mean_square(m, x))
         for name, wrap in WRAPPERS.items():
             model = wrap(EitherWay(cluster.rank, backwards=cluster.rank == 0))
             for step in range(3):
                 model.zero_grad()
                 mean_square(model, *mine(cluster, (x,))).backward()
                 model.finish_gradient_sync()
-                assert_same(gradients(model.module), expected, what=f"gradient of {name}, step {step},")
+                assert_same(mean_gradients(model.module), expected, what=f"gradient of {name}, step {step},")
 
     run_ranks(work, 3, timeout=20)
 
 
-def test_a_rank_without_a_backward_contributes_zeros():
+def test_two_forwards_before_one_backward_and_several_backwards_in_one_no_sync_add_up():
     def work(cluster: Cluster) -> None:
-        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(3)).double()
-        for name, wrap in OURS.items():
-            model = wrap(EitherWay(0, backwards=True))
-            for step in range(3):
-                model.zero_grad()
-                if cluster.rank == step:
-                    mean_square(model, x).backward()
-                model.finish_gradient_sync()
-                expected_mean = reference_gradients(EitherWay(0, True), lambda m: mean_square(m, x) / 3)
-                assert_same(gradients(model.module), expected_mean, what=f"gradient of {name}, step {step},")
-
-    run_ranks(work, 3, timeout=20)
-
-
-def test_replicas_in_float32_stay_bitwise_equal_over_20_steps():
-    wrappers = {name: WRAPPERS[name] for name in ("naive", "overlap", "a bucket for each", "ddp")}
-    for dtype in ("bf16", "fp16"):
-        wrappers[dtype] = lambda module, dtype=dtype: BucketDataParallel(module, wire_dtype=dtype)
-
-    def work(cluster: Cluster) -> None:
-        x, y = mine(cluster, examples(3))
-        for name, wrap in wrappers.items():
-            model = wrap(MLP([7, 5, 3], seed=cluster.rank))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            for _ in range(20):
-                optimizer.zero_grad()
-                accumulate(model, odd_loss, (x.float(), y), 1)
-                optimizer.step()
-            assert replicas_equal(cluster, model), name
-
-    run_ranks(work, 3)
-
-
-def test_a_step_sends_exactly_what_the_formula_says():
-    wrappers = (
-        (train_naive, "ring", NaiveDataParallel, {}),
-        (train_overlap, "ring", OverlapDataParallel, {}),
-        (train_bucket_overlap, "ring", BucketDataParallel, {"bucket_mb": 0.01}),
-        (train_bucket_overlap, "ring", BucketDataParallel, {"wire_dtype": "bf16"}),
-        (train_bucket_overlap, "ring", BucketDataParallel, {"bucket_mb": 0.01, "in_place": True}),
-    )
-
-    def work(cluster: Cluster) -> None:
-        for lesson, pattern, wrapper, options in wrappers:
-            model = wrapper(gpt(cluster.rank), pattern=pattern, **options)
-            for microbatches in (1, 2):  # the first step sends the order of the buckets, too
-                before = LEDGER.total()
-                accumulate(model, text_loss, mine(cluster, text()), microbatches)
-                sent, formula = LEDGER.total() - before, lesson.traffic_per_step(model, pattern)
-                assert sent == formula, f"{lesson.__name__}, {options}, {microbatches} microbatches"
-
-    for world_size in (1, 2, 3, 4):
-        run_ranks(work, world_size)
-
-
-def test_a_second_backward_before_finish_gradient_sync_is_refused():
-    def work(cluster: Cluster) -> None:
-        for name in ("overlap", "overlap by torch", "a bucket for each", "one bucket"):
-            model = OURS[name](nn.Linear(2, 2))
-            model(torch.ones(1, 2)).sum().backward()
-            for sync in (contextlib.nullcontext, model.no_sync):
-                with sync(), pytest.raises(WorkbookError, match="Another backward began before finish"):
-                    model(torch.ones(1, 2)).sum().backward()
-
-    run_ranks(work, 2)
-
-
-def test_a_module_without_trained_parameters_is_allowed():
-    def work(cluster: Cluster) -> None:
-        for name, wrap in OURS.items():
-            for module in (nn.Identity(), nn.Linear(2, 2).requires_grad_(False)):
-                model = wrap(module)
+        (x,) = mine(cluster, (X,))
+        expected = one_process(layers(), lambda model: (model(X) * model(2 * X)).mean())
+        thrice = one_process(layers(), lambda model: 3 * mean_square(model, X))
+        for name, wrap in WRAPPERS.items():
+            model = wrap(layers(cluster.rank))
+            (model(x) * model(2 * x)).mean().backward()
+            model.finish_gradient_sync()
+            assert_same(mean_gradients(model.module), expected, what=f"gradient of two forwards, {name},")
+            model.zero_grad()
+            with model.no_sync():
                 for _ in range(2):
-                    model(torch.ones(1, 2))
-                    model.finish_gradient_sync()
-                assert all(gradient is None for gradient in gradients(module).values()), name
+                    mean_square(model, x).backward()
+            mean_square(model, x).backward()
+            model.finish_gradient_sync()
+            assert_same(mean_gradients(model.module), thrice, what=f"gradient of three backwards, {name},")
 
     run_ranks(work, 2)
 
@@ -268,31 +170,91 @@ def test_gradients_are_averaged_within_the_given_group_only():
             torch.manual_seed(cluster.rank)
             model = wrap(nn.Linear(3, 2, bias=False), group)
             torch.manual_seed(1)
-            rank_1s = nn.Linear(3, 2, bias=False).weight
-            assert torch.equal(model.module.weight, rank_1s), name
-            for _ in range(2):
-                model.zero_grad()
-                model(torch.ones(1, 3) * cluster.rank).sum().backward()
-                model.finish_gradient_sync()
-                assert torch.equal(model.module.weight.grad, torch.full((2, 3), 2.0)), name  # of 1 and 3
+            assert torch.equal(model.module.weight, nn.Linear(3, 2, bias=False).weight), name  # rank 1's
+            model(torch.ones(1, 3) * cluster.rank).sum().backward()
+            model.finish_gradient_sync()
+            assert torch.equal(model.module.weight.grad, torch.full((2, 3), 2.0)), name  # of 1 and 3
 
     run_ranks(work, 4, timeout=20)
 
 
-@pytest.mark.parametrize("name", ["overlap", "overlap by torch", "a bucket for each", "buckets", "ddp"])
-def test_a_rank_that_dies_in_the_backward_is_named_by_the_ranks_that_wait_for_it(name: str):
+def test_a_backward_may_return_no_gradient_and_a_module_may_have_no_trained_parameters():
     def work(cluster: Cluster) -> None:
-        model = WRAPPERS[name](nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4))))
-        if cluster.rank == 2:
-            model.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        model(torch.ones(1, 3)).sum().backward()
-        model.finish_gradient_sync()
+        expected = one_process(HasNone(0), lambda model: mean_square(model, X))
+        for name, wrap in OURS.items():
+            model = wrap(HasNone(cluster.rank))
+            for _ in range(2):
+                model.zero_grad()
+                mean_square(model, *mine(cluster, (X,))).backward()
+                model.finish_gradient_sync()
+                assert_same(mean_gradients(model.module), expected, what=f"gradient of {name}")
+            frozen = wrap(nn.Linear(2, 2).requires_grad_(False))
+            frozen(torch.ones(1, 2))
+            frozen.finish_gradient_sync()
+            assert frozen.module.weight.grad is None, name
 
-    # The group's timeout comes later: the error must not depend on it.
-    results = run_ranks(work, 3, timeout=20, group_timeout=40, collect_failures=True)
-    texts = [str(result).rsplit("comm.errors.CommError: ", 1)[-1] for result in results]
-    assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
-    for rank in (0, 1):
-        assert re.match(rf"all_reduce \((pipelined_ring|ring|torch)\): rank {rank} ", texts[rank])
-        assert "has died or left, so look for the first error in its log" in texts[rank]
-    assert name in ("overlap by torch", "ddp") or any("rank 2 has died" in texts[rank] for rank in (0, 1))
+    run_ranks(work, 2)
+
+
+def test_gradients_of_zero_bubble_stages_are_averaged_over_their_replicas():
+    """Weight gradients are computed after the backward, and no hook announces them."""
+    x, y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(16) % 3
+    rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))  # of ranks
+
+    def work(cluster: Cluster) -> None:
+        pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in (rows, columns))
+        row, column = divmod(cluster.rank, 2)
+        expected = one_process(MLP([6, 9, 7, 5, 3]).double(), lambda m: text_loss(m, x, y))
+        for name, wrap in OURS.items():
+            model, (own_x, own_y) = MLP([6, 9, 7, 5, 3]).double(), (part.chunk(2)[row] for part in (x, y))
+            pipeline = Pipeline(model, zb_h1(2, 4), loss_of, own_x[:2], group=pipelines[row])
+            wrapper = wrap(pipeline.stages, replicas[column])
+            for _ in range(2):
+                wrapper.zero_grad()
+                with wrapper.no_sync():
+                    pipeline.step(own_x, own_y)
+                wrapper.finish_gradient_sync()
+                own = {key: p.grad for key, p in pipeline.named_own_parameters().items()}
+                assert_same(own, {key: expected[key] for key in own}, what=f"gradient of {name}")
+
+    run_ranks(work, 4)
+
+
+def test_replicas_in_float32_stay_bitwise_equal_over_20_steps():
+    def work(cluster: Cluster) -> None:
+        x, y = mine(cluster, examples(3))
+        for name, wrap in WRAPPERS.items():
+            model = wrap(MLP([7, 5, 3], seed=cluster.rank))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(20):
+                optimizer.zero_grad()
+                accumulate(model, odd_loss, (x.float(), y), 1)
+                optimizer.step()
+            assert replicas_equal(cluster, model), name
+
+    run_ranks(work, 3)
+
+
+def test_a_fused_optimizer_trains_a_model_in_channels_last_as_on_one_process():
+    """It runs over the raw memory, so a gradient must have its parameter's strides."""
+
+    def trained(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            if isinstance(model, BucketDataParallel):
+                model.finish_gradient_sync()
+            optimizer.step()
+        return next(model.parameters())
+
+    def work(cluster: Cluster) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 6, 6).double()
+        make = lambda: nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)  # noqa: E731
+        alone, model = make(), make()
+        model.load_state_dict(alone.state_dict())
+        (own,) = mine(cluster, (x,))
+        assert_same({"w": trained(BucketDataParallel(model), own)}, {"w": trained(alone, x)})
+
+    run_ranks(work, 2)

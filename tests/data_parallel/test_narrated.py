@@ -124,15 +124,14 @@ def test_bucket_overlap_equals_one_process():
         module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         model = BucketDataParallel(module, bucket_mb=40 / (1 << 20))
 
-        # Three buckets: the last layer, 1 + 5 numbers; the first layer's bias, 5 numbers; and its weight, 20
-        # numbers, with 4 flags that tell which parameters were used.
-        assert [bucket.flat.numel() for bucket in model.buckets] == [6, 5, 24]
+        # Three buckets: the last layer, 1 + 5 numbers; the first layer's bias, 5; and its weight, 20.
+        assert [bucket.flat.numel() for bucket in model.buckets] == [6, 5, 20]
 
-        # Two steps: the first one observes the order in which the gradients are complete, the second uses it.
+        # Two steps: in the second one, gradients are views of the buckets from the beginning.
         optimizers = [torch.optim.SGD(replica.parameters(), lr=0.1) for replica in (module, alone)]
         for _ in range(2):
             for optimizer in optimizers:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=False)
             nn.functional.mse_loss(alone(x), y).backward()
 
             # Each rank computes the gradients of its two examples. A bucket leaves when its last gradient is

@@ -1,84 +1,115 @@
-"""Test, on the events of a trace, that communication is hidden behind compute."""
+"""Test what is sent and when: communication travels behind computing, and its bytes equal the formula."""
 
+import os
+import re
+import signal
 import time
 
+import pytest
 import torch
 from torch import nn
 
 from comm.cost import Link
 from comm.wire import slow_link
+from data_parallel import train_bucket_overlap, train_naive, train_overlap
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_overlap import OverlapDataParallel
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.trace.overlap import overlap_of
-from tests.data_parallel.equivalence import OURS, trace_of_a_step
-from tests.data_parallel.test_equivalence import Switched
+from tests.data_parallel.equivalence import (
+    OURS,
+    WRAPPERS,
+    accumulate,
+    gpt,
+    mean_gradients,
+    mean_square,
+    mine,
+    one_process,
+    text,
+    text_loss,
+    trace_of_a_step,
+)
+from tests.data_parallel.small_models import X, layers
+
+OVERLAPPING = ("overlap", "a bucket for each", "one bucket")
 
 
-def test_overlap_hides_most_of_its_communication_and_naive_nothing():
-    def work(cluster: Cluster) -> dict[str, float | None]:
-        names = ("naive", "overlap", "a bucket for each", "ddp")
-        return {name: overlap_of(trace_of_a_step(name)).hidden_share for name in names}
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch(world_size: int):
+    wrappers = (
+        (train_naive, NaiveDataParallel, {}),
+        (train_overlap, OverlapDataParallel, {}),
+        (train_bucket_overlap, BucketDataParallel, {"bucket_mb": 0.01}),
+    )
 
-    for shares in run_ranks(work, 2):
-        assert shares.pop("naive") == 0
-        assert all(share > 0.3 for share in shares.values()), shares
-
-
-def test_a_backward_does_not_wait_for_its_messages():
-    def work(cluster: Cluster) -> dict[str, float]:
-        seconds = {}
-        for name in ("overlap", "a bucket for each"):
-            model = OURS[name](nn.Linear(2, 2))
-            with slow_link.slowed(Link(0.15, 0.0)):  # an all-reduce between two ranks takes 0.3 seconds
-                loss = model(torch.ones(1, 2)).sum()
-                start = time.monotonic()
-                loss.backward()
-                seconds[name] = time.monotonic() - start
-                model.finish_gradient_sync()
-        return seconds
-
-    for seconds in run_ranks(work, 2):
-        assert max(seconds.values()) < 0.3, f"the backwards wait: they take {seconds} seconds"
-
-
-def test_every_gradient_and_every_bucket_is_launched_while_the_backward_runs():
     def work(cluster: Cluster) -> None:
-        for name, launches in (("overlap", 4), ("a bucket for each", 4), ("one bucket", 1), ("ddp", 4)):
+        for lesson, wrapper, options in wrappers:
+            model, (x, y) = wrapper(gpt(cluster.rank), pattern="ring", **options), mine(cluster, text())
+            before = LEDGER.total()
+            with model.no_sync():
+                text_loss(model, x, y).backward()
+            assert LEDGER.total() == before, lesson.__name__
+            accumulate(model, text_loss, (x, y), 1)
+            formula = lesson.traffic_per_step(model, "ring")
+            assert LEDGER.total() - before == formula, lesson.__name__
+
+    run_ranks(work, world_size)
+
+
+def test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_it():
+    launches = {"naive": 0, "overlap": 4, "a bucket for each": 4, "one bucket": 1, "ddp": 4}
+
+    def work(cluster: Cluster) -> None:
+        for name, count in launches.items():
             events = trace_of_a_step(name)
             (backward,) = (event for event in events if event.kind == "backward")
+            sent = [event.start_ns for event in events if event.kind == "communication"]
+            share = overlap_of(events).hidden_share
+            if name == "naive":
+                assert len(sent) == 4 and min(sent) >= backward.end_ns and share == 0
+            elif name != "one bucket":
+                assert share is not None and share > 0.3, f"{name} hides {share} of its communication"
             launched = [event.start_ns for event in events if event.kind == "launch"]
-            assert len(launched) == launches, name
+            assert len(launched) == count, name
             assert all(backward.start_ns < moment < backward.end_ns for moment in launched), name
 
     run_ranks(work, 2)
 
 
-def test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too():
+def test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited():
     def work(cluster: Cluster) -> None:
-        for name, wrap in OURS.items():
-            model = wrap(Switched())
-            with model.no_sync():
-                model(torch.ones(1, 2), cluster.rank == 1).sum().backward()  # rank 1 uses the layer
-            model(torch.ones(1, 2), False).sum().backward()
-            model.finish_gradient_sync()
-            for layer, mean in ((model.module.always, 2.0), (model.module.sometimes, 0.5)):
-                assert torch.equal(layer.weight.grad, torch.full((3, 2), mean)), name
+        expected = one_process(layers(), lambda model: mean_square(model, X))
+        for name in OVERLAPPING:
+            model = OURS[name](layers())
+            with slow_link.slowed(Link(0.15, 0.0)):  # an all-reduce between two ranks takes 0.3 seconds
+                loss = mean_square(model, *mine(cluster, (X,)))
+                start = time.monotonic()
+                loss.backward()
+                assert time.monotonic() - start < 0.3, f"the backward of {name} waits"
+                model.finish_gradient_sync()
+                assert_same(mean_gradients(model.module), expected, what=f"gradient of {name}")
 
     run_ranks(work, 2)
 
 
-def test_nothing_is_sent_before_the_last_microbatch():
+@pytest.mark.parametrize("name", ["overlap", "buckets", "one bucket", "ddp"])
+def test_a_rank_that_dies_in_the_backward_is_named_by_the_ranks_that_wait_for_it(name: str):
     def work(cluster: Cluster) -> None:
-        for name, wrap in OURS.items():
-            model = wrap(nn.Linear(3, 2))
-            before = LEDGER.total()
-            with model.no_sync():
-                model(torch.ones(1, 3)).sum().backward()
-                model(torch.ones(1, 3)).sum().backward()
-            assert LEDGER.total() == before, name
-            model.finish_gradient_sync()
-            assert LEDGER.total() != before, name
-            assert torch.equal(model.module.weight.grad, torch.full((2, 3), 2.0)), name
+        model = WRAPPERS[name](nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4))))
+        if cluster.rank == 2:
+            model.module[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        model(torch.ones(1, 3)).sum().backward()
+        model.finish_gradient_sync()
 
-    run_ranks(work, 2)
+    # The group's timeout comes later: the error must not depend on it.
+    results = run_ranks(work, 3, timeout=20, group_timeout=40, collect_failures=True)
+    texts = [str(result).rsplit("comm.errors.CommError: ", 1)[-1] for result in results]
+    assert texts[2] == "rank 2 was killed by SIGKILL before it returned."
+    for rank in (0, 1):
+        assert re.match(rf"all_reduce \((pipelined_ring|ring|torch)\): rank {rank} ", texts[rank])
+        assert "has died or left, so look for the first error in its log" in texts[rank]
+    assert name in ("one bucket", "ddp") or any("rank 2 has died" in texts[rank] for rank in (0, 1))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from comm import cost
-from data_parallel import predict
 from lab.models.model import GPT, SIZES, GPTConfig
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tensor_parallel.expected_traffic import activations_formula
 from tests.browser import Browser
+from training import predict
 from zero import memory as zero_memory
 
 OPTIMIZERS = {

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_parallel.predict import Message, median_step_seconds, observed_step, step_seconds
 from lab.trace.gantt import Event
+from training.predict import Message, median_step_seconds, observed_step, step_seconds
 
 SECOND = 1_000_000_000
 
