@@ -150,7 +150,7 @@ model.linear2.bias.grad[:4].float()
 
 # %% [markdown]
 # **4. The mean of the gradients.** `finish_gradient_sync()` all-reduces them, one parameter after the other. At its heart is a
-# loop of four lines. You will write it in the exercise `naive_gradient_sync` at the end of this notebook; read
+# loop of five lines. You will write it in the exercise `naive_gradient_sync` at the end of this notebook; read
 # [train_naive.py](../data_parallel/train_naive.py) after that.
 
 # %%
@@ -231,14 +231,14 @@ def recorded():
 
 show_events(
     recorded(),
-    alt="Timeline of a step on four ranks: on each rank a short forward and backward, then nine all-reduces one "
+    alt="Timeline of a step on four ranks: on each rank a short forward and backward, then eight all-reduces one "
     "after the other, which take most of the step, then the optimizer.",
 )
 
 # %% [markdown]
-# Nine orange bars: one all-reduce for each of the eight parameters, and before them one that agrees on which parameters
-# were used at all. All of the communication stands *after* all of the computing. That is what is naive about it. While the
-# gradients travel, the processors wait; while the processors compute, the link is idle. Notebook 05 changes that.
+# Eight orange bars: one all-reduce for each of the eight parameters. All of the communication stands *after* all of the
+# computing. That is what is naive about it. While the gradients travel, the processors wait; while the processors compute,
+# the link is idle. Notebook 05 changes that.
 #
 # ## "The loss falls, so it is right"
 #
@@ -254,7 +254,6 @@ class Summed(NaiveDataParallel):
     def finish_gradient_sync(self):
         for parameter in self.module.parameters():
             all_reduce(parameter.grad, op="sum")
-        self._guard.synchronised()  # or the wrapper would refuse the optimizer's step
 
 
 def train(wrapper, make_optimizer, steps, batch_size=64):
@@ -592,7 +591,7 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    check(accumulate);
 #    ```
 #
-# 2. **`naive_gradient_sync`** (25 minutes): average the gradients, also where some ranks did not use a parameter. The
+# 2. **`naive_gradient_sync`** (15 minutes): average the gradients, also where some ranks did not use a parameter. The
 #    file is [naive_gradient_sync.py](../exercises/data_parallel/naive_gradient_sync.py), and `make exercises
 #    ARGS='watch naive_gradient_sync'` grades it whenever you save it.
 # 3. **`sampler`** (20 minutes), if you have not written it after notebook 01: give each rank its share of the examples,

@@ -275,19 +275,16 @@ except CommError as error:
 # %% [markdown]
 # (`ring` is the algorithm that `comm` has chosen.) So all ranks need *one* order, which does not depend on
 # what happens to be ready first. The lesson takes the reverse of the order in which parameters are registered, which is
-# nearly the order of the backward. A gradient that is ready too early waits for those before it. The class for that has
-# 15 lines. You will write its heart in the exercise `ordered_launcher`, so read
-# [ordered_launcher.py](../data_parallel/ordered_launcher.py) after it. This is what it does:
-
-# %%
-from data_parallel.ordered_launcher import OrderedLauncher
-
-launcher = OrderedLauncher(4, lambda i: print(f"  launch {i}"))
-for i in (0, 2, 3, 1):
-    print(f"gradient {i} is ready")
-    launcher.ready(i)
-
-# %% [markdown]
+# nearly the order of the backward. A gradient that is ready too early waits for those before it. You will write that in the
+# exercise `launch_order`. This is what it does:
+#
+# | gradient is ready | launched |
+# |---|---|
+# | 0 | 0 |
+# | 2 | |
+# | 3 | |
+# | 1 | 1, 2, 3 |
+#
 # ## A hook that captures its loop variable
 #
 # The next bug has been shipped by experts. Here are two models of three weights, `x * a * b * c`, one on each rank. Each gets
@@ -460,9 +457,9 @@ with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.St
 # %% [markdown]
 # Last layer first; and three of the four buckets leave while the backward still has work to do. (A bucket takes
 # gradients until it has its size, so the last one may make it larger, as `linear1.weight` does here. Within a layer
-# autograd chooses the order.) In this first step the order of the gradients is a guess, the reverse of registration.
-# After it, rank 0 sends to all ranks the order that it has seen, and all fill their buckets in that order from then on
-# ([bucket_order.py](../data_parallel/bucket_order.py)).
+# autograd chooses the order.) The order of the buckets is a guess, the reverse of registration. DDP takes it in its first
+# step only. After it, rank 0 sends to all ranks the order that it has seen, and all fill their buckets in that order from
+# then on. That helps a model that registers its layers in another order than it runs them.
 #
 # ## How large should a bucket be?
 #
@@ -482,7 +479,7 @@ best = predict("Which bucket size gives the shortest step?", example=3.2, unit="
 from functools import partial
 
 from comm import cost
-from data_parallel.predict import step_seconds
+from training.predict import step_seconds
 
 SIZES = (0.015, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # MiB
 
@@ -574,50 +571,48 @@ print("backward() has returned")
 # %% [markdown]
 # The callback runs before `backward()` returns, so a loop that uses DDP looks like a loop on one device. That is
 # comfortable, but you do not see any more at which moment you wait. In the lessons you see it. And what if you forget
-# the call? Every rank would step with gradients that are still in flight. The wrapper notices that:
+# the call? Every rank would step with gradients that are still in flight. The wrapper notices that in the next backward:
 
 # %%
 # %%ranks
 from lab.launch.errors import WorkbookError
 
-model = BabyCNN(seed=0)
-parallel, optimizer = BucketDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+parallel = BucketDataParallel(BabyCNN(seed=0))
 loss_of(parallel(images[:8]), labels[:8]).backward()
 try:
-    optimizer.step()
+    loss_of(parallel(images[:8]), labels[:8]).backward()
 except WorkbookError as error:
     print(error)
 parallel.finish_gradient_sync()
-optimizer.step()
 
 # %% [markdown]
 # ## Exercises
 #
-# 1. **`ordered_launcher`** (15 minutes): launch in the agreed order, each number as early as possible. Write the method
-#    in a cell, and let the lesson's tests grade it on real ranks:
+# 1. **`overlap_hooks`** (25 minutes): the launch in the hook, and the wait at the end, with unused parameters and
+#    microbatches: [overlap_hooks.py](../exercises/data_parallel/overlap_hooks.py). `make exercises ARGS='watch
+#    overlap_hooks'` grades it whenever you save it; one of its tests notices a hook that waits.
+# 2. **`launch_order`** (20 minutes): launch in the agreed order, each gradient as early as possible. Write the hook in a
+#    cell, and let the lesson's tests grade it on real ranks:
 #
 #    ```python
 #    from exercises.notebook import check
 #
-#    def ready(self, i: int) -> None:
-#        """Mark number i as ready in the set self._ready, and call self._launch for what can be launched now.
-#
-#        self._launched is how many have been launched.
-#        """
+#    def _on_gradient(self, parameter):
+#        """Launch the parameters of the deque self._to_launch in its order; self._launch(parameter) launches one."""
+#        if self._guard.gradient_of(parameter) is None or not self._guard.is_synchronising:
+#            return  # this is not the last microbatch
+#        self._complete.add(parameter)
 #        ...
 #
-#    check(ready, "ordered_launcher");
+#    check(_on_gradient, "launch_order");
 #    ```
 #
-# 2. **`overlap_hooks`** (40 minutes): the launch in the hook, and the wait at the end, with unused parameters and
-#    microbatches: [overlap_hooks.py](../exercises/data_parallel/overlap_hooks.py). `make exercises ARGS='watch
-#    overlap_hooks'` grades it whenever you save it; one of its tests notices a hook that waits.
-# 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (45 minutes, hard): gradients that live in buckets,
+# 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (25 minutes): gradients that live in buckets,
 #    and leave when the bucket is complete: [bucket_views.py](../exercises/data_parallel/bucket_views.py),
 #    [bucket_launch.py](../exercises/data_parallel/bucket_launch.py).
 #
 # **Find the bug**: `make exercises ARGS='bug bug_overlap_047'` makes a file with a wrong implementation, whose symptom is
-# "with accumulation replicas drift apart". Find the line and mend it. `bug_bucket_overlap_b12` is harder: "replicas
+# "with accumulation replicas drift apart". Find the line and correct it. `bug_bucket_overlap_b12` is harder: "replicas
 # drift apart, and only on a slow network".
 #
 # And with this notebook: make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run
