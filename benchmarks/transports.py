@@ -5,8 +5,7 @@
     python benchmarks/transports.py --fixed           also each pattern, and how well auto chooses among them
 
 The rows `<op> auto` use the transport that a program gets, shared memory. `all_reduce_sockets` and
-`all_reduce_shm` name the transport, and `all_reduce_in_place` reduces tensors that the ranks share
-(comm/shared_tensors.py). `median` is the median ratio over the rows `<op> auto`.
+`all_reduce_shm` name the transport. `median` is the median ratio over the rows `<op> auto`.
 
 Ours and torch's take turns in one job. Before each run all ranks pass a barrier of the side whose turn it is,
 so each finds its own threads and connections as in a program that uses it alone. A run takes as long as its
@@ -26,7 +25,6 @@ import tyro
 from benchmarks.collectives import operations
 from benchmarks.side_by_side import KIB, MIB, leave_gloo_as_it_is, medians, row, show
 from comm import collectives as c
-from comm import shared_tensors
 from comm.point_to_point import recv, send
 from comm.transport.choice import use_transport
 from comm.transport.segment import is_possible
@@ -112,13 +110,6 @@ def measure(cluster: Cluster, args: Args) -> Seconds:
             label = f"all_reduce_{'shm' if name == 'shared_memory' else name}"
             seconds[label, size] = alternate({one: all_reduce[one] for one in ("torch", "auto")}, size, args)
             use_transport(None)
-        shared = shared_tensors.zeros(max(1, size // 4))
-        if shared_tensors.are_shared(shared):
-            both = {
-                "torch": all_reduce["torch"],
-                "auto": lambda x=shared: c.all_reduce(x, pattern="in_place"),
-            }
-            seconds["all_reduce_in_place", size] = alternate(both, size, args)
     return seconds
 
 

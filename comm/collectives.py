@@ -10,7 +10,7 @@
   reduce_scatter  rank r: x(r)    rank r: part r of the sum    ring  pipelined_ring  tree  pairwise
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      ring  pipelined_ring  tree  flat
                                                                recursive_doubling  halving_doubling
-                                                               pairwise  hierarchical  in_place
+                                                               pairwise  hierarchical
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise  bruck
   barrier                         no rank leaves before all have arrived
 
@@ -18,7 +18,7 @@ x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: 
 to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
 gloo (transport/choice.py). If the group uses gloo, `pattern=None` means the first pattern listed. If it uses
 nccl, `pattern=None` means "torch": torch.distributed's own collectives. "auto" takes the pattern that is
-predicted to be fastest (cost.fastest). `in_place` sends nothing, and needs tensors of comm/shared_tensors.py.
+predicted to be fastest (cost.fastest).
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -37,7 +37,6 @@ from comm.algorithms import (
     bruck,
     hierarchical,
     hypercube,
-    in_place,
     pairwise,
     pipelined_ring,
     ring,
@@ -53,7 +52,6 @@ from comm.run_collective import run_collective
 from comm.shards import shard_sizes
 from comm.wire import native
 from comm.wire.handshake import UNEVEN, Header
-from comm.wire.shared_segment import place_of
 from comm.wire.staging import In, InOut, Out
 from comm.wire.wire import Group, Wire, group_of
 
@@ -77,7 +75,6 @@ ALL_REDUCES = {  # the functions are looked up when they are called, because an 
     "halving_doubling": (hypercube, "halving_doubling"),
     "pairwise": (pairwise, "all_reduce"),
     "hierarchical": (hierarchical, "all_reduce"),
-    "in_place": (in_place, "all_reduce"),
 }
 
 
@@ -218,16 +215,13 @@ def all_reduce(
     pattern: str | None = None,
 ) -> Work:
     """Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank."""
-    if pattern == "auto" and place_of(tensor, group):
-        pattern = "in_place"
     pattern = _choose("all_reduce", pattern, group, tensor.nbytes)
     check_reduction(op, tensor.dtype)
     if pattern == "torch":
         return native.all_reduce(tensor, op, group, async_op)
     algorithm = getattr(*ALL_REDUCES[pattern])
-    place = place_of(tensor, group) if pattern == "in_place" else 0
-    header = Header("all_reduce", pattern, tensor.dtype, op, shard=place, full=tensor.numel())
-    divisor = 1 if pattern == "in_place" else divisor_before(op, tensor.dtype, group_of(group).size())
+    header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
+    divisor = divisor_before(op, tensor.dtype, group_of(group).size())
     return run_collective(
         header, group, async_op, lambda wire, x: algorithm(wire, x, op), InOut(tensor, divisor)
     )
@@ -284,7 +278,7 @@ def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, r
     if not 0 <= root < ranks:
         raise CommError(f"{op}: root {root} is not a rank of this group of {ranks}.")
     pattern = pattern_for(op, pattern, num_bytes, group)
-    if pattern not in ("torch", *PATTERNS[op]) and (op, pattern) != ("all_reduce", "in_place"):
+    if pattern not in ("torch", *PATTERNS[op]):
         names = ", ".join(("auto", "torch", *PATTERNS[op]))
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of {names}.")
     if pattern != "torch" and dist.get_backend(group) == "nccl":

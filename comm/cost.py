@@ -28,7 +28,6 @@ The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil
     all_reduce      recursive_doubling    L (alpha + B beta)
     all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
     all_reduce      pairwise              2 (n-1) alpha + 2 (n-1)/n B beta
-    all_reduce      in_place              L alpha + 2 (n-1)/n B beta
     all_reduce      hierarchical          2 (m-1) (alpha + (B/m) beta) + 2 (h-1) (A + (B/h) b)
     all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
     all_to_all      bruck                 L alpha + (L/2) B beta
@@ -139,8 +138,6 @@ def traffic(
         case "all_reduce", "ring" | "pipelined_ring":
             chunks = others + (not_the_rights if ranks > 1 else [])
             return shards(chunks, pattern == "pipelined_ring")
-        case "all_reduce", "in_place":  # what is read from the others, and written to them
-            return shards([rank] * 2 * (ranks - 1), True)
         case "all_reduce", "pairwise":
             return shards(others, True) + shards([rank] * (ranks - 1), False)
         case "all_reduce", "flat":
@@ -166,10 +163,7 @@ def per_rank(
     payload = traffic(op, pattern, numel, itemsize, ranks, rank, root, hosts)
     if pattern == "torch":
         return payload
-    headers = header_traffic(ranks)
-    if pattern == "in_place":  # one byte in each round of the barrier at its end
-        headers += Traffic(_log2_up(ranks), _log2_up(ranks))
-    return payload + headers
+    return payload + header_traffic(ranks)
 
 
 def expected_traffic(
@@ -239,7 +233,6 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("all_reduce", "tree"): 2 * log * (a + b),
         ("all_reduce", "recursive_doubling"): (log_power + folds) * (a + b),
         ("all_reduce", "halving_doubling"): 2 * log_power * a + 2 * (power - 1) / power * b + folds * (a + b),
-        ("all_reduce", "in_place"): log * a + 2 * (n - 1) / n * b,
         ("all_reduce", "hierarchical"): 2 * (n - 1) * (a + b / n),  # on one host
         ("all_to_all", "bruck"): log * a + sum(distance.bit_count() for distance in range(n)) / n * b,
         ("all_to_all", "pairwise"): (n - 1) * a + (n - 1) / n * b,

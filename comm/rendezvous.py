@@ -32,10 +32,17 @@ import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.membership import gpus, liveness, meeting
-from comm.membership.settings import check_interface, master, number, rank_and_world_size, seconds
-from comm.membership.store import meeting_store
-from comm.membership.watched_store import WatchedStore
+from comm.membership import liveness, meeting
+from comm.membership.settings import (
+    check_interface,
+    choose_device,
+    master,
+    name_of_gpu,
+    number,
+    rank_and_world_size,
+    seconds,
+)
+from comm.membership.store import WatchedStore, meeting_store
 from lab.cluster import Cluster
 from lab.launch.allocator import keep_freed_memory
 from lab.launch.gloo_threads import keep_from_preempting
@@ -68,8 +75,8 @@ def join() -> Cluster:
         timeout = seconds("JOIN_TIMEOUT", 60.0)
         op_timeout = seconds("OP_TIMEOUT", 60.0)
         check_interface()
-        device, backend = gpus.choose_device(local_rank)
-        gpu = gpus.name_of(device, backend)
+        device, backend = choose_device(local_rank)
+        gpu = name_of_gpu(device, backend)
     except CommError as error:
         refusal = str(error)
 

@@ -15,29 +15,14 @@ from comm.shards import shard_sizes
 from comm.transport import streams
 from comm.transport.choice import chosen_transport
 from comm.transport.stream_wire import StreamHandshake, StreamWire
-from comm.wire.gpu_handover import handover_of, taken
-from comm.wire.handshake import (
-    SHARDED,
-    Header,
-    HeaderExchange,
-    check_parts,
-    wait_until_all_have_read,
-)
+from comm.wire.handshake import SHARDED, Header, HeaderExchange, check_parts, wait_until_all_have_read
 from comm.wire.slow_link import LinkDelay
-from comm.wire.staging import In
+from comm.wire.staging import In, handover_of, taken
 from comm.wire.wire import Group, Wire, group_of
-from comm.wire.work_queue import GroupQueue, Handle, queue_of
+from comm.wire.work_queue import Handle, queue_of
 from lab.trace.timeline import span
 
 Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
-
-# The first messages of these are segments, and may leave while the headers are in flight.
-EAGER_PATTERNS = {
-    ("all_gather", "pipelined_ring"),
-    ("reduce_scatter", "pipelined_ring"),
-    ("all_reduce", "pipelined_ring"),
-    ("all_reduce", "recursive_doubling"),
-}
 
 
 def run_collective(
@@ -63,84 +48,49 @@ def run_collective(
     queue, posted = queue_of(group), time.perf_counter_ns()
     ranks = group_of(group).size()
 
-    def run(transport: Wire | StreamWire) -> None:
-        wired = [buffer.to_wire() for buffer in buffers]
-        algorithm(transport, *wired)
-        for buffer, tensor in zip(buffers, wired, strict=True):
-            buffer.from_wire(tensor)
-
     def job(sequence: int) -> None:
-        with taken(handover):
+        with taken(handover), span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
             ready = posted if handover is None else time.perf_counter_ns()
-            with span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
-                delay = LinkDelay(
-                    queue, ready, lambda link: cost.seconds(header.op, header.pattern, num_bytes, ranks, link)
-                )
-                mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
-                try:
-                    if ranks > 1 and (transport := chosen_transport(group)) != "gloo":
-                        _over_streams(transport, mine, group, sequence, delay, run, parts)
-                    else:
-                        _over_gloo(mine, group, queue, sequence, delay, run, parts)
-                except CommError as error:
-                    if isinstance(error, Mismatch):
-                        wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
-                    streams.forget(group)  # they may be out of step: the next use connects again
-                    raise
-                delay.wait()
+            delay = LinkDelay(
+                queue, ready, lambda link: cost.seconds(header.op, header.pattern, num_bytes, ranks, link)
+            )
+            try:
+                wire = _begin(dataclasses.replace(header, ready=delay.ready), group, sequence, delay, parts)
+                tensors = [buffer.to_wire() for buffer in buffers]
+                algorithm(wire, *tensors)
+                for buffer, tensor in zip(buffers, tensors, strict=True):
+                    buffer.from_wire(tensor)
+                wire.finish()
+            except CommError as error:
+                if isinstance(error, Mismatch):
+                    wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                streams.forget(group)  # they may be out of step: the next use connects again
+                raise
+            delay.wait()
 
     return queue.submit(job, async_op)
 
 
-def _over_streams(
-    transport: str,
-    header: Header,
-    group: Group,
-    sequence: int,
-    delay: LinkDelay,
-    run: Callable[[StreamWire], None],
-    parts: Parts | None,
-) -> None:
-    wire = StreamWire(group, transport, header.op, header.pattern, sequence)
-    handshake = StreamHandshake(wire, header)
-    wire.set_handshake(lambda: delay.start(handshake.finish()))
-    if parts is not None or not _shard_fits(header, wire):
-        wire.finish_handshake()
-    if parts is not None and not handshake.has_even_parts:
-        check_parts(wire, *parts)
-    run(wire)
-    wire.finish()
-
-
-def _over_gloo(
-    header: Header,
-    group: Group,
-    queue: GroupQueue,
-    sequence: int,
-    delay: LinkDelay,
-    run: Callable[[Wire], None],
-    parts: Parts | None,
-) -> None:
-    eager = (header.op, header.pattern) in EAGER_PATTERNS and not queue.has_stale_messages
-    wire = Wire(group, header.op, header.pattern, sequence, eager)
-    headers = HeaderExchange(wire, header)
-
-    def check() -> None:
-        try:
-            delay.start(headers.finish())
-            wire.full_numel = headers.full_numel
-        except CommError:
-            queue.has_stale_messages = True
-            queue.stale_messages.append(wire.eager_transfers)
-            raise
-
-    wire.set_handshake(check)
-    if not eager or not _shard_fits(header, wire):
+def _begin(
+    header: Header, group: Group, sequence: int, delay: LinkDelay, parts: Parts | None
+) -> Wire | StreamWire:
+    """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
+    transport = chosen_transport(group) if group_of(group).size() > 1 else "gloo"
+    wire: Wire | StreamWire
+    headers: HeaderExchange | StreamHandshake
+    if transport == "gloo":
+        wire = Wire(group, header.op, header.pattern, sequence)
+        headers = HeaderExchange(wire, header)
+    else:
+        wire = StreamWire(group, transport, header.op, header.pattern, sequence)
+        headers = StreamHandshake(wire, header)
+    wire.set_handshake(lambda: delay.start(headers.finish()))
+    # gloo kills a receiver that gets more or fewer bytes than it expects.
+    if transport == "gloo" or parts is not None or not _shard_fits(header, wire):
         wire.finish_handshake()
     if parts is not None and not headers.has_even_parts:
         check_parts(wire, *parts)
-    run(wire)
-    wire.finish_handshake()
+    return wire
 
 
 def _shard_fits(header: Header, wire: Wire | StreamWire) -> bool:

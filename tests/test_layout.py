@@ -44,10 +44,9 @@ def test_an_import_goes_down_never_up_or_sideways():
 def test_an_algorithm_knows_messages_and_nothing_of_how_they_move():
     messages = {"comm.wire.wire", "comm.wire.segment_receiver", "comm.wire.hosts"}
     for path in (ROOT / "comm" / "algorithms").glob("*.py"):
-        memory = {"comm.wire.shared_segment"} if path.name == "in_place.py" else set()  # no messages
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and re.match(r"comm\.(transport|wire)", node.module or ""):
-                assert node.module in messages | memory, path
+                assert node.module in messages, path
 
 
 def test_git_has_nothing_that_a_run_has_left_in_the_root():

@@ -18,14 +18,49 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from comm.membership.json_lines import JsonLines, json_line
 from lab.launch.interface import own_address
+
+_LONGEST_LINE = 1 << 16
+
+
+def json_line(message: Mapping[str, Any]) -> bytes:
+    """Return the object as a line."""
+    return json.dumps(message).encode() + b"\n"
+
+
+class JsonLines:
+    """Read JSON objects, one per line, from a non-blocking socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.rank: int | None = None
+        self._rest = b""
+
+    def read(self) -> tuple[list[dict], bool]:
+        """Return the objects that have arrived, and whether more may arrive."""
+        is_open = True
+        try:
+            data = self.end.recv(_LONGEST_LINE)
+            is_open = bool(data)
+        except BlockingIOError:
+            data = b""
+        except OSError:
+            data, is_open = b"", False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return [], False
+        is_open = is_open and len(self._rest) < _LONGEST_LINE
+        return [message for message in messages if isinstance(message, dict)], is_open
+
 
 _KEY = "liveness"
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown

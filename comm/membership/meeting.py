@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.membership import gpus, liveness
+from comm.membership import liveness, settings
 
 _POLL = 0.05  # seconds between two checks of the store
 _TELL = 2.0  # seconds between two lines about who is missing
@@ -56,7 +56,7 @@ def meet(
             time.sleep(_POLL)
     if refusal:
         raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
-    if refusal := gpus.refusal_of({peer: entry["gpu"] for peer, entry in present.items()}):
+    if refusal := settings.refusal_of_gpus({peer: entry["gpu"] for peer, entry in present.items()}):
         raise give_up(store, rank, refusal)
     # Wait until all ranks have seen all names. If one fails before that, the others still learn the reason.
     wait_for_all(store, rank, world_size, "seen", deadline)

@@ -3,8 +3,12 @@
 import math
 import os
 import socket
+from collections.abc import Mapping
+
+import torch
 
 from comm.errors import CommError
+from lab.launch.devices import device_of, num_gpus
 from lab.units import MAX_SECONDS
 
 
@@ -71,3 +75,40 @@ def check_interface() -> None:
                 f"GLOO_SOCKET_IFNAME is {name!r}, but this machine has no such network interface; "
                 f"choose one of {', '.join(here)}."
             )
+
+
+def choose_device(local_rank: int) -> tuple[torch.device, str]:
+    """Return this rank's device and backend: its GPU and nccl if there are GPUs, else the CPU and gloo.
+
+    BACKEND can choose gloo for a GPU as well.
+    """
+    gpus = num_gpus()
+    backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
+    if backend not in ("gloo", "nccl"):
+        raise CommError(f"BACKEND is {backend!r}; it must be gloo or nccl.")
+    if not gpus:
+        if backend == "nccl":
+            raise CommError(
+                "BACKEND is nccl, but this machine has no GPU; leave BACKEND out or set it to gloo."
+            )
+        return torch.device("cpu"), backend
+    device = device_of(local_rank)
+    torch.cuda.set_device(device)
+    return device, backend
+
+
+def name_of_gpu(device: torch.device, backend: str) -> str:
+    """Return the GPU's unique name, or an empty one if ranks may share the device (on gloo)."""
+    return str(torch.cuda.get_device_properties(device).uuid) if backend == "nccl" else ""
+
+
+def refusal_of_gpus(names: Mapping[int, str]) -> str:
+    """Return an error text if two ranks share a GPU, else "". `names` holds each rank's `name_of`."""
+    first: dict[str, int] = {}
+    for rank, name in sorted(names.items()):
+        if name and first.setdefault(name, rank) != rank:
+            return (
+                f"Ranks {first[name]} and {rank} share one GPU ({name}), and nccl needs one for each rank; "
+                "start fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
+            )
+    return ""

@@ -8,9 +8,8 @@ that call different operations waiting for each other. So before the payload mov
 header to every other rank, in ceil(log2 n) rounds (Bruck's all-gather). If the headers do not fit, *all*
 ranks raise the same error, and the group stays usable.
 
-The rounds cost latency, and on busy cores a wake-up can take milliseconds. So the fastest patterns on gloo
-send their first messages while the headers are in flight (eager messages, comm/wire/wire.py). On streams
-all patterns do (comm/transport/stream_wire.py).
+The rounds cost latency. So on streams the first messages leave while the headers are in flight
+(comm/transport/stream_wire.py).
 """
 
 import struct
@@ -37,7 +36,7 @@ OPS = (
 )
 PATTERNS = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
-    *("pairwise", "in_place", "bruck", "hierarchical"),
+    *("pairwise", "bruck", "hierarchical"),
 )
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
 DTYPES = tuple(
@@ -57,8 +56,7 @@ ROW_BYTES = _ROW.size
 class Header:
     """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
 
-    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes. With the pattern
-    "in_place" `shard` says where the tensor lies (shared_segment.place_of).
+    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes.
 
     `ready` is not compared. It is the time, in nanoseconds, from which a simulated slow link could carry the
     payload (slow_link.py).
@@ -131,16 +129,16 @@ class RowExchange:
 
 
 class HeaderExchange:
-    """The exchange of headers. It starts when made. `finish()` sets `full_numel`, the largest `full`."""
+    """The exchange of headers. It starts when made. `finish()` sets `wire.full_numel`, the largest `full`."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
         row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
-        self._rows, self._names = RowExchange(wire, row), global_ranks(wire.group)
+        self._wire, self._rows, self._names = wire, RowExchange(wire, row), global_ranks(wire.group)
 
     def finish(self) -> int:
         """Wait for all headers, and check them as `check_rows` does."""
         rows = self._rows.finish().numpy().tobytes()
-        self.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
+        self._wire.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
         self.has_even_parts = have_even_parts(rows)
         return check_rows(rows, self._names)
 
@@ -201,11 +199,6 @@ def check_headers(headers: list[Header], names: list[int]) -> None:
         raise Mismatch(f"The ranks do not fit together: {_calls_by_rank(headers, names)}. {_cure(headers)}")
     if op in SHARDED:
         _check_shards(headers, names)
-    if headers[0].pattern == "in_place" and len({header.shard for header in headers}) > 1:
-        raise Mismatch(
-            f"{op}: with the pattern 'in_place' the tensors of all ranks must lie at the same place of the "
-            "memory that they share. Take the same part of the same tensor on all ranks."
-        )
 
 
 def _check_shards(headers: list[Header], names: list[int]) -> None:

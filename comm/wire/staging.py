@@ -5,6 +5,9 @@ strided view or a tensor on a GPU is copied to the wire, and back if the collect
 are named as in MPI: In is read, Out is written, InOut is both.
 """
 
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -50,3 +53,43 @@ class InOut(In):
 
 class Out(InOut):
     """A tensor that a collective only writes."""
+
+
+_streams = threading.local()
+
+
+class Handover:
+    """An event behind all work that the caller has launched so far. Another thread waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.current_stream(device).record_event()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for the event, run the block on the thread's own stream, and wait for that stream."""
+        self._event.synchronize()
+        stream = _own_stream(self._device)
+        with torch.cuda.stream(stream):  # this also selects the device: a thread starts with device 0
+            yield
+            stream.synchronize()
+
+
+def handover_of(tensors: Iterable[torch.Tensor]) -> Handover | None:
+    """Return a handover for the caller's tensors, or None if all are in host memory."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return Handover(tensor.device)
+    return None
+
+
+def taken(handover: Handover | None) -> AbstractContextManager[None]:
+    """Return `handover.taken()`, or a context that does nothing if there is no handover."""
+    return nullcontext() if handover is None else handover.taken()
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the calling thread's stream on the device."""
+    if getattr(_streams, "device", None) != device:
+        _streams.device, _streams.stream = device, torch.cuda.Stream(device)
+    return _streams.stream

@@ -8,13 +8,8 @@
 A `Wire` belongs to one operation of one group, and its ranks are ranks of the group. It numbers the messages
 between each pair of ranks, so an algorithm needs no tags.
 
-An *eager* message leaves before the handshake (handshake.py) has ended. gloo kills a receiver that gets more
-or fewer bytes than it expects. So the tag of an eager message contains its number of bytes: then a send and a
-receive of different sizes never match. The turn of an operation is its sequence number in the group, reduced
-to the bits below (0 stands for plain point-to-point messages). A tag has 31 bits:
-
-    0  turn of the operation (10)  number of the message (20)
-    1  turn of the operation (4)   number of the message (6)   bytes - 1 (20)       eager
+The turn of an operation is its sequence number in the group, reduced to 10 bits (0 stands for plain
+point-to-point messages). A tag has 31 bits: the turn, and 20 bits for the number of the message.
 """
 
 import ctypes
@@ -33,11 +28,10 @@ from lab.trace.ledger import LEDGER
 
 POINT_TO_POINT = "point_to_point"
 Group = dist.ProcessGroup | None
-MessageCounts = defaultdict[tuple[int, bool], int]  # messages so far by (peer, is a header)
+MessageCounts = defaultdict[int, int]  # messages so far by peer
 
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
 _TURN_BITS, _NUMBER_BITS = 10, 20
-_EAGER, _EAGER_TURN_BITS, _EAGER_NUMBER_BITS, _LENGTH_BITS = 1 << 30, 4, 6, 20
 
 
 class AnyWire(Protocol):
@@ -103,7 +97,6 @@ class Wire:
         op: str,
         pattern: str,
         sequence: int = 0,
-        eager: bool = False,
         numbers: tuple[MessageCounts, MessageCounts] | None = None,
         counted: bool = True,
     ) -> None:
@@ -111,14 +104,13 @@ class Wire:
         # Call methods of the group: the functions of torch.distributed take many times as long.
         self.rank: int = self.group.rank()  # this rank's number in the group, from 0
         self.size: int = self.group.size()  # the number of ranks
-        self.op, self.pattern, self.eager, self.counted = op, pattern, eager, counted
+        self.op, self.pattern, self.counted = op, pattern, counted
         self.axis = axis_of(self.group)
         self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
         # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
         self._check: Callable[[], None] = _nothing
-        self.eager_transfers: list[tuple[dist.Work, torch.Tensor]] = []
 
     def set_handshake(self, check: Callable[[], None]) -> None:
         """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
@@ -128,7 +120,9 @@ class Wire:
         """Check that all ranks' headers fit, before this rank waits for its first message."""
         check, self._check = self._check, _nothing
         check()
-        self.eager_transfers.clear()
+
+    def finish(self) -> None:
+        """Do nothing: an algorithm has waited for its messages. (On streams some may still be leaving.)"""
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
         """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`.
@@ -138,26 +132,26 @@ class Wire:
         check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
         if not tensor.nbytes:
             return Transfer(self, None, tensor, dst, "send to")
-        tag = self._tag(tensor, self._sent, (dst, header))
+        tag = self._tag(self._sent, dst)
         if self.counted:
             LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
         try:
             work = self.group.send([tensor], dst, tag)
         except RuntimeError as error:
             raise self.failed(error, dst, "send to") from error
-        return self._transfer(work, tensor, dst, "send to", header)
+        return Transfer(self, work, tensor, dst, "send to", header)
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
         check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
         if not tensor.nbytes:
             return Transfer(self, None, tensor, src, "receive from")
-        tag = self._tag(tensor, self._received, (src, header))
+        tag = self._tag(self._received, src)
         try:
             work = self.group.recv([tensor], src, tag)
         except RuntimeError as error:
             raise self.failed(error, src, "receive from") from error
-        return self._transfer(work, tensor, src, "receive from", header)
+        return Transfer(self, work, tensor, src, "receive from", header)
 
     def batch(
         self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int
@@ -182,22 +176,10 @@ class Wire:
         sent = Transfer(self, work, outgoing, dst, "send to")
         return sent, Transfer(self, work, incoming, src, "receive from")
 
-    def _transfer(
-        self, work: dist.Work, tensor: torch.Tensor, peer: int, verb: str, header: bool
-    ) -> Transfer:
-        if self.eager and self._check is not _nothing:
-            self.eager_transfers.append((work, tensor))
-        return Transfer(self, work, tensor, peer, verb, header)
-
-    def _tag(self, tensor: torch.Tensor, counts: MessageCounts, which: tuple[int, bool]) -> int:
-        # Headers have a count of their own, because they may leave before or after eager messages.
-        number = counts[which]
-        counts[which] += 1
-        if not self.eager or which[1]:
-            return self._turn << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
-        assert 0 < tensor.nbytes <= 1 << _LENGTH_BITS, "an eager message is a segment (comm.shards)"
-        turn, number = self._turn % (1 << _EAGER_TURN_BITS), number % (1 << _EAGER_NUMBER_BITS)
-        return _EAGER | (turn << _EAGER_NUMBER_BITS | number) << _LENGTH_BITS | (tensor.nbytes - 1)
+    def _tag(self, counts: MessageCounts, peer: int) -> int:
+        number = counts[peer]
+        counts[peer] += 1
+        return self._turn << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
 
     def failed(self, error: RuntimeError, peer: int, verb: str) -> CommError:
         """Return the backend's error as a CommError that names the ranks and the operation."""

@@ -95,10 +95,6 @@ class GroupQueue:
         self._thread: threading.Thread | None = None
         self.sequence = 0
         self.link_free_at = 0  # the time at which the simulated link (slow_link.py) is free, in nanoseconds
-        # After a mismatch, eager messages may still be moving or wait for a receive. The group keeps the
-        # memory of these, because gloo's connection would stop if it were freed, and sends no more of them.
-        self.has_stale_messages = False
-        self.stale_messages: list[object] = []
         # A weak reference to the last handle with a mismatch.
         self._mismatched: Callable[[], Handle | None] = _nothing
 

@@ -155,16 +155,6 @@ def halving_divides_each_round(wire: Wire, tensor: torch.Tensor, op: str) -> Non
 
 
 @mutant(
-    target="comm.algorithms.in_place._wait_for_all",
-    killer="tests.comm.test_in_place.test_a_rank_returns_only_when_all_ranks_have_written_their_chunk",
-    symptom="Now and then a part of the gradient is that of one rank alone, and only on busy machines.",
-)
-def in_place_leaves_before_all_have_written(wire: Wire) -> None:
-    """A rank returns when its own chunk is reduced, while others still write theirs to its tensor."""
-    pass
-
-
-@mutant(
     target="comm.algorithms.reduction.divide_if_mean",
     killer="tests.comm.test_collectives_by_hand.test_a_mean_is_divided_by_the_number_of_ranks_once",
     cause="divided by 3 once too often",

@@ -23,17 +23,3 @@ def test_no_rank_leaves_a_barrier_before_all_have_arrived(pattern: str):
 
     for n in (1, 2, 3, 5):
         run_ranks(meet, n)
-
-
-def test_a_barrier_waits_for_the_last_even_when_it_takes_a_while():
-    def hold_back(cluster) -> list[bool]:
-        if cluster.rank == 2:
-            cluster.store.wait(["all have looked"])
-        handle = collectives.barrier(async_op=True)
-        passed = handle.is_completed() if cluster.rank != 2 else False
-        if cluster.rank != 2 and cluster.store.add("looked", 1) == 2:
-            cluster.store.set("all have looked", "")
-        handle.wait()
-        return [passed, handle.is_completed()]
-
-    assert run_ranks(hold_back, 3) == [[False, True]] * 3

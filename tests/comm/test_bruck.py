@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from comm import collectives, cost
+from comm import collectives
 from comm.algorithms import bruck
-from comm.cost import Link
 from comm.transport.choice import use_transport
 from comm.wire.wire import peer_wire
 from lab.ranks import run_ranks
@@ -84,62 +83,3 @@ def test_parts_of_different_sizes_end_in_one_sentence_on_all_ranks(transport: st
         return texts
 
     assert run_ranks(differ, 3, group_timeout=20) == [[SENTENCE] * 3] * 3
-
-
-def test_a_refused_tensor_keeps_its_values_and_a_pairwise_all_to_all_takes_it():
-    def retry(cluster) -> list[float]:
-        sizes = [[1, 2, 1], [2, 1, 1], [1, 1, 1]]
-        outs, ins = [row[cluster.rank] for row in sizes], sizes[cluster.rank]
-        full, out = torch.full((sum(ins),), float(cluster.rank)), torch.zeros(sum(outs))
-        assert error_text(lambda: collectives.all_to_all(out, full, outs, ins, pattern="bruck")) == SENTENCE
-        assert not out.any()
-        collectives.all_to_all(out, full, outs, ins)
-        return out.tolist()
-
-    assert run_ranks(retry, 3) == [[0, 1, 1, 2], [0, 0, 1, 2], [0, 1, 2]]
-
-
-def test_predicted_seconds_are_those_of_what_moves_in_each_round():
-    a, b, link = 1e-3, 1200e-6, Link(alpha=1e-3, beta=1e-6)
-    of_1200_bytes = {
-        ("all_gather", 4): 2 * a + 3 / 4 * b,
-        ("all_gather", 5): 3 * a + 4 / 5 * b,
-        ("all_to_all", 4): 2 * a + b,
-        ("all_to_all", 5): 3 * a + b,  # the part that goes 3 ranks moves twice, and three parts move once
-        ("all_to_all", 1): 0.0,
-    }
-    for (op, n), expected in of_1200_bytes.items():
-        other = "ring" if op == "all_gather" else "pairwise"
-        difference = cost.seconds(op, "bruck", 1200, n, link) - cost.seconds(op, other, 1200, n, link)
-        assert expected - difference == pytest.approx((n - 1) * (a + b / n)), (op, n)
-
-
-def test_an_all_to_all_of_many_small_parts_is_predicted_to_be_faster_than_pairwise_and_of_large_ones_slower():
-    link = Link(alpha=30e-6, beta=1e-9)
-    for n in (4, 8, 64):
-        for num_bytes, is_faster in ((64 * n, True), (10_000_000, False)):
-            seconds = {
-                name: cost.seconds("all_to_all", name, num_bytes, n, link) for name in ("bruck", "pairwise")
-            }
-            assert (seconds["bruck"] < seconds["pairwise"]) == is_faster
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.uint16, torch.int8, torch.complex128, torch.float8_e4m3fn, torch.bool, torch.bfloat16]
-)
-def test_data_of_any_dtype_arrives_bit_by_bit(dtype: torch.dtype):
-    def carry(cluster) -> None:
-        n, r, size = cluster.world_size, cluster.rank, dtype.itemsize
-        top = 2 if dtype == torch.bool else 256
-
-        def drawn(rank: int) -> torch.Tensor:
-            source = torch.Generator().manual_seed(rank)
-            return torch.randint(0, top, (2 * n, size), generator=source).to(torch.uint8).view(n, 2 * size)
-
-        sent, got = drawn(r).view(-1), torch.zeros(n * 2 * size, dtype=torch.uint8)
-        collectives.all_to_all(got.view(dtype), sent.view(dtype), pattern="bruck")
-        assert torch.equal(got.view(n, -1), torch.stack([drawn(rank)[r] for rank in range(n)]))
-        collectives.all_gather(got.view(dtype), drawn(r)[r].view(dtype), pattern="bruck")
-        assert torch.equal(got.view(n, -1), torch.stack([drawn(rank)[rank] for rank in range(n)]))
-
-    run_ranks(carry, 3)

@@ -167,35 +167,6 @@ def test_a_reduce_does_not_change_the_other_ranks_tensors():
         assert got == [1111.0 if root == rank else 10.0**rank for root in range(4)] * 3
 
 
-def test_an_all_gather_in_place_takes_its_part_of_the_whole():
-    def in_place(cluster) -> None:
-        for pattern, numel in (("pipelined_ring", 10), ("pipelined_ring", 2), ("torch", 12)):
-            whole = torch.zeros(numel)
-            mine = torch.tensor_split(whole, cluster.world_size)[cluster.rank]
-            mine.fill_(cluster.rank + 1)
-            collectives.all_gather(whole, mine, pattern=pattern)
-            expected = [
-                p + 1.0
-                for p, part in enumerate(torch.tensor_split(whole, cluster.world_size))
-                for _ in range(part.numel())
-            ]
-            assert whole.tolist() == expected
-
-    run_ranks(in_place, 4)
-
-
-def test_an_all_to_all_without_sizes_divides_evenly():
-    def transpose(cluster) -> list[float]:
-        n = cluster.world_size
-        full = torch.arange(2.0 * n) + 100 * cluster.rank
-        output = torch.empty(2 * n)
-        collectives.all_to_all(output, full)
-        return output.tolist()
-
-    for rank, got in enumerate(run_ranks(transpose, 3)):
-        assert got == [100 * p + 2 * rank + i for p in range(3) for i in range(2)]
-
-
 def test_an_all_to_all_sends_each_rank_its_part_of_any_size():
     sizes = [[(p + 2 * q) % 4 for q in range(3)] for p in range(3)]  # what rank p sends to rank q
 
@@ -209,19 +180,3 @@ def test_an_all_to_all_sends_each_rank_its_part_of_any_size():
 
     for rank, got in enumerate(run_ranks(exchange, 3)):
         assert got == [10.0 * p + rank for p in range(3) for _ in range(sizes[p][rank])]
-
-
-def test_gradients_of_a_model_are_averaged_where_they_are():
-    def average(cluster) -> None:
-        layer = torch.nn.Linear(3, 2)
-        torch.nn.init.constant_(layer.weight, 1.0)
-        layer(torch.full((1, 3), float(cluster.rank))).sum().backward()
-        for parameter in layer.parameters():
-            collectives.all_reduce(parameter.grad, "mean")
-            assert parameter.grad.grad_fn is None
-        assert torch.equal(layer.weight.grad, torch.full((2, 3), 1.0))
-        # and the parameter itself, as a missing no_grad would have it
-        collectives.broadcast(layer.weight)
-        assert layer.weight.is_leaf and layer.weight.requires_grad
-
-    run_ranks(average, 3)

@@ -2,8 +2,6 @@
 
 import os
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -77,46 +75,3 @@ def test_a_process_is_read_only_if_it_shows_the_segment_that_both_share():
 
     for found in run_ranks(meet, 2):
         assert found == [True, True, False, False, False, False]
-
-
-def named_tracers(cluster, launched: bool) -> list[int]:
-    """Reduce in all ranks and in two smaller groups; return the ranks that were named as readers."""
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
-    dist.all_gather(pids, torch.tensor([os.getpid()]))
-    ranks = {int(pid): rank for rank, pid in enumerate(pids)}
-    named: list[int] = []
-    with (
-        replaced("comm.transport.cross_memory._name_tracer", named.append),
-        replaced("comm.transport.cross_memory._is_launched", lambda: launched),
-    ):
-        for group in (
-            None,
-            [dist.new_group(members) for members in ([0, 2], [1, 3])][cluster.rank % 2],
-            None,
-        ):
-            all_reduce(torch.ones(3), group=group)
-    return [ranks.get(pid, -1 if pid == os.getppid() else -2) for pid in named]
-
-
-def test_a_rank_names_its_reader_to_a_strict_kernel_and_its_launcher_where_there_are_several():
-    for rank, (first, *others) in enumerate(run_ranks(named_tracers, 4, True)):
-        assert first in {0, 1, 2, 3} - {rank} and set(others) == {-1}
-    for rank, named in enumerate(run_ranks(named_tracers, 4, False)):
-        assert len(named) == 1 and named[0] in {0, 1, 2, 3} - {rank}, (
-            "never the shell of ranks started by hand"
-        )
-
-
-def test_several_threads_may_name_their_readers_at_once():
-    def parent_of(_: int) -> int:
-        time.sleep(1e-3)  # so that other threads run
-        return os.getppid()
-
-    with (
-        replaced("comm.transport.cross_memory._readers", set()),
-        replaced("comm.transport.cross_memory._name_tracer", lambda _: None),
-        replaced("comm.transport.cross_memory._is_launched", lambda: True),
-        replaced("comm.transport.cross_memory._parent_of", parent_of),
-        ThreadPoolExecutor(8) as threads,
-    ):
-        assert len(list(threads.map(cross_memory.allow, range(30)))) == 30

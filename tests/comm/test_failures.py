@@ -98,37 +98,3 @@ def test_errors_name_ranks_of_the_job_in_a_smaller_group_too():
 
     assert "rank 1 could not" in (text := outcomes(one_dies, 4)[1])
     assert "rank 3 has died or left" in text
-
-
-def test_a_paused_rank_is_named_after_the_timeout_and_goes_on_when_it_is_woken():
-    def one_sleeps(cluster) -> str:
-        collectives.barrier()
-        if cluster.rank == 2:
-            cluster.store.set("sleeper", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return "woken"
-        sleeper = int(cluster.store.get("sleeper"))
-        with pytest.raises(CommError) as error:
-            collectives.all_reduce(torch.ones(10))
-        if cluster.store.add("finished", 1) == 2:
-            os.kill(sleeper, signal.SIGCONT)
-        return str(error.value)
-
-    *awake, slept = outcomes(one_sleeps, 3, group_timeout=1.5)
-    assert slept == "woken"
-    for rank, text in enumerate(awake):
-        assert text.startswith(f"all_reduce (ring): rank {rank} could not ")
-        assert "waited until the timeout" in text
-        assert "rank 2 has not reached this point, is stuck or is paused, or waits for a rank that is" in text
-
-
-def test_an_exception_of_one_rank_is_reported_first():
-    def one_fails(cluster) -> None:
-        collectives.barrier()
-        if cluster.rank == 1:
-            raise ZeroDivisionError("the loss is nan again")
-        collectives.all_reduce(torch.ones(10))
-
-    with pytest.raises(RankError, match=r"rank 1 failed:[\s\S]*the loss is nan again") as error:
-        run_ranks(one_fails, 3)
-    assert error.value.rank == 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from comm.wire.gpu_handover import Handover, handover_of, taken
+from comm.wire.staging import Handover, handover_of, taken
 from tests.lab.simulated_gpu import MS, simulated_gpu
 
 

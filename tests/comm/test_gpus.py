@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from comm import rendezvous
-from comm.membership import gpus, meeting
+from comm.membership import meeting, settings
 from lab.ranks import RankError, run_ranks
 from tests.comm.places import places, set_variables
 
@@ -73,5 +73,5 @@ def test_two_ranks_with_one_gpu_are_refused_on_all_ranks():
     [({0: "a", 1: "b"}, None), ({0: "", 1: ""}, None), ({0: "b", 1: "a", 2: "c", 3: "a"}, "Ranks 1 and 3")],
 )
 def test_only_the_same_gpu_of_two_ranks_is_refused(names: dict[int, str], ranks: str | None):
-    refusal = gpus.refusal_of(names)
+    refusal = settings.refusal_of_gpus(names)
     assert refusal.startswith(ranks) if ranks else not refusal

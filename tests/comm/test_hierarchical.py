@@ -20,15 +20,12 @@ from comm.wire.wire import Wire, peer_wire
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import (
-    ALL,
     DTYPES,
     LAYOUTS,
     REDUCTIONS,
-    ROOTED,
     Case,
     has_a_meaning,
     run_case,
-    run_cases,
 )
 from tests.comm.segments import short_segments
 
@@ -143,24 +140,6 @@ def test_it_equals_one_process_on_every_placement(n: int, transport: str):
         assert min(run_ranks(reduce_all, n)) > 0.6 * 24 * len(PLACEMENTS[n])
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
-def test_all_ranks_end_bitwise_equal(n: int):
-    def reduce_all(cluster) -> list[list[int]]:
-        signs, results = [0.0, -0.0, torch.nan, 1.0, -0.0], []
-        for names in PLACEMENTS[n]:
-            with placed(cluster, names) as group:
-                for op in REDUCTIONS:
-                    mine = torch.randn(1003, generator=torch.Generator().manual_seed(cluster.rank))
-                    mine[:20] = torch.tensor([signs[(cluster.rank + i) % len(signs)] for i in range(20)])
-                    collectives.all_reduce(mine, op, group, pattern="hierarchical")
-                    mine[mine.isnan()] = 2.0
-                    results.append(mine.view(torch.int32).tolist())
-        return results
-
-    first, *others = run_ranks(reduce_all, n)
-    assert all(other == first for other in others)
-
-
 @pytest.mark.parametrize(("n", "transport"), [(3, "sockets"), (4, "gloo"), (6, "auto")])
 def test_what_is_counted_within_and_between_hosts_equals_the_formula(n: int, transport: str):
     def count(cluster) -> None:
@@ -187,27 +166,6 @@ def test_what_is_counted_within_and_between_hosts_equals_the_formula(n: int, tra
 
     with short_segments(16):
         run_ranks(count, n)
-
-
-def between_hosts(pattern: str, names: str) -> int:
-    """Return what all ranks together send to other hosts, in an all-reduce of 1200 numbers of 4 bytes."""
-    hosts = [ord(name) for name in names]
-    return sum(cost.by_reach(pattern, 1200, 4, hosts, rank)[1].bytes_sent for rank in range(len(hosts)))
-
-
-def test_the_hosts_send_each_other_the_least_that_can_add_up_their_tensors():
-    for names, of_the_ring in (
-        ("aabb", 2 * 2 * 3 / 4),  # 2 of the ring's 4 links leave their host
-        ("abab", 4 * 2 * 3 / 4),  # all of them do
-        ("aaabbb", 2 * 2 * 5 / 6),
-        ("aabbcc", 3 * 2 * 5 / 6),
-        ("abbb", 2 * 2 * 3 / 4),
-    ):
-        h = len(set(names))
-        assert between_hosts("pipelined_ring", names) == of_the_ring * 4800
-        assert between_hosts("hierarchical", names) == 2 * (h - 1) * 4800  # (h-1)/h of 2 B, from each host
-    assert between_hosts("hierarchical", "aabb") == between_hosts("ring", "abab") / 3
-    assert between_hosts("hierarchical", "aaaa") == between_hosts("ring", "aaaa") == 0
 
 
 def test_seconds_take_the_links_within_and_between_hosts():
@@ -243,37 +201,3 @@ def test_a_group_of_some_ranks_knows_the_hosts_of_its_own():
     # rank 0 of the group and rank 1, the leader of b, exchange halves; the other ranks send to rank 1
     expected = [[], [1], [0, 2, 3], [], [1], [1]]
     assert run_ranks(work, 6) == [[ranks] * 3 if ranks else [] for ranks in expected]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_pattern_is_right_in_a_group_of_some_ranks_that_lie_on_two_hosts(transport: str):
-    members = [1, 2, 4, 5]
-    cases = [
-        Case(op, pattern, 14 - 2 * (pattern == "torch"), root=root, seed=root)
-        for op, pattern in ALL
-        for root in ((0, 3) if op in ROOTED else (0,))
-    ]
-
-    def work(cluster) -> int:
-        use_transport(transport)
-        with placed(cluster, "aabbbb", members) as group:
-            return run_cases(cluster, cases, group) if cluster.rank in members else len(cases)
-
-    assert run_ranks(work, 6) == [len(cases)] * 6
-
-
-def test_two_groups_of_the_same_ranks_may_lie_on_different_hosts():
-    def work(cluster) -> list[dict[int, int]]:
-        groups, seen = [], []
-        for names in ("aabb", "abab"):
-            with placed(cluster, names) as group:
-                collectives.all_reduce(torch.ones(9), group=group, pattern="hierarchical")
-                groups.append(group)
-        for group in [*groups, *groups]:
-            with noted_sends() as sent:
-                collectives.all_reduce(torch.ones(9), group=group, pattern="hierarchical")
-            seen.append(sent)
-        return seen
-
-    # all 9 numbers go to the rank of the same host, and half of 5 twice to the one of the other host
-    assert run_ranks(work, 4)[0] == [{1: 36, 2: 20}, {2: 36, 1: 20}] * 2

@@ -1,19 +1,13 @@
 """Ranks find out which of them share a host, once for each group."""
 
-import gc
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from comm import collectives
 from comm.algorithms.hierarchical import ranks_by_host
-from comm.transport import streams
-from comm.transport.choice import use_transport
 from comm.wire import hosts
-from comm.wire.handshake import RowExchange
 from comm.wire.wire import peer_wire
 from lab.ranks import run_ranks
 
@@ -53,33 +47,3 @@ def test_ranks_of_one_machine_share_a_host_and_a_variable_divides_them():
 
     expected = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]]
     assert run_ranks(look, 4) == [expected] * 4
-
-
-def test_a_group_exchanges_its_hosts_once_and_forgets_them_with_itself():
-    def work(cluster) -> tuple[int, int]:
-        use_transport("gloo")
-        group = dist.new_group(range(3))
-        with mock.patch.object(hosts, "RowExchange", side_effect=RowExchange) as exchanges:
-            for _ in range(3):
-                collectives.all_reduce(torch.ones(5), group=group, pattern="hierarchical")
-        count, known = exchanges.call_count, len(hosts._hosts)
-        exchanges.reset_mock()  # it holds the wire, which holds the group
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        return count, known - len(hosts._hosts)
-
-    assert run_ranks(work, 3) == [(1, 1)] * 3
-
-
-def test_over_streams_hosts_travel_with_the_addresses():
-    def count(cluster) -> tuple[int, int]:
-        with (
-            mock.patch.object(hosts, "RowExchange", side_effect=RowExchange) as others,
-            mock.patch.object(streams, "RowExchange", side_effect=RowExchange) as addresses,
-        ):
-            for _ in range(3):
-                collectives.all_reduce(torch.ones(5), pattern="hierarchical")
-        return others.call_count, addresses.call_count
-
-    assert run_ranks(count, 3) == [(0, 1)] * 3

@@ -66,13 +66,3 @@ def test_a_late_rank_raises_the_same_mismatch_over_streams(transport: str):
 
     for n in (2, 3):
         assert "rank 1: all_reduce" in ends_alike(differ, n)
-
-
-def test_a_rank_that_waits_for_a_later_operation_first_raises_the_earlier_mismatch():
-    def differ(cluster) -> None:
-        first = collectives.all_reduce(torch.ones(5 + cluster.rank), async_op=True)
-        second = collectives.all_reduce(torch.ones(5), async_op=True)
-        for handle in (first, second) if cluster.rank == 0 else (second, first):
-            handle.wait()
-
-    assert "rank 1: all_reduce(ring, sum) of 6 elements" in ends_alike(differ, 2)

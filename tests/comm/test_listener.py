@@ -1,17 +1,14 @@
 """A listener takes the connections of its group's ranks, and no other program's, whatever that sends."""
 
-import gc
 import os
 import random
 import socket
 import struct
 import time
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 
 import pytest
 
-from comm.errors import CommError
 from comm.transport import listener as module
 from comm.transport import segment
 from comm.transport.listener import Arrival, Listener, connect, connect_locally
@@ -108,17 +105,6 @@ def test_a_connection_that_does_not_say_hello_is_closed_after_a_while(listener, 
         assert is_closed(silent)
 
 
-def test_a_hello_may_arrive_in_pieces(listener):
-    _, _, token = listener.address()
-    hello = HELLO.pack(token, 2, 0)
-    with knock(listener, hello[:7]) as slow:
-        assert arrivals(listener, 0.05) == []
-        slow.sendall(hello[7:])
-        [arrival] = arrivals(listener)
-        assert arrival.rank == 2
-        arrival.socket.close()
-
-
 @linux
 @pytest.mark.parametrize("what", ["not sealed", "too small", "no memory"])
 def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
@@ -139,23 +125,3 @@ def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
         assert is_closed(stranger)
     assert len(os.listdir("/proc/self/fd")) < open_before
     os.close(descriptor)
-
-
-@linux
-def test_the_name_of_the_unix_socket_does_not_tell_the_token(listener):
-    names = [line for line in Path("/proc/net/unix").read_text().splitlines() if "@workbook-" in line]
-    assert names
-    assert not [line for line in names if f"{listener.address()[2]:016x}" in line]
-
-
-@linux
-def test_a_segment_for_which_there_is_no_memory_leaves_no_connection_behind(listener):
-    def no_space(*_) -> None:
-        raise OSError(28, "No space left on device")
-
-    gc.collect()  # or descriptors of earlier tests might be closed between the two counts
-    before = len(os.listdir("/proc/self/fd"))
-    with replaced("os.posix_fallocate", no_space), pytest.raises(CommError, match="not enough memory"):
-        connect_locally(listener.address(), 1, 5.0)
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert arrivals(listener, 0.05) == []

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import struct
 import time
 from contextlib import ExitStack
 
@@ -182,23 +181,6 @@ def test_the_others_learn_why_a_rank_has_failed(capfd):
         assert sentence.endswith(": rank 1 has failed: ZeroDivisionError: the loss is nan again.")
 
 
-def test_a_rank_that_gives_up_because_of_another_one_does_not_keep_the_next_one_waiting():
-    """A chain of ranks, each of which waits for the one before it, would otherwise take a second for each."""
-    store = dist.HashStore()
-    assert liveness.connect(store, 0, 3)
-    address, port, token = json.loads(store.get("liveness"))
-    first, second = (liveness.LivenessClient(rank, address, port, token) for rank in (1, 2))
-    start = time.monotonic()
-    assert not first.fail("ValueError: no more data", patience=0.0)
-    cause = second.cause(patience=5)
-    assert not second.fail(f"could not receive from rank 1: {cause}.", patience=30.0)
-    assert time.monotonic() - start < 5
-    for client in (first, second):
-        client.finish()
-    liveness.current().wait_until_alone(5)
-    liveness.forget()
-
-
 def test_a_connection_without_a_token_is_ignored():
     store = dist.HashStore()
     assert liveness.connect(store, 0, 3)
@@ -217,90 +199,3 @@ def test_a_connection_without_a_token_is_ignored():
     server.wait_until_alone(5)
     assert [gone.rank for gone in server.gone] == [1, 2]
     liveness.forget()
-
-
-def test_a_rank_that_dies_as_it_connects_does_not_stop_the_news_for_the_others():
-    store = dist.HashStore()
-    assert liveness.connect(store, 0, 4)
-    server = liveness.current()
-    address, port, token = json.loads(store.get("liveness"))
-    clients = [liveness.LivenessClient(3, address, port, token)]
-    clients[0].fail("it has enough")
-    assert server.cause(patience=10) is not None
-    with server._news:  # so that its thread answers to a connection that has been reset
-        dying = socket.create_connection((address, port))
-        dying.sendall(json.dumps({"rank": 1, "token": token}).encode() + b"\n")
-        dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        dying.close()
-    clients.append(liveness.LivenessClient(2, address, port, token))
-    assert str(clients[1].cause(patience=10)) == "rank 3 has failed: it has enough"
-    for client in clients:
-        client.finish()
-    server.wait_until_alone(5)
-    liveness.forget()
-
-
-def test_the_first_that_failed_is_the_cause_even_where_others_have_finished_before():
-    known = liveness.Liveness(0)
-    known._hear = lambda seconds, known: True
-    known.gone = [
-        liveness.Departure(1, "finished"),
-        liveness.Departure(2, "died"),
-        liveness.Departure(3, "failed", "for 2"),
-    ]
-    assert known.cause(patience=0) == liveness.Departure(2, "died")
-
-
-def test_a_rank_that_failed_because_another_has_finished_is_not_the_cause():
-    known = liveness.Liveness(1)
-    known._hear = lambda seconds, known: True
-    finished = liveness.Departure(2, "finished")
-    known.gone = [
-        liveness.Departure(0, "failed", f"all_reduce (ring): rank 0 could not go on: {finished}."),
-        finished,
-    ]
-    assert known.cause(patience=0) == finished
-
-
-def test_a_rank_that_has_finished_does_not_stop_one_that_still_checks_whether_all_are_here(monkeypatch):
-    store = dist.HashStore()
-    monkeypatch.setattr(liveness, "_of_this_process", peers := liveness.Liveness(1))
-    peers._hear = lambda seconds, known: True
-    peers.gone = [liveness.Departure(0, "finished")]
-    meeting.raise_if_given_up(store, 1)
-    peers.gone = [liveness.Departure(0, "finished"), liveness.Departure(2, "died")]
-    with pytest.raises(CommError, match="The group cannot form: rank 2 has died"):
-        meeting.raise_if_given_up(store, 1)
-
-
-def test_who_waits_for_the_cause_of_a_failure_waits_for_news_and_does_not_ask_again_and_again():
-    store = dist.HashStore()
-    liveness.connect(store, 0, 3)
-    server = liveness.current()
-    clients = [liveness.LivenessClient(rank, *json.loads(store.get("liveness"))) for rank in (1, 2)]
-    clients[0].finish()
-    finished = liveness.Departure(1, "finished")
-    for one in (server, clients[1]):
-        asked = []
-        hear = one._hear
-        one._hear = lambda *waits, hear=hear, asked=asked: asked.append(waits) or hear(*waits)
-        assert one.cause(patience=0.2) == finished
-        assert len(asked) <= 4, "now, at rank 1's news, and at the end"
-    clients[1].finish()
-    assert clients[1].cause(patience=60) == finished, "its connection is closed, so no news can come"
-    server.wait_until_alone(5)
-    liveness.forget()
-
-
-def test_ranks_go_on_where_rank_0_cannot_listen_for_deaths(monkeypatch):
-    def unreachable() -> str:
-        raise OSError("no route")
-
-    store = dist.HashStore()
-    monkeypatch.setattr(liveness, "own_address", unreachable)
-    assert not liveness.connect(store, 1, 2), "rank 0 has not come yet"
-    with pytest.raises(OSError, match="no route"):
-        liveness.connect(store, 0, 2)
-    assert liveness.connect(store, 1, 2)
-    assert liveness.current() is None
-    assert liveness.cause() is None

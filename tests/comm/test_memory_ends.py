@@ -102,26 +102,6 @@ def test_messages_of_all_sizes_arrive_bit_by_bit_and_in_order(reads: bool):
         assert all(transfer.done for transfer in transfers) and not out.is_busy
 
 
-def test_a_large_message_is_done_only_when_it_was_read():
-    with pair(reads=True) as (out, into):
-        tensor, transfer = pattern(4 * LARGE_BYTES, 0), Sent()
-        out.post(bytes_of(tensor), transfer)
-        out.push()
-        assert out.is_busy and not transfer.done
-        assert torch.equal(fetch(into, len(tensor), out), tensor)
-        out.push()
-        assert transfer.done and not out.is_busy
-
-
-def test_a_message_that_its_receiver_cannot_read_waits_for_room_in_the_buffer():
-    with pair(reads=False) as (out, into):
-        tensor, transfer = pattern(2 * RING_BYTES, 1), Sent()
-        out.post(bytes_of(tensor), transfer)
-        assert out.push() and not out.push() and not transfer.done
-        assert torch.equal(fetch(into, len(tensor), out), tensor)
-        assert transfer.done
-
-
 def test_a_message_that_goes_over_the_end_of_the_ring_buffer_goes_on_at_its_beginning():
     with pair(reads=False) as (out, into):
         message = torch.arange(1, 11, dtype=torch.uint8)
@@ -203,26 +183,6 @@ def test_a_rank_makes_its_counter_visible_before_it_looks_whether_the_other_one_
             into.receive(bytes_of(tensor), len(tensor))
             frees = events[events.index("move the counter") :] if "move the counter" in events else []
             assert frees == right, "what is freed must be visible before the look"
-
-
-@pytest.mark.parametrize("who", ["receiver", "sender"])
-def test_a_rank_that_says_it_sleeps_is_woken_and_another_one_is_not(who: str):
-    with pair(reads=True) as (out, into):
-        drain(out.socket)  # the receiver has told the sender that it can read
-        asleep, other = (into, out) if who == "receiver" else (out, into)
-        tensor = pattern(2 * LARGE_BYTES, 2)
-        for sleeps in (False, True):
-            out.post(bytes_of(tensor), Sent())
-            if who == "sender":
-                out.push()
-            asleep.sleep(sleeps)
-            if who == "receiver":
-                out.push()
-            fetch(into, len(tensor), out)
-            woken = bool(select.select([asleep.socket], [], [], 0)[0])
-            assert woken == sleeps
-            out.push()
-        assert drain(asleep.socket) and other is not asleep
 
 
 def test_a_sender_that_has_gone_is_an_error_and_not_garbage():

@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm.collectives import CommError
 from comm.point_to_point import irecv, isend, recv, send
-from comm.rendezvous import join
 from comm.transport import memory_ends, segment
 from comm.transport.choice import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.mismatches import error_text
-from tests.comm.places import places, set_variables
+from tests.comm.places import places
 
 pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
 LARGE = 30_000_000
@@ -56,27 +54,6 @@ def test_a_rank_that_is_killed_is_named_at_once_by_all_that_wait_for_it(transpor
             "has died or left, so look for the first error in its log."
         )
     assert abs(ends[0][1] - ends[2][1]) < 10
-
-
-def test_ranks_that_have_joined_all_name_the_one_that_died():
-    def one_dies(cluster, environments: list[dict[str, object]]) -> str:
-        set_variables(environments[cluster.rank])
-        cluster, x = join(), torch.zeros(4)
-        if cluster.rank == 2:
-            recv(x, 1)
-            die()
-        if cluster.rank == 1:
-            send(x, 2)
-        # Rank 1 waits for the dead rank, and rank 0 for rank 1, which gives up.
-        text = error_text(lambda: recv(x, cluster.rank + 1))
-        if cluster.rank == 1:
-            raise CommError(text)
-        return text
-
-    texts = run_ranks(one_dies, 3, places([0, 1, 2], 3), backend=None, collect_failures=True, timeout=30)
-    died = "rank 2 has died, so look for the first error in its log"
-    assert f"could not receive from rank 2: {died}" in str(texts[1])
-    assert f"could not receive from rank 1: {died}" in texts[0]
 
 
 def test_a_sender_that_dies_while_its_memory_is_read_is_an_error_and_never_garbage():
@@ -145,26 +122,6 @@ def test_a_paused_rank_is_waited_for_until_the_timeout_and_named(size: int):
     texts = run_ranks(one_is_paused, 3, group_timeout=1.5)
     for rank, verb in ((0, "send to"), (2, "receive from")):
         assert f"rank {rank} could not {verb} rank 1: it waited until the timeout" in texts[rank]
-
-
-def test_a_message_that_its_sender_has_given_up_is_an_error_for_its_receiver():
-    def too_late(cluster) -> str:
-        x = torch.full((300_000,), 1.0)
-        if cluster.rank == 0:
-            send(x[:1], 1)
-            text = error_text(lambda: send(x, 1))
-            x.fill_(2.0)  # so what the receiver would read is not what was sent
-            cluster.store.set("given up", "")
-            cluster.store.wait(["done"])
-            return text
-        recv(x[:1], 0)
-        cluster.store.wait(["given up"])
-        text = error_text(lambda: recv(x, 0))
-        cluster.store.set("done", "")
-        return text
-
-    texts = run_ranks(too_late, 2, group_timeout=1)
-    assert "it waited until the timeout" in texts[0] and "it lost the connection" in texts[1]
 
 
 def test_a_hang_is_drawn_as_the_cycle_of_ranks_that_send_first():

@@ -113,23 +113,6 @@ def test_a_receiver_in_another_operation_keeps_no_sender_waiting(is_posted_first
     run_ranks(busy, 2)
 
 
-def test_large_messages_in_both_directions_do_not_wait_for_each_other():
-    def swap(cluster) -> None:
-        for size in SIZES:
-            got = torch.zeros(size, dtype=torch.uint8)
-            arriving, leaving = (
-                irecv(got, 1 - cluster.rank),
-                isend(pattern(size, cluster.rank), 1 - cluster.rank),
-            )
-            leaving.wait()
-            arriving.wait()
-            assert torch.equal(got, pattern(size, 1 - cluster.rank))
-
-    for reads in (True, False):
-        with reading(reads):
-            run_ranks(swap, 2)
-
-
 words = st.tuples(
     st.integers(0, 2), st.integers(1, 2), st.integers(0, 60_000), st.sampled_from(DTYPES), st.booleans()
 )

@@ -1,8 +1,6 @@
 """Messages between two ranks arrive in order, and a ring that sends first never ends."""
 
-import gc
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -68,23 +66,6 @@ def test_a_peer_outside_of_the_group_and_the_rank_itself_are_refused_in_a_senten
     ]
 
 
-def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
-    def many(cluster) -> None:
-        numbers = [torch.full((i + 1,), float(i)) for i in range(50)]
-        if cluster.rank == 0:
-            transfers = [isend(number, 1) for number in numbers]
-        else:
-            places = [torch.empty(i + 1) for i in range(50)]
-            transfers = [irecv(place, 0) for place in places]
-        for transfer in reversed(transfers):
-            transfer.wait()
-            transfer.wait()  # a second time does no harm
-        if cluster.rank == 1:
-            assert all(torch.equal(a, b) for a, b in zip(places, numbers, strict=True))
-
-    run_ranks(many, 2)
-
-
 def test_messages_and_collectives_do_not_take_each_others_data():
     def both(cluster) -> None:
         r = cluster.rank
@@ -118,36 +99,6 @@ def test_ranks_are_those_of_the_group_and_messages_are_counted():
     run_ranks(in_pair, 3)
 
 
-def test_a_parameter_can_be_sent_and_received():
-    def ship(cluster) -> None:
-        weight = torch.nn.Parameter(torch.full((3,), float(cluster.rank)))
-        if cluster.rank == 0:
-            send(weight, 1)
-        else:
-            recv(weight, 0)
-        assert weight.tolist() == [0.0] * 3
-        assert weight.requires_grad and weight.is_leaf
-
-    run_ranks(ship, 2)
-
-
-def test_a_peer_that_never_receives_is_named():
-    def lonely(cluster) -> str:
-        collectives.barrier()
-        if cluster.rank == 1:
-            cluster.store.wait(["rank 0 has given up"])
-            return ""
-        with pytest.raises(CommError) as error:
-            send(torch.ones(10), 1)
-        cluster.store.set("rank 0 has given up", "")
-        return str(error.value)
-
-    text = run_ranks(lonely, 2, group_timeout=0.5)[0]
-    assert text.startswith(
-        "point_to_point (direct): rank 0 could not send to rank 1: it waited until the timeout"
-    )
-
-
 def test_alpha_and_beta_are_measured_once_and_the_same_on_every_rank():
     for n in (2, 3):
         first, *others = run_ranks(lambda cluster: measure_link(repeats=5), n)
@@ -157,19 +108,6 @@ def test_alpha_and_beta_are_measured_once_and_the_same_on_every_rank():
 
 def test_one_rank_alone_has_a_link_that_costs_nothing():
     assert run_ranks(lambda cluster: measure_link(), 1) == [point_to_point.Link(0.0, 0.0)]
-
-
-def test_a_group_without_references_is_freed_after_messages_too():
-    def make_and_forget(cluster) -> bool:
-        group = dist.new_group([0, 1])
-        point_to_point.ring_non_blocking(torch.ones(1), torch.empty(1), group)
-        reference = weakref.ref(group)
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        return reference() is None
-
-    assert run_ranks(make_and_forget, 2) == [True, True]
 
 
 class OnGpu(torch.Tensor):

@@ -49,22 +49,6 @@ def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pa
     run_ranks(slow, 3)
 
 
-def test_one_link_carries_one_collective_at_a_time():
-    def slow(cluster) -> None:
-        with slow_link.slowed(Link(0.02, 0.0)):
-            start = time.perf_counter()
-            handles = [
-                all_reduce(torch.ones(3), async_op=True, pattern=pattern)
-                for pattern in ("pipelined_ring", "torch", "ring", "tree")
-            ]
-            for handle in handles:
-                handle.wait()
-            one = cost.seconds("all_reduce", "ring", 12, 2, Link(0.02, 0.0))
-            assert time.perf_counter() - start >= 2 * one + 0.04
-
-    run_ranks(slow, 2)
-
-
 def test_the_calling_thread_is_free_while_the_link_is_busy():
     def slow(cluster) -> None:
         with slow_link.slowed(Link(0.1, 0.0)):
@@ -91,22 +75,6 @@ def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(pattern: 
     run_ranks(slow, 2)
 
 
-def test_torchs_own_operations_are_seen_without_a_link_too():
-    def fast(cluster) -> None:
-        start_recording()
-        for async_op in (False, True):
-            all_reduce(torch.ones(3), async_op=async_op, pattern="torch").wait()
-        deadline = time.monotonic() + 10
-        lanes: list = []
-        while len(lanes) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)  # torch's thread may tell of the end a moment after wait()
-            lanes = [event.lane for event in recorded() if event.kind == "communication"]
-        # A blocking operation takes the time of the thread that calls it, and can hide nothing.
-        assert lanes == ["main", "communication"]
-
-    run_ranks(fast, 2)
-
-
 def test_calibration_finds_the_alpha_and_beta_that_were_set():
     def slow(cluster) -> list[Link]:
         with simulated_time(), slow_link.slowed(Link(0.02, 1 / 50e6)):
@@ -121,26 +89,3 @@ def test_calibration_finds_the_alpha_and_beta_that_were_set():
 
 def test_a_single_rank_has_no_link():
     assert run_ranks(lambda cluster: measure_all_reduce("ring"), 1) == [Link(0.0, 0.0)]
-
-
-def test_a_callback_is_called_at_the_end_with_the_error():
-    def calls(cluster) -> None:
-        for pattern in ("pipelined_ring", "torch"):
-            heard: list = []
-            handle = all_reduce(torch.ones(3), async_op=True, pattern=pattern)
-            handle.when_done(heard.append)
-            handle.wait()
-            deadline = time.monotonic() + 10
-            while not heard and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert heard == [None]
-            handle.when_done(heard.append)
-            assert heard == [None, None]
-        wrong: list = []
-        handle = all_reduce(torch.ones(3 + cluster.rank), async_op=True)
-        handle.when_done(wrong.append)
-        with pytest.raises(WorkbookError) as error:
-            handle.wait()
-        assert wrong == [error.value]
-
-    run_ranks(calls, 2)

@@ -1,10 +1,6 @@
 """Asynchronous operations run in the order of their calls, and may be waited for in any order."""
 
-import gc
 import random
-import threading
-import time
-import weakref
 
 import pytest
 import torch
@@ -12,9 +8,6 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError
-from comm.transport.choice import use_transport
-from comm.wire import work_queue
-from comm.wire.work_queue import queue_of
 from lab.ranks import run_ranks
 
 
@@ -89,22 +82,6 @@ def test_groups_do_not_wait_for_each_other():
     run_ranks(interleaved, 4)
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
-@pytest.mark.parametrize("pattern", ["pipelined_ring", "tree"])
-def test_torchs_own_may_be_called_while_ours_is_in_flight(pattern: str, transport: str):
-    def beside(cluster) -> None:
-        use_transport(transport)
-        for _ in range(3):
-            ours, torchs = torch.ones(1000), torch.ones(10)
-            handle = collectives.all_reduce(ours, async_op=True, pattern=pattern)
-            time.sleep(0.01 * (cluster.rank == 2))  # on the others both begin at once
-            collectives.all_reduce(torchs, pattern="torch")
-            handle.wait()
-            assert (ours == 3).all() and (torchs == 3).all()
-
-    run_ranks(beside, 3, timeout=20)
-
-
 def test_wait_raises_an_error_and_the_next_operation_works():
     def mismatch(cluster) -> str:
         good, after = torch.ones(3), torch.ones(4)
@@ -142,74 +119,3 @@ def test_a_handle_is_completed_only_when_all_have_come(pattern: str | None):
         assert (x == 2).all()
 
     run_ranks(hold_back, 2)
-
-
-@pytest.mark.parametrize("pattern", [None, "torch"])
-def test_a_strided_result_is_complete_after_wait(pattern: str | None):
-    def strided(cluster) -> None:
-        n = cluster.world_size
-        memory = torch.ones(4, 6)
-        handle = collectives.all_reduce(memory.t()[::2], async_op=True, pattern=pattern)
-        handle.wait()
-        assert memory.tolist() == [[n, 1.0] * 3] * 4
-
-    run_ranks(strided, 3)
-
-
-def test_more_operations_than_there_are_tags_keep_apart():
-    def around(cluster) -> None:
-        collectives.barrier()
-        queue_of(None).sequence = 1015  # tags begin again after 1023
-        for i in range(20):
-            x = torch.full((3,), float(i))
-            collectives.all_reduce(x, async_op=i % 3 == 0).wait()
-            assert (x == i * cluster.world_size).all()
-
-    run_ranks(around, 3)
-
-
-def test_a_finished_handle_does_not_keep_its_tensors_alive():
-    def release(cluster) -> list[bool]:
-        alive = []
-        for async_op in (False, True):
-            x = torch.ones(1000)
-            handle = collectives.all_reduce(x, async_op=async_op)
-            handle.wait()
-            reference = weakref.ref(x)
-            del x
-            gc.collect()
-            alive.append(reference() is not None)
-        return alive
-
-    assert run_ranks(release, 2) == [[False, False]] * 2
-
-
-def test_a_group_without_references_is_freed():
-    def make_and_forget(cluster) -> bool:
-        group = dist.new_group([0, 1])
-        collectives.all_reduce(torch.ones(1), group=group, async_op=True).wait()
-        reference = weakref.ref(group)
-        dist.destroy_process_group(group)
-        del group
-        gc.collect()
-        return reference() is None
-
-    assert run_ranks(make_and_forget, 2) == [True, True]
-
-
-def test_the_communication_thread_of_an_idle_group_ends_and_a_new_one_takes_over():
-    def threads() -> int:
-        return sum(thread.name == "communication" for thread in threading.enumerate())
-
-    def pause(cluster) -> None:
-        work_queue.IDLE_SECONDS = 0.05
-        for _ in range(2):
-            x = torch.ones(3)
-            collectives.all_reduce(x, async_op=True).wait()
-            assert x.tolist() == [2.0] * 3
-            deadline = time.monotonic() + 10
-            while threads() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert threads() == 0
-
-    run_ranks(pause, 2)

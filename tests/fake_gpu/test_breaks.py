@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from comm import point_to_point
 from comm.collectives import all_reduce
-from comm.wire.native_handle import NativeHandle
+from comm.wire.native import NativeHandle
 from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import RankError
@@ -18,7 +18,7 @@ from lab.replace import replaced
 from tests.fake_gpu import test_techniques as techniques
 from tests.fake_gpu.ranks import on_gpus
 
-WAIT = "comm.wire.native_handle.NativeHandle.end"  # which `wait` calls, and each blocking call
+WAIT = "comm.wire.native.NativeHandle.end"  # which `wait` calls, and each blocking call
 
 
 def hook_that_does_not_know_the_stream(

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from comm.wire import gpu_handover
+from comm.wire import staging as gpu_handover
 from lab.trace import stream_clock, timeline
 
 MS = 1_000_000
