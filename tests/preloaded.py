@@ -5,16 +5,34 @@ kept (PYTHONDONTWRITEBYTECODE) every rank of every test would compile the same f
 """
 
 import contextlib
+import ctypes
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from lab.launch.huge_pages import collapse_memory
-
 ROOT = Path(__file__).resolve().parent.parent
+HUGE_PAGE = 1 << 21  # bytes
+MADV_COLLAPSE = 25  # Linux 6.1
+ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 +(?:\[heap\])?\n")
+
+
+def collapse_memory() -> None:
+    """Move anonymous memory to huge pages, if the kernel can.
+
+    A fork then copies one page-table entry for 2 MiB instead of 512. A process with torch has about 300 MiB
+    of such memory, and afterwards a fork and the end of its child take 3.4 ms instead of 15.
+    """
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines(keepends=True) if maps.exists() else ():
+        if match := ANONYMOUS.match(line):
+            start, end = (int(address, 16) for address in match.groups())
+            for at in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
+
 
 # What is imported by libraries only once it is needed: for traces, by name look-ups, tables and checkpoints.
 for name in (
@@ -31,7 +49,7 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 left_out = {"containers"} if "tests.fake_gpu.device" in sys.modules else {"containers", "fake_gpu"}
 for folder in (
     *ROOT.glob("*_parallel"),
-    *(ROOT / name for name in ("comm", "training", "lab", "exercises", "tests")),
+    *(ROOT / name for name in ("comm", "training", "zero", "lab", "exercises", "tests")),
 ):
     for path in sorted(folder.rglob("*.py")):
         if path.stem not in ("__init__", "__main__", "conftest", "preloaded") and not left_out & {

@@ -165,4 +165,62 @@ EXERCISES = (
             "sleep.",
         ),
     ),
+    Exercise(
+        name="byte_stream",
+        title="A byte stream over a socket that does not block",
+        notebook="03_cost_of_a_message",
+        page="comm/transport/README.md",
+        target="comm.transport.stream_ends.StreamOut.push",
+        also=("comm.transport.stream_ends.StreamIn.receive",),
+        tests=(
+            "tests/comm/test_stream_ends.py::test_what_the_kernel_does_not_take_at_once_leaves_later_and_in_order",
+            "tests/comm/test_stream_ends.py::test_a_message_is_done_when_the_kernel_has_its_last_byte_and_not_before",
+            "tests/comm/test_stream_ends.py::test_a_push_tells_whether_the_kernel_has_taken_anything",
+            "tests/comm/test_stream_ends.py::test_a_receiver_takes_what_is_there_and_does_not_wait_for_more",
+            "tests/comm/test_stream_ends.py::test_a_receiver_is_told_that_its_sender_has_gone",
+            "tests/comm/test_stream_ends.py::test_the_error_of_a_lost_connection_leaves_push_and_receive",
+            "tests/comm/test_stream_ends.py::test_a_tree_broadcast_and_other_patterns_run_over_sockets",
+        ),
+        difficulty=3,
+        minutes=30,
+        needs=("tree_broadcast",),
+        doc="""
+            Give bytes of the first message to the kernel. Return whether it has taken any. Raise OSError.
+
+            `self._queue` has a pair (data, transfer) for each message that has not left completely, the first
+            one in front. The queue may be empty: return False. `self.socket.send(data)` gives bytes to the
+            kernel, and returns how many it has taken, which may be fewer than all. If it cannot take any now,
+            `send` raises BlockingIOError, and `push` returns False. Let any other error leave the function:
+            the connection is lost, and the caller must know.
+
+            When the kernel has taken the last byte of a message, set `transfer.done` to True and take the
+            message that has left from the queue. If it has taken fewer bytes, the rest stays in front.
+
+            Call `send` once: the caller pushes again. The lesson's function is faster where many messages
+            wait, because it gives the kernel up to _MOST_AT_ONCE messages with one `self.socket.sendmsg`,
+            which takes a list of them. You need use neither.
+        """,
+        docs={
+            "receive": """
+                Fill the beginning of `into` with the next bytes. Return how many, 0 for none yet.
+
+                `self.socket.recv_into(into)` takes what has arrived, but no more than fits into `into`, and
+                returns the number of bytes. If nothing has arrived yet it raises BlockingIOError. It returns
+                0 if the sender has closed the connection: raise ConnectionError then. Let any other error
+                leave the function. `message_bytes` is the length of the full message, and is of no use here.
+            """,
+        },
+        hints=(
+            "A socket that does not block takes a part of a message, or nothing. What it has not taken must "
+            "be the first thing that it gets at the next call. So `push` changes the queue only by the bytes "
+            "that `send` says it has taken.",
+            "A part of a memoryview is a memoryview: `data[sent:]` copies nothing. If fewer bytes were taken "
+            "than the message has, put the rest back in front with `self._queue[0] = data[sent:], transfer`. "
+            "Else take the message from the queue, and set its transfer's `done`.",
+            "`push`: with an empty queue return False. Call `send` in a `try`; at `BlockingIOError`, and at "
+            "no other error, return False. Then handle what was sent, and return True: one message for each "
+            "call is enough. `receive`: call `recv_into` in a `try`, return 0 at `BlockingIOError`, and "
+            "raise ConnectionError if it has returned 0.",
+        ),
+    ),
 )

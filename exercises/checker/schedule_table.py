@@ -46,31 +46,14 @@ def wrong_table(original: Callable[..., Any], written: Callable[..., Any]) -> st
 
 
 def refused(got: Any, call: str) -> str | None:
-    """Return a sentence about what is there instead of a list of rows of actions, or None if it is one."""
-    if not _is_list(got):
-        return f"{call} returns {_kind(got)}, and not a list with one row of actions for each rank."
-    for rank, row in enumerate(got):
-        if not _is_list(row):
-            more = " Its list is its attribute `actions`." if hasattr(row, "actions") else ""
-            return f"{call} has {_kind(row)} for rank {rank}, and not a list of actions.{more}"
-        for slot, one in enumerate(row):
-            if not isinstance(one, Action):
-                several = " `append` adds its argument as one entry, and `extend` each entry of a list."
-                more = (
-                    several if _is_list(one) else " An action is made by Action(FORWARD, microbatch, stage)."
-                )
-                return f"{call}, rank {rank}, slot {slot}: there is {_kind(one)}, and not an action.{more}"
-    return None
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not isinstance(value, Action)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, str | int | float | None):
-        return reprlib.repr(value)
-    return "an Action" if isinstance(value, Action) else f"an object of type {type(value).__name__}"
+    """Return a sentence if the result is not a list of rows of actions, else None."""
+    rows = got if isinstance(got, list | tuple) else [None]
+    if all(isinstance(row, list | tuple) and all(isinstance(one, Action) for one in row) for row in rows):
+        return None
+    return (
+        f"{call} returns {reprlib.repr(got)}, and not a list with one row for each rank, of actions such as "
+        "Action(FORWARD, microbatch, stage)."
+    )
 
 
 def marked(expected: Table, got: Table, call: str) -> str | None:

@@ -69,11 +69,6 @@ def test_a_message_is_explained_from_its_start_to_the_wait():
         assert expected in text
 
 
-def test_of_constants_that_are_assigned_together_only_those_are_listed_that_are_used():
-    lines = listed("ring_buffer")
-    assert "TAIL = 8" in lines and "RECEIVER_SLEEPS" not in "\n".join(lines)
-
-
 def test_helpers_come_with_their_parameters_and_the_first_sentence_of_their_docstring():
     combine, *_ = listed("ring_reduce_scatter")
     assert combine.startswith(
