@@ -1,7 +1,7 @@
 """Make an exercise of each mutant: a file with the mistake, which the learner finds and mends.
 
       mutants/data_parallel.py   def gradient_summed(self)        named, explained, and killed by a test
-      bugs/bug_naive_7b2.py      def finish_gradient_sync(self)   the lesson's name and docstring, no hint
+      bugs/bug_naive_787.py      def finish_gradient_sync(self)   the lesson's name and docstring, no hint
 
 The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
 that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
