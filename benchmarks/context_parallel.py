@@ -29,8 +29,8 @@ from benchmarks import side_by_side
 from benchmarks.context_parallel_steps import activations, clocked, steps
 from benchmarks.side_by_side import medians, row
 from comm.wire import slow_link
-from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
-from context_parallel.run import CUTS
+from context_parallel.cost import balanced_pairs, ring_seconds, step_pairs
+from context_parallel.sequence_cut import CUTS
 from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from lab.ranks.forked import preload

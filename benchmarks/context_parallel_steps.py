@@ -10,10 +10,9 @@ from torch import Tensor
 from benchmarks import side_by_side
 from comm import collectives
 from comm.wire import slow_link
-from context_parallel.clock import Clock
+from context_parallel.clock import clock
 from context_parallel.parallel_model import ContextParallel, SharedSequence
-from context_parallel.run import CUTS
-from context_parallel.sequence_cut import SequenceCut
+from context_parallel.sequence_cut import CUTS, SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
@@ -33,7 +32,7 @@ def text(length: int, batch: int = 1) -> tuple[Tensor, Tensor]:
 
 def clocked(cluster: Cluster, cut: str, length: int, seconds: float, heads: int, link: str, runs: int) -> By:
     """Return the seconds of ring attention, forward and backward, where a clock replaces computing."""
-    sequence = SharedSequence(None, CUTS[cut](length, cluster.world_size), Clock(seconds, length))
+    sequence = SharedSequence(None, CUTS[cut](length, cluster.world_size), clock(seconds, length))
     own = sequence.cut.length(cluster.rank)
     q, k, v = (torch.zeros(1, heads, own, 64, requires_grad=True) for _ in range(3))
     spent = []

@@ -14,9 +14,9 @@ one query q, whose scores are s_j = q . k_j / sqrt(e) with heads of width e:
 
 So dq is a sum over the keys, and each block adds its terms. dk_j and dv_j are sums over the queries.
 
-`Textbook` writes this out. `Fused` calls PyTorch's attention for CPUs, which never stores the scores of all
-pairs; on other devices it does what `Textbook` does. Both take `q_bhte`, and keys and values that may have
-fewer heads: then several query heads share one.
+`attend` and `attend_backward` write this out. `fused_attend` and its backward call PyTorch's attention for
+CPUs, which never stores the scores of all pairs; on other devices they do what the textbook does. All take
+`q_bhte`, and keys and values that may have fewer heads: then several query heads share one.
 
 Shapes by suffix: b batch, h heads, t tokens, e width of a head.
 
@@ -24,7 +24,8 @@ After Dao et al., "FlashAttention", 2022, https://arxiv.org/abs/2205.14135, and 
 "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,100 +42,85 @@ def join(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Te
     return weights[0] * y + weights[1] * other_y, joined
 
 
-class Kernel(Protocol):
-    """Describe what computes the attention to the keys of a part: Textbook, Fused, or a clock (clock.py)."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
+    scores = _scores(q, repeat_heads(k, q), part)
+    lse = scores.logsumexp(-1).clamp(min=NO_KEY)
+    p = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
+    return p @ repeat_heads(v, q), lse
 
 
-class Textbook:
-    """Attention to the keys of one part, in plain tensor operations."""
-
-    @classmethod
-    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
-        scores = cls._scores(q, repeat_heads(k, q), part)
-        lse = scores.logsumexp(-1).clamp(min=NO_KEY)
-        p = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
-        return p @ repeat_heads(v, q), lse
-
-    @classmethod
-    def backward(
-        cls, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
-        p = torch.exp(cls._scores(q, repeat_heads(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
-        ds = p * (dy @ repeat_heads(v, q).transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
-        ds = ds * q.shape[-1] ** -0.5
-        dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
-        return ds @ repeat_heads(k, q), sum_repeated(dk, k), sum_repeated(dv, v)
-
-    @staticmethod
-    def _scores(q: Tensor, k: Tensor, part: Part) -> Tensor:
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        # A log-sum-exp in bfloat16 would be off by some percent, and with it all probabilities.
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-        mask = part.mask
-        if part.is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+def attend_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
+    p = torch.exp(_scores(q, repeat_heads(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
+    ds = p * (dy @ repeat_heads(v, q).transpose(-1, -2) - (dy * y).sum(-1, keepdim=True))
+    ds = ds * q.shape[-1] ** -0.5
+    dk, dv = ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dy
+    return ds @ repeat_heads(k, q), sum_repeated(dk, k), sum_repeated(dv, v)
 
 
-class Fused:
-    """Attention to the keys of one part, in one call of PyTorch: blocks of scores stay in the cache."""
-
-    @classmethod
-    def attend(cls, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
-        if q.device.type != "cpu":
-            return Textbook.attend(q, k, v, part)
-        q, k, v = cls._rows(q, k, v)
-        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, repeat_heads(k, q), repeat_heads(v, q), is_causal=part.is_causal, attn_mask=cls._mask(part, q)
-        )
-        if part.mask is not None:  # PyTorch returns 0 for a query without keys
-            lse = lse.masked_fill(~part.mask.any(-1), NO_KEY)
-        return y, lse
-
-    @classmethod
-    def backward(
-        cls, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
-        if q.device.type != "cpu":
-            return Textbook.backward(dy, q, k, v, y, lse, part)
-        dy, q, y, k, v = cls._rows(dy, q, y, k, v)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy,
-            q,
-            repeat_heads(k, q),
-            repeat_heads(v, q),
-            y,
-            lse,
-            0.0,
-            part.is_causal,
-            attn_mask=cls._mask(part, q),
-        )
-        return dq, sum_repeated(dk, k), sum_repeated(dv, v)
-
-    @staticmethod
-    def _rows(*tensors: Tensor) -> list[Tensor]:
-        """Return the tensors with the numbers of a head side by side, which the kernel does not check."""
-        return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-
-    @staticmethod
-    def _mask(part: Part, q: Tensor) -> Tensor | None:
-        """Return the mask as numbers to be added to the scores."""
-        if part.mask is None:
-            return None
-        return torch.zeros(part.mask.shape, dtype=q.dtype).masked_fill(~part.mask, -torch.inf)
+def _scores(q: Tensor, k: Tensor, part: Part) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    # A log-sum-exp in bfloat16 would be off by some percent, and with it all probabilities.
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    mask = part.mask
+    if part.is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-KERNELS: dict[str, Kernel] = {"textbook": Textbook, "fused": Fused}
+def fused_attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """Do what `attend` does in one call of PyTorch: blocks of scores stay in the cache."""
+    if q.device.type != "cpu":
+        return attend(q, k, v, part)
+    q, k, v = _rows(q, k, v)
+    y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, repeat_heads(k, q), repeat_heads(v, q), is_causal=part.is_causal, attn_mask=_added(part, q)
+    )
+    if part.mask is not None:  # PyTorch returns 0 for a query without keys
+        lse = lse.masked_fill(~part.mask.any(-1), NO_KEY)
+    return y, lse
+
+
+def fused_attend_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `attend_backward` does in one call of PyTorch."""
+    if q.device.type != "cpu":
+        return attend_backward(dy, q, k, v, y, lse, part)
+    dy, q, y, k, v = _rows(dy, q, y, k, v)
+    keys, mask = (repeat_heads(k, q), repeat_heads(v, q)), _added(part, q)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dy, q, *keys, y, lse, 0.0, part.is_causal, attn_mask=mask
+    )
+    return dq, sum_repeated(dk, k), sum_repeated(dv, v)
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with the numbers of a head side by side, which PyTorch's kernel does not check."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _added(part: Part, q: Tensor) -> Tensor | None:
+    """Return the mask as numbers to be added to the scores."""
+    if part.mask is None:
+        return None
+    return torch.zeros(part.mask.shape, dtype=q.dtype).masked_fill(~part.mask, -torch.inf)
+
+
+class Kernel(NamedTuple):
+    """Holds the two functions that compute attention to the keys of a part."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor, Tensor]]
+
+
+KERNELS = {
+    "textbook": Kernel(attend, attend_backward),
+    "fused": Kernel(fused_attend, fused_attend_backward),
+}
 
 
 def repeat_heads(k: Tensor, q: Tensor) -> Tensor:

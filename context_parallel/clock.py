@@ -10,31 +10,30 @@ import time
 import torch
 from torch import Tensor
 
+from context_parallel.block_attention import Kernel
 from context_parallel.sequence_cut import Part
 from lab.models.model import GPT, GPTConfig
 
 
-class Clock:
-    """A kernel (block_attention.py) that sleeps: causal attention of `length` tokens takes `seconds`."""
+def clock(seconds: float, length: int) -> Kernel:
+    """Return a kernel that sleeps: causal attention of `length` tokens takes `seconds`."""
+    seconds_per_pair = seconds / (length * (length + 1) / 2)
 
-    def __init__(self, seconds: float, length: int) -> None:
-        self.seconds_per_pair = seconds / (length * (length + 1) / 2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        """Return zeros after the time of the part."""
-        end = time.perf_counter() + part.pairs * self.seconds_per_pair
+    def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        end = time.perf_counter() + part.pairs * seconds_per_pair
         made = torch.zeros_like(q), q.new_zeros(q.shape[:-1])
         _sleep_until(end)  # to make the zeros takes some of the time
         return made
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return zeros after twice the time of the part."""
-        end = time.perf_counter() + 2 * part.pairs * self.seconds_per_pair
+        end = time.perf_counter() + 2 * part.pairs * seconds_per_pair
         made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         _sleep_until(end)
         return made
+
+    return Kernel(attend, backward)
 
 
 def _sleep_until(end: float) -> None:

@@ -3,29 +3,32 @@
       all ranks     tokens 0 1 2 3 4 5 6 7         the full sequences, which are small
       rank 1        tokens 2 3, positions 2 3      embedding, norms, MLPs, head: each token alone
                     attention                      needs the other ranks' tokens: ring or all-to-all
-                    loss of tokens 2 3             its term of the mean over all tokens
+                    loss of tokens 2 3             the loss of one process is the mean of the ranks' losses
 
-Every rank has all parameters, and its tokens give one term of each gradient. `finish_gradient_sync` adds the
-terms up. So ranks of a context parallel group are replicas for everything but attention.
+Every rank has all parameters, and its tokens give one term of each gradient. `finish_gradient_sync` takes the
+mean over ranks. So ranks of a context parallel group are replicas for everything but attention.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm.collectives import Group, all_reduce, broadcast, chosen_pattern
+import training.arguments
+from comm.collectives import Group, broadcast, chosen_pattern
 from comm.cost import expected_traffic
 from context_parallel.block_attention import KERNELS, Kernel
-from context_parallel.sequence_cut import Part, SequenceCut
+from context_parallel.sequence_cut import Cut, Part, SequenceCut, documents_of
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, Attention
 from lab.trace.ledger import Traffic
+from training.arguments import NotOffered, Size
+from training.evaluation import sums_of
+from training.gradients import average_gradients
 
-Cut = Callable[[int, int], SequenceCut]  # from a sequence's length and the number of ranks
+MAX_LENGTH = 1 << 20  # tokens
 
 
 @dataclass
@@ -79,9 +82,10 @@ class ContextParallel(nn.Module):
     """A GPT of which each rank of `group` computes some tokens; weights become rank 0's.
 
     `attention` is ring_attention or all_to_all_attention. Calls take the full tokens, (batch, time), and
-    return the logits of this rank's tokens. Compute the loss with `loss`, and call `finish_gradient_sync()`
-    after the last backward. With torch.utils.checkpoint, call the backward before the next forward: a block
-    that is computed again uses the sequences of the last forward.
+    return the logits of this rank's tokens. With `has_documents` attention stays within the documents of the
+    text. Compute the loss with `loss`, and call `finish_gradient_sync()` after the last backward. With
+    torch.utils.checkpoint, call the backward before the next forward: a block that is computed again uses the
+    sequences of the last forward.
     """
 
     def __init__(
@@ -91,11 +95,12 @@ class ContextParallel(nn.Module):
         cut: Cut = SequenceCut.zigzag,
         kernel: Kernel = KERNELS["fused"],
         group: Group = None,
+        has_documents: bool = False,
     ) -> None:
         super().__init__()
         _validate(module)
         self.module, self.group, self._cut, self._kernel = module, group, cut, kernel
-        self._pattern = chosen_pattern("all_reduce", group)
+        self._has_documents = has_documents
         self.sequence: SharedSequence | None = None  # of the last forward
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
@@ -107,6 +112,8 @@ class ContextParallel(nn.Module):
         if length > longest:
             raise ValueError(f"{length} tokens in a row exceed block_size {longest}")
         cut = self._cut(length, dist.get_world_size(self.group))
+        if self._has_documents:
+            documents_bt = documents_of(tokens_bt)
         self.sequence = SharedSequence(self.group, cut, self._kernel, documents=documents_bt)
         positions = cut.positions(self.sequence.rank).to(tokens_bt.device)
         return self.module(self.own(tokens_bt), positions)
@@ -117,27 +124,57 @@ class ContextParallel(nn.Module):
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-        """Return this rank's term of the cross entropy in nats: over all ranks they add up to the mean."""
-        own = self.own(targets_bt)
-        return F.cross_entropy(logits_btv.flatten(0, 1), own.flatten(), reduction="sum") / targets_bt.numel()
+        """Return this rank's cross entropy in nats: the mean over ranks is the mean over all tokens.
+
+        A rank that has more tokens than others counts more, so the sum is divided by the mean number of
+        tokens.
+        """
+        own, mean_tokens = self.own(targets_bt), targets_bt.numel() / dist.get_world_size(self.group)
+        return F.cross_entropy(logits_btv.flatten(0, 1), own.flatten(), reduction="sum") / mean_tokens
 
     def finish_gradient_sync(self) -> None:
-        """Add up the terms of the gradients, all in one all-reduce. Parameters without gradient have none.
-
-        Call this once between two calls of zero_grad(): a second call would add up sums, not terms.
-        """
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if gradients:
-            total = torch.cat([gradient.flatten() for gradient in gradients])
-            all_reduce(total, group=self.group, pattern=self._pattern)
-            for gradient, sum_ in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(sum_.view_as(gradient))
+        """Take the mean of each gradient over the ranks, all in one all-reduce."""
+        average_gradients(self.module.parameters(), self.group)
 
     def gradient_traffic(self) -> Traffic:
         """Return what this rank sends in `finish_gradient_sync`, by formula."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        numel, itemsize = sum(p.numel() for p in trained), next(self.module.parameters()).itemsize
-        return expected_traffic("all_reduce", self._pattern, numel, itemsize, self.group)
+        numel, pattern = sum(p.numel() for p in trained), chosen_pattern("all_reduce", self.group)
+        return expected_traffic("all_reduce", pattern, numel, trained[0].itemsize, self.group)
+
+    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+        """Return the sums over this rank's tokens of a held-out batch."""
+        return sums_of(self(x), self.own(y), counts)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the plain model's state, of which each rank has all."""
+        return self.module.state_dict()
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load a plain model's state."""
+        self.module.load_state_dict(state)
+
+
+@dataclass
+class ContextArgs(training.arguments.Args):
+    """Train a small GPT on long sequences, each of them cut among the ranks."""
+
+    batch_size: int = 2
+    """Number of sequences in a step. All ranks work on all of them."""
+    size: Size = "24heads"
+    """Size of the GPT (lab/models/model.py). All-to-all attention needs a number of ranks that divides its
+    number of heads: tiny and small have 4, 8layers and 13m have 8, 24heads has 24."""
+    length: int = 1024
+    """Number of tokens of a sequence. The number of ranks need not divide it."""
+    documents: bool = False
+    """Let a document begin after each empty line of the text, and attention stay within a document, as where
+    several documents are packed into one sequence."""
+    metronome: NotOffered = None
+
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError unless a sequence can have so many tokens."""
+        if not 1 <= self.length <= MAX_LENGTH:
+            raise WorkbookError(f"--length {self.length}: a sequence has 1 to {MAX_LENGTH} tokens.")
 
 
 class ContextAttention(Attention):

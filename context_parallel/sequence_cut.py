@@ -20,7 +20,7 @@ equal lengths: as in torch.tensor_split the first ones are a token longer. The z
 "ring-flash-attention", 2024, and of Llama 3 (Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
@@ -117,3 +117,15 @@ def _masked(part: Part, documents: Tensor, own: slice, visiting: slice) -> Itera
 def _pieces(length: int, number: int) -> list[slice]:
     ends = list(accumulate(shard_sizes(length, number)))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+Cut = Callable[[int, int], SequenceCut]  # from a sequence's length and the number of ranks
+CUTS: dict[str, Cut] = {"zigzag": SequenceCut.zigzag, "contiguous": SequenceCut.contiguous}
+
+
+def documents_of(tokens_bt: Tensor) -> Tensor:
+    """Return the number of each token's document; one begins after each empty line."""
+    is_newline = tokens_bt == ord("\n")
+    begins = torch.zeros_like(tokens_bt)
+    begins[:, 2:] = is_newline[:, :-2] & is_newline[:, 1:-1] & ~is_newline[:, 2:]
+    return begins.cumsum(1)

@@ -15,25 +15,33 @@ With more ranks a rank has fewer tokens, and sends less: about 2/n times q, k, v
 ring that number hardly depends on n. But no attention is computed while the tensors travel, and there can be
 no more ranks than heads of keys and values. All ranks compute equally much, whatever the mask.
 
+The parts of the technique: sequence_cut.py and parallel_model.py cut the sequence and wrap a GPT, and cost.py
+has the formulas.
+
 After Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, https://arxiv.org/abs/2309.14509.
 
 Shapes by suffix: b batch, n ranks, h heads, t tokens, e width of a head.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comm.collectives import use_pattern
 from comm.functions import exchange_shards
 from comm.script import start
-from context_parallel.arguments import validate_contiguous, validate_heads
-from context_parallel.expected_traffic import all_to_all_traffic
-from context_parallel.parallel_model import ContextParallel, SharedSequence
-from context_parallel.run import Args, Run
+from context_parallel.cost import all_to_all_traffic
+from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig
+from lab.trace.observed import Observed
 from lab.trace.timeline import span
+from training.run import Run
 
 
 def all_to_all_attention(
@@ -46,7 +54,11 @@ def all_to_all_attention(
     """
     ranks = sequence.size
     validate_heads(k_bhte.shape[1], ranks)
-    validate_contiguous(sequence.cut)
+    if any(len(pieces) > 1 for pieces in sequence.cut.pieces):
+        raise WorkbookError(
+            "All-to-all attention needs the tokens in the order of the ranks: cut the sequence with "
+            "SequenceCut.contiguous. No other cut would balance it better."
+        )
     # The heads of q, k and v that belong to one rank lie and travel together.
     to_ranks_bnhte = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q_bhte, k_bhte, v_bhte)], 2)
     own_heads = all_tokens_of_own_heads(to_ranks_bnhte, sequence)
@@ -75,17 +87,40 @@ def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
     return arrived.unflatten(2, (sequence.size, own)).transpose(1, 2).flatten(1, 2)
 
 
+def validate_heads(heads: int, ranks: int) -> None:
+    """Raise WorkbookError unless the ranks can have equally many heads of keys and values."""
+    if heads % ranks:
+        raise WorkbookError(
+            f"All-to-all attention divides heads, and {heads} heads of keys and values cannot be divided "
+            f"among {ranks} ranks equally: choose a number of ranks that divides {heads}, or ring attention."
+        )
+
+
+@dataclass
+class Args(ContextArgs):
+    """Train a small GPT on long sequences, each of them cut among the ranks."""
+
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError unless the ranks can have equally many heads, and a sequence so many tokens."""
+        super().validate(world_size)
+        validate_heads(GPTConfig.named(self.size).kv_heads, world_size)
+
+
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "context_all_to_all", needs_heads=True)
-    model = ContextParallel(run.model(), all_to_all_attention, SequenceCut.contiguous)
-    optimizer = run.optimizer(model)
+    # All ranks get all sequences, and each draws dropout masks of its own.
+    run = Run(cluster, args, "context_all_to_all", share=(0, 1), stream=cluster.rank)
+    use_pattern(args.pattern)
+    model = ContextParallel(
+        run.model(), all_to_all_attention, SequenceCut.contiguous, has_documents=args.documents
+    )
+    optimizer, observed = run.optimizer(model), Observed(model)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)  # full sequences: each rank takes its tokens of them
             with run.step() as record:
                 optimizer.zero_grad()
-                with span("forward", "forward"), run.observed(model):
-                    loss = model.loss(model(x, run.documents(x)), y)
+                with span("forward", "forward"), observed.forward():
+                    loss = model.loss(model(x), y)
                 with span("backward", "backward"):
                     loss.backward()
                 model.finish_gradient_sync()
@@ -95,7 +130,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(all_to_all_traffic(model, x.shape) + model.gradient_traffic())
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, activations_bytes=observed.kept_bytes)
 
 
 if __name__ == "__main__":

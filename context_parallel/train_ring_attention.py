@@ -27,8 +27,12 @@ messages they arrive where the keys belong:
 
 A rank waits for its left neighbour, which waits for its own, so the rank that computes longest delays all.
 Under a causal mask that depends on who has which tokens: see sequence_cut.py, and compare --cut contiguous
-with zigzag. All ranks have equal parameters but different tokens, so gradients are added up after the
-backward (parallel_model.py).
+with zigzag. All ranks have equal parameters but different tokens, so gradients are averaged after the
+backward.
+
+The parts of the technique: block_attention.py attends to some keys and joins results, sequence_cut.py says
+who has which tokens, parallel_model.py wraps a GPT, cost.py has the formulas, and clock.py takes the place of
+computing for --metronome.
 
 After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
 https://arxiv.org/abs/2310.01889.
@@ -37,21 +41,28 @@ Shapes by suffix: b batch, h heads, t tokens, e width of a head.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from comm.collectives import use_pattern
 from comm.point_to_point import InFlightShift
 from comm.script import start
-from context_parallel.arguments import refuse_dropout
-from context_parallel.block_attention import NO_KEY, join
-from context_parallel.expected_traffic import ring_traffic
-from context_parallel.parallel_model import ContextParallel, SharedSequence
-from context_parallel.run import RingArgs, Run
+from context_parallel.block_attention import KERNELS, NO_KEY, join
+from context_parallel.clock import ClockedGPT, clock
+from context_parallel.cost import ring_traffic
+from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
+from context_parallel.sequence_cut import CUTS
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig
+from lab.trace.observed import Observed
 from lab.trace.timeline import span
+from training.run import Run
+from training.validate import tick_seconds
 
 
 def ring_attention(
@@ -62,7 +73,11 @@ def ring_attention(
     `sequence` says which tokens each rank has. Keys and values may have fewer heads than queries. Raise
     WorkbookError if there is dropout: the backward would need the masks of all blocks again.
     """
-    refuse_dropout(dropout)
+    if dropout:
+        raise WorkbookError(
+            f"Ring attention drops no attention probabilities, and the model asks for {dropout:g}: "
+            "take all-to-all attention, or set `dropout` of the model's attention to 0."
+        )
     return RingAttention.apply(q_bhte, k_bhte, v_bhte, sequence)
 
 
@@ -140,17 +155,38 @@ def arrived(shift: InFlightShift) -> Tensor:
         return shift.wait()
 
 
-def main(cluster: Cluster, args: RingArgs) -> None:
-    run = Run(cluster, args, "context_ring")
-    model = ContextParallel(run.model(), ring_attention, run.cut, run.kernel)
-    optimizer = run.optimizer(model)
+@dataclass
+class Args(ContextArgs):
+    """Train a small GPT on long sequences, each of them cut among the ranks."""
+
+    cut: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which tokens a rank gets. contiguous: an n-th in a row; under the causal mask the last rank then has
+    most to compute. zigzag: an early and a late piece, so that all ranks compute equally much."""
+    kernel: Literal["fused", "textbook"] = "fused"
+    """Who computes attention to a block of keys. fused: PyTorch's kernel for CPUs. textbook: plain tensor
+    operations, which store the scores of all pairs."""
+    metronome: str | None = None
+    """Replace computing by a clock: causal attention of a full sequence in one layer takes this time, such as
+    40ms, and its backward twice that. A rank takes its part of it. Nothing is trained; messages stay real."""
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    # All ranks get all sequences, and each draws dropout masks of its own.
+    run = Run(cluster, args, "context_ring", share=(0, 1), stream=cluster.rank)
+    use_pattern(args.pattern)
+    plain, kernel = run.model(), KERNELS[args.kernel]
+    if args.metronome is not None:
+        plain = ClockedGPT(GPTConfig.named(args.size, block_size=args.length)).to(cluster.device)
+        kernel = clock(tick_seconds(args.metronome), args.length)
+    model = ContextParallel(plain, ring_attention, CUTS[args.cut], kernel, has_documents=args.documents)
+    optimizer, observed = run.optimizer(model), Observed(model)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)  # full sequences: each rank takes its tokens of them
             with run.step() as record:
                 optimizer.zero_grad()
-                with span("forward", "forward"), run.observed(model):
-                    loss = model.loss(model(x, run.documents(x)), y)
+                with span("forward", "forward"), observed.forward():
+                    loss = model.loss(model(x), y)
                 with span("backward", "backward"):
                     loss.backward()
                 model.finish_gradient_sync()
@@ -160,8 +196,8 @@ def main(cluster: Cluster, args: RingArgs) -> None:
             run.expect_traffic(ring_traffic(model, x.shape) + model.gradient_traffic())
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, activations_bytes=observed.kept_bytes)
 
 
 if __name__ == "__main__":
-    start(main, RingArgs)
+    start(main, Args)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.collectives import Group
-from context_parallel.expected_traffic import all_to_all_layer, ring_layer
+from context_parallel.cost import all_to_all_layer, ring_layer
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention

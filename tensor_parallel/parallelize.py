@@ -42,6 +42,7 @@ from tensor_parallel.layers import (
     validate_divisible,
 )
 from tensor_parallel.randomness import RankDropout, RankRandomness
+from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
 from training.guard import Guard
@@ -199,6 +200,17 @@ class TensorParallel(nn.Module):
     def shard_of(self, name: str, full: Tensor) -> Tensor:
         """Return what this rank holds of the full tensor that belongs to the parameter `name`."""
         return self._own(full, self.dims[name][0]) if name in self.dims else full
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
+        rank, found = dist.get_rank(self.group), []
+        for name, parameter in self.module.named_parameters():
+            shape, offset = list(parameter.shape), [0] * parameter.dim()
+            if name in self.dims:
+                dim, size = self.dims[name]
+                offset[dim], shape[dim] = rank * shape[dim], size
+            found += shards_of(name, parameter, optimizer, tuple(shape), tuple(offset))
+        return found
 
     def expected_traffic(self, computed_itemsize: int | None = None) -> ExpectedTraffic:
         """Return the formulas of what this rank sends; for `computed_itemsize` None as without autocast."""

@@ -20,7 +20,7 @@ You may use:
     sequence.block_like(kv: Tensor, source: int) -> Tensor
         Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
     sequence.group: Group
-    sequence.kernel.attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]
+    sequence.kernel.attend: Callable[[Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor]]
     sequence.kernel: Kernel
     sequence.parts(source: int) -> list[Part]
         Return the parts of the attention of this rank's queries to the keys of rank `source`.

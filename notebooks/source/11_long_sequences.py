@@ -324,7 +324,7 @@ more.compare(sum(contiguous[3]) / sum(contiguous[0]))
 longer = predict("How many times as long as the balanced division?", example=1, unit="times")
 
 # %%
-from context_parallel.predict import balanced_pairs, step_pairs
+from context_parallel.cost import balanced_pairs, step_pairs
 
 for name, make_cut in [("contiguous", SequenceCut.contiguous), ("zigzag", SequenceCut.zigzag)]:
     cut = make_cut(LENGTH, RANKS)
@@ -366,7 +366,7 @@ for rank, steps in enumerate(work(SequenceCut.zigzag(LENGTH, RANKS))):
 
 # %%
 # %%ranks
-from context_parallel.clock import Clock
+from context_parallel.clock import clock
 from lab.trace import timeline
 
 LENGTH, SECONDS = 4096, 0.8
@@ -378,7 +378,7 @@ def makespan(events):
 
 def play(make_cut):
     """Run three times by the clock; return the events of the fastest run, of all ranks, on rank 0."""
-    sequence = SharedSequence(None, make_cut(LENGTH, world_size), Clock(SECONDS, LENGTH))
+    sequence = SharedSequence(None, make_cut(LENGTH, world_size), clock(SECONDS, LENGTH))
     q, k, v = (torch.zeros(1, 1, sequence.cut.length(rank), 8, requires_grad=True) for _ in range(3))
     runs = []
     for _ in range(3):

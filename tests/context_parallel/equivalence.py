@@ -32,7 +32,7 @@ class Variant:
     kernel: Kernel = KERNELS["fused"]
 
     def __str__(self) -> str:
-        return f"{self.attention.__name__}, {self.cut.__name__}, {self.kernel.__name__}"
+        return f"{self.attention.__name__}, {self.cut.__name__}, {self.kernel.attend.__name__}"
 
     @property
     def divides_heads(self) -> bool:
@@ -132,10 +132,10 @@ def attend_within(model: GPT, documents: Tensor) -> None:
 
 
 def mean_over_tokens(loss: Tensor, group: Group = None) -> Tensor:
-    """Return the loss of all tokens from this rank's term of it."""
-    total = loss.detach().clone()
-    all_reduce(total, group=group)
-    return total
+    """Return the loss of all tokens, which is the mean of the ranks' losses."""
+    mean = loss.detach().clone()
+    all_reduce(mean, op="mean", group=group)
+    return mean
 
 
 def compare_with_one_process(

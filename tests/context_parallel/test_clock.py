@@ -7,10 +7,10 @@ import torch
 
 from comm import collectives
 from comm.cost import Link
-from context_parallel.clock import Clock
+from context_parallel.clock import clock
+from context_parallel.cost import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
-from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
-from context_parallel.run import CUTS
+from context_parallel.sequence_cut import CUTS
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -32,7 +32,7 @@ def test_a_clock_shows_the_makespan_that_the_pairs_predict():
     def work(cluster: Cluster) -> dict[str, float]:
         fastest = {}
         for name, make in CUTS.items():
-            sequence = SharedSequence(None, make(LENGTH, RANKS), Clock(seconds, LENGTH))
+            sequence = SharedSequence(None, make(LENGTH, RANKS), clock(seconds, LENGTH))
             tokens = sequence.cut.length(cluster.rank)
             q, k, v = (torch.zeros(1, 1, tokens, 4, requires_grad=True) for _ in range(3))
             spent = []

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from lab.check import gradients
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, loss_of
@@ -36,7 +35,7 @@ BORDERS = ((3, 8, 10), (12,), (1, 2, 4, 15), ())
 def test_training_equals_one_process(n: int):
     def work(cluster: Cluster) -> None:
         for variant in VARIANTS:
-            compare_with_one_process(cluster, variant, 17, steps=3)
+            compare_with_one_process(cluster, variant, 17)
             compare_with_one_process(cluster, variant, 24, num_kv_heads=n, tied=False, num_layers=1)
             compare_with_one_process(cluster, variant, 9, num_layers=1, documents=DOCUMENTS_OF_9)
         frozen = ("token_embedding", "blocks.0.attention.k_proj", "blocks.1.mlp", "final_norm")
@@ -104,25 +103,6 @@ def test_a_block_that_is_computed_again_in_the_backward_gives_the_same_gradients
     run_ranks(work, 3)
 
 
-def test_two_forwards_before_their_backwards_keep_sequences_of_their_own():
-    def work(cluster: Cluster) -> None:
-        reference = gpt(num_layers=1)
-        batches = [text(11), text(6)]
-        for variant in VARIANTS:
-            ours = variant.wrap(gpt(num_layers=1))
-            reference.zero_grad()
-            losses = [ours.loss(ours(x), y) for x, y in batches]
-            sum(losses).backward()
-            ours.finish_gradient_sync()
-            sum(loss_of(reference(x), y) for x, y in batches).backward()
-            for (name, found), expected in zip(
-                gradients(ours.module).items(), gradients(reference).values(), strict=True
-            ):
-                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
-
-    run_ranks(work, 2)
-
-
 def test_autocast_to_bfloat16_stays_near_float32():
     def work(cluster: Cluster) -> None:
         x, y = text(20)
@@ -171,29 +151,6 @@ def test_all_to_all_attention_drops_out_and_the_ring_refuses_to():
         "attention, or set `dropout` of the model's attention to 0."
     )
     assert run_ranks(work, 2) == [[sentence] * 2] * 2
-
-
-def test_the_ring_trains_with_dropout_everywhere_but_in_attention():
-    def work(cluster: Cluster) -> list[float]:
-        plain = gpt(dropout=0.2)
-        for block in plain.blocks:
-            block.attention.dropout = 0.0
-        model = RING.wrap(plain)
-        torch.manual_seed(cluster.rank)
-        x, y = text(12)
-        losses = []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        for _ in range(8):
-            optimizer.zero_grad()
-            loss = model.loss(model(x), y)
-            loss.backward()
-            model.finish_gradient_sync()
-            optimizer.step()
-            losses.append(mean_over_tokens(loss).item())
-        return losses
-
-    first, second = run_ranks(work, 2)
-    assert first == second and first[-1] < first[0] - 0.1
 
 
 def test_a_model_is_refused_that_cannot_be_cut():

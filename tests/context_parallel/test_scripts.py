@@ -1,20 +1,19 @@
 """Test the train scripts of this folder as users run them: reports, checkpoints, and mistakes."""
 
-import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import tyro
 
 from comm.cost import Link
 from context_parallel import train_all_to_all_attention, train_ring_attention
-from context_parallel.run import Args, RingArgs, Run, documents_of
+from context_parallel.sequence_cut import documents_of
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
+from training.run import Run
 
 SCRIPTS = {"context_ring": train_ring_attention, "context_all_to_all": train_all_to_all_attention}
 DEFAULTS = {"steps": 3, "batch_size": 2, "size": "tiny", "seed": 1, "length": 40}
@@ -29,7 +28,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
         summaries.append(finish(self, *args, **extras))
         return summaries[-1]
 
-    args = (RingArgs if name == "context_ring" else Args)(**{**DEFAULTS, **changes})
+    args = SCRIPTS[name].Args(**{**DEFAULTS, **changes})
     with (
         mock.patch.object(Run, "finish", noting),
         mock.patch("training.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
@@ -80,12 +79,6 @@ def test_documents_change_the_loss_and_cuts_kernels_and_attentions_do_not(of_one
     assert losses["ring, documents"] != pytest.approx(losses["ring"], rel=1e-5)
 
 
-def test_three_ranks_train_on_a_length_that_they_do_not_divide(of_one_process):
-    for one in run_ranks(lambda cluster: summary(cluster, "context_ring"), 3):
-        assert one["replicas_equal"] and one["bytes_sent"] == one["bytes_formula"] > 0
-        assert one["last_loss"] == pytest.approx(of_one_process["ring"]["last_loss"], rel=1e-4)
-
-
 def test_under_the_metronome_messages_are_those_of_training_and_nothing_is_trained():
     def run(cluster: Cluster) -> dict[str, Any]:
         trained = summary(cluster, "context_ring", cut="contiguous")
@@ -105,23 +98,6 @@ def test_a_document_begins_after_an_empty_line():
     assert documents_of(both).tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
 
 
-def test_a_run_resumes_on_another_number_of_ranks_and_with_the_other_attention(tmp_path: Path):
-    folder = str(tmp_path / "checkpoint")
-
-    def first(cluster: Cluster) -> None:
-        summary(cluster, "context_all_to_all", steps=2, checkpoint=folder)
-
-    def rest(cluster: Cluster) -> float:
-        with pytest.raises(WorkbookError, match="length"):
-            summary(cluster, "context_ring", steps=4, checkpoint=folder, resume=True, length=41)
-        return summary(cluster, "context_ring", steps=4, checkpoint=folder, resume=True)["last_loss"]
-
-    run_ranks(first, 4)
-    in_two_parts = run_ranks(rest, 3)[0]
-    in_one_go = run_ranks(lambda cluster: summary(cluster, "context_ring", steps=4)["last_loss"], 1)[0]
-    assert in_two_parts == pytest.approx(in_one_go, rel=1e-5) and math.isfinite(in_one_go)
-
-
 def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks_before_the_first_step(tmp_path: Path):
     folder = tmp_path / "new"
 
@@ -131,7 +107,6 @@ def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks_before_the_f
             ("context_ring", {"length": 0}),
             ("context_all_to_all", {"length": -1}),
             ("context_ring", {"length": 1 << 21}),
-            ("context_ring", {"steps": 0}),
             ("context_all_to_all", {}),
         ):
             with pytest.raises(WorkbookError) as error:
@@ -144,32 +119,7 @@ def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks_before_the_f
     assert first == others[0] == others[1]
     assert first[0] == "--length 0: a sequence has 1 to 1048576 tokens."
     assert first[1].startswith("--length -1: ") and first[2].startswith("--length 2097152: ")
-    assert first[3].startswith("--steps 0: there must be at least one")
-    assert first[4] == (
+    assert first[3] == (
         "All-to-all attention divides heads, and 4 heads of keys and values cannot be divided among 3 ranks "
         "equally: choose a number of ranks that divides 4, or ring attention."
     )
-
-
-def test_different_arguments_are_refused_and_listed_by_rank():
-    def refuse(cluster: Cluster) -> None:
-        for name, (option, value) in {
-            "context_ring": ("cut", "contiguous"),
-            "context_all_to_all": ("length", 41),
-        }.items():
-            with pytest.raises(
-                WorkbookError, match=f"^--{option} is .* on rank 0 and {value} on rank 1: start"
-            ):
-                summary(cluster, name, **({option: value} if cluster.rank == 1 else {}))
-
-    run_ranks(refuse, 2, timeout=30)
-
-
-@pytest.mark.parametrize("args", [RingArgs, Args], ids=["ring", "all_to_all"])
-def test_a_script_offers_only_the_options_that_it_supports(args, capsys):
-    with pytest.raises(SystemExit):
-        tyro.cli(args, args=["--help"])
-    offered = capsys.readouterr().out
-    assert "--length" in offered and "--documents" in offered
-    for of_the_ring in ("--kernel", "--cut", "--metronome"):
-        assert (of_the_ring in offered) == (args is RingArgs)

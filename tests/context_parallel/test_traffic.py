@@ -2,7 +2,7 @@
 
 import pytest
 
-from context_parallel.expected_traffic import all_to_all_traffic, ring_traffic
+from context_parallel.cost import all_to_all_traffic, ring_traffic
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

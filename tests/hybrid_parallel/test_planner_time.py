@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import hybrid_parallel.planner.step_time
 from comm import cost
 from comm.cost import Link
-from context_parallel.expected_traffic import ring_layer
-from context_parallel.predict import ring_seconds, step_pairs
+from context_parallel.cost import ring_layer, ring_seconds, step_pairs
 from context_parallel.sequence_cut import SequenceCut
 from hybrid_parallel.planner.machine import MACHINES, Device, Handling, Machine, machine_of
 from hybrid_parallel.planner.memory import experts_of, parameters_of

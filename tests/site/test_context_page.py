@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from comm.cost import Link
-from context_parallel.predict import balanced_pairs, ring_seconds, step_pairs
-from context_parallel.run import CUTS
+from context_parallel.cost import balanced_pairs, ring_seconds, step_pairs
+from context_parallel.sequence_cut import CUTS
 from tests.browser import Browser
 
 LENGTH, SECONDS, LINK = 32768, 20e-3, Link(20e-6, 8e-9 / 400)  # as the page opens

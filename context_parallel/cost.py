@@ -1,0 +1,132 @@
+"""Compute by formula what a rank sends for the attention of all layers, and how long ring attention takes.
+
+      ring          forward    k and v of n-1 ranks: all but the right neighbour's
+                    backward   the same again, and the gradients of n-1 ranks' k and v
+      all-to-all    forward    q, k, v of own tokens for the other ranks' heads, and y of their tokens
+                    backward   the same again
+
+With T tokens in a step, width w of the queries and w_kv of keys and values, n ranks with equally many tokens,
+a rank sends in a layer, forward and backward together:
+
+      ring          6 (n-1)/n T w_kv numbers
+      all-to-all    4 (n-1)/n^2 T (w + w_kv) numbers
+      sequence parallelism (lesson 3)    8 (n-1)/n T w numbers with --no-overlap, else 10 (n-1)/n T w
+
+The functions below hold for any lengths. All-to-alls also send headers (comm/cost.py).
+
+The time of ring attention, from the speed of a rank and of a link:
+
+      forward      step s takes max(c_s, m), the last step c_s
+      backward     step s takes max(2 c_s, m * messages under way), and at the end m for the last gradients
+
+c_s is the time of the attention that the busiest rank computes in step s of the ring, m that of a message of
+keys and values. In the backward keys are under way in each step but the last, and gradients from step 2 on.
+The backward of attention is taken to compute twice as long as its forward. The sum of maxima is exact if the
+same rank is busiest in each step, as with contiguous pieces under a causal mask, or if all are equally busy,
+as with the zigzag cut of a length that 2n divides. Else it is an upper bound.
+"""
+
+from collections.abc import Sequence
+
+from comm.collectives import chosen_pattern
+from comm.cost import Link, header_traffic, pairwise_traffic
+from context_parallel.parallel_model import ContextParallel, SharedSequence
+from context_parallel.sequence_cut import SequenceCut
+from lab.models.model import GPTConfig
+from lab.trace.ledger import Traffic
+
+
+def ring_traffic(model: ContextParallel, shape: Sequence[int]) -> Traffic:
+    """Return what this rank sends for the attention of all layers, forward and backward.
+
+    `shape` is that of the full tokens: batch, time. Under autocast numbers are smaller than it says.
+    """
+    sequence, config, head, itemsize = _sizes(model, shape)
+    return sum([*ring_layer(sequence, head, config.kv_heads, itemsize)] * config.num_layers, Traffic())
+
+
+def all_to_all_traffic(model: ContextParallel, shape: Sequence[int]) -> Traffic:
+    """Return what this rank sends for the attention of all layers, as `ring_traffic` does."""
+    sequence, config, head, itemsize = _sizes(model, shape)
+    layer = all_to_all_layer(sequence, head, config.num_heads, config.kv_heads, itemsize)
+    return sum([*layer] * config.num_layers, Traffic())
+
+
+def _sizes(model: ContextParallel, shape: Sequence[int]) -> tuple[SharedSequence, GPTConfig, int, int]:
+    """Return also the numbers of one position and one head in all examples, and the bytes of a number."""
+    assert model.sequence is not None, "there was no forward"
+    config = model.module.config
+    head = shape[0] * config.width // config.num_heads
+    return model.sequence, config, head, next(model.module.parameters()).itemsize
+
+
+def ring_layer(sequence: SharedSequence, head: int, kv_heads: int, itemsize: int) -> tuple[Traffic, Traffic]:
+    """Return what this rank sends for the attention of a layer: in the forward, and in the backward.
+
+    `head` is the number of elements of one position and one head, in all examples.
+    """
+    rank, n = sequence.rank, sequence.size
+    passed_on = [sequence.cut.length((rank - step) % n) for step in range(n - 1)]
+    gradients = [sequence.cut.length((rank - step) % n) for step in range(1, n)]
+
+    def traffic(lengths: list[int]) -> Traffic:
+        sent = [length for length in lengths if length]
+        return Traffic(sum(sent) * 2 * head * kv_heads * itemsize, len(sent))
+
+    return traffic(passed_on), traffic(passed_on + gradients)
+
+
+def all_to_all_layer(
+    sequence: SharedSequence, head: int, num_heads: int, kv_heads: int, itemsize: int
+) -> tuple[Traffic, Traffic]:
+    """Return what this rank sends for the attention of a layer, as `ring_layer` does."""
+    rank, n, lengths = sequence.rank, sequence.size, sequence.lengths
+    q, kv = num_heads // n, kv_heads // n  # heads of a rank
+    to_heads = pairwise_traffic([lengths[rank] * (q + 2 * kv) * head] * n, itemsize, rank)
+    to_tokens = pairwise_traffic([length * q * head for length in lengths], itemsize, rank)
+    headers = header_traffic(n, uneven_parts=len(set(lengths)) > 1)
+    if chosen_pattern("all_to_all", sequence.group) == "torch":
+        headers = Traffic()
+    # A gradient takes its tensor's way back.
+    back_to_tokens = pairwise_traffic([length * (q + 2 * kv) * head for length in lengths], itemsize, rank)
+    back_to_heads = pairwise_traffic([lengths[rank] * q * head] * n, itemsize, rank)
+    return to_heads + to_tokens + headers + headers, back_to_tokens + back_to_heads + headers + headers
+
+
+def step_pairs(cut: SequenceCut) -> list[float]:
+    """Return, for each step of the ring, the pairs of query and key that the busiest rank computes."""
+    n = len(cut.pieces)
+    return [
+        max(sum(part.pairs for part in cut.parts(rank, (rank - step) % n)) for rank in range(n))
+        for step in range(n)
+    ]
+
+
+def balanced_pairs(cut: SequenceCut) -> float:
+    """Return the pairs of each rank if all computed equally many."""
+    n = len(cut.pieces)
+    pairs = (part.pairs for rank in range(n) for source in range(n) for part in cut.parts(rank, source))
+    return sum(pairs) / n
+
+
+def ring_seconds(pairs: Sequence[float], seconds_per_pair: float, block_bytes: int, link: Link) -> float:
+    """Return the seconds of forward and backward of one layer's attention; `pairs` are of each step.
+
+    `block_bytes` are those of the keys and values of one rank.
+    """
+    return sum(ring_passes([one * seconds_per_pair for one in pairs], link.alpha + link.beta * block_bytes))
+
+
+def ring_passes(blocks: Sequence[float], message: float) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward of one layer's attention.
+
+    `blocks` are the seconds of the attention of the forward in each step, and `message` is the seconds of a
+    message of keys and values.
+    """
+    n, forward, backward = len(blocks), 0.0, 0.0
+    for step, compute in enumerate(blocks):
+        # Gradients leave at the end of each step but the first, so they are under way in the next one.
+        keys, gradients = step < n - 1, step > 1
+        forward += max(compute, keys * message)
+        backward += max(2 * compute, (keys + gradients) * message)
+    return forward, backward + (message if n > 1 else 0.0)  # the last gradients travel home
