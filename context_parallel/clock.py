@@ -17,10 +17,10 @@ from lab.models.model import GPT, GPTConfig
 
 def clock(seconds: float, length: int) -> Kernel:
     """Return a kernel that sleeps: causal attention of `length` tokens takes `seconds`."""
-    seconds_per_pair = seconds / (length * (length + 1) / 2)
+    each = seconds_per_pair(seconds, length)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        end = time.perf_counter() + part.pairs * seconds_per_pair
+        end = time.perf_counter() + part.pairs * each
         made = torch.zeros_like(q), q.new_zeros(q.shape[:-1])
         _sleep_until(end)  # to make the zeros takes some of the time
         return made
@@ -28,12 +28,17 @@ def clock(seconds: float, length: int) -> Kernel:
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor, Tensor]:
-        end = time.perf_counter() + 2 * part.pairs * seconds_per_pair
+        end = time.perf_counter() + 2 * part.pairs * each
         made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         _sleep_until(end)
         return made
 
     return Kernel(attend, backward)
+
+
+def seconds_per_pair(seconds: float, length: int) -> float:
+    """Return the time of a pair of a query and a key; causal attention has length (length + 1) / 2 pairs."""
+    return seconds / (length * (length + 1) / 2)
 
 
 def _sleep_until(end: float) -> None:

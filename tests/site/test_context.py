@@ -11,7 +11,7 @@ import pytest
 from comm import cost
 from comm.collectives import use_pattern
 from comm.cost import Link
-from context_parallel.clock import clock
+from context_parallel.clock import seconds_per_pair
 from context_parallel.cost import all_to_all_layer, balanced_pairs, ring_layer, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import CUTS, SequenceCut
@@ -111,7 +111,7 @@ def test_forward_and_backward_by_formula_are_those_of_predict(opened: Browser):
         assert found["exposed"] == pytest.approx(max(0, predicted - computing), abs=1e-6)
         assert found["exposed"] + found["hidden"] == pytest.approx(3 * (ranks - 1) * message)
     for length in (1, 17, 4096):
-        assert js(opened, f"secondsPerPair(0.3, {length})") == clock(0.3, length).seconds_per_pair
+        assert js(opened, f"secondsPerPair(0.3, {length})") == seconds_per_pair(0.3, length)
 
 
 @pytest.mark.parametrize("name", CUTS)
