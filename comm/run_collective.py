@@ -14,7 +14,7 @@ from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
 from comm.transport import streams
 from comm.transport.choice import chosen_transport
-from comm.transport.stream_wire import StreamHandshake, StreamWire
+from comm.transport.stream_wire import StreamWire
 from comm.wire.handshake import SHARDED, Header, HeaderExchange, check_parts, wait_until_all_have_read
 from comm.wire.slow_link import LinkDelay
 from comm.wire.staging import In, handover_of, taken
@@ -77,13 +77,11 @@ def _begin(
     """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
     transport = chosen_transport(group) if group_of(group).size() > 1 else "gloo"
     wire: Wire | StreamWire
-    headers: HeaderExchange | StreamHandshake
     if transport == "gloo":
         wire = Wire(group, header.op, header.pattern, sequence)
-        headers = HeaderExchange(wire, header)
     else:
         wire = StreamWire(group, transport, header.op, header.pattern, sequence)
-        headers = StreamHandshake(wire, header)
+    headers = HeaderExchange(wire, header)
     wire.set_handshake(lambda: delay.start(headers.finish()))
     # gloo kills a receiver that gets more or fewer bytes than it expects.
     if transport == "gloo" or parts is not None or not _shard_fits(header, wire):

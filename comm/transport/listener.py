@@ -17,7 +17,6 @@ import secrets
 import socket
 import struct
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,8 +26,7 @@ from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qqQ")  # token, rank, address of the nonce in the segment
 _TOKEN = struct.Struct("!q")
-_HELLO_SECONDS = 2.0  # within which a connection must have said hello
-_MOST_STRANGERS = 64  # connections that have not said hello yet; with more of them the oldest is closed
+_HELLO_SECONDS = 2.0  # for which a rank waits for the hello of a connection
 Address = tuple[int, int, int]  # IPv4 address, port (0 if there is none), token
 
 
@@ -42,21 +40,13 @@ class Arrival:
     nonce_address: int
 
 
-@dataclass
-class _Stranger:
-    deadline: float
-    hello: bytes = b""
-    descriptor: int | None = None
-
-
 class Listener:
-    """Accept the connections of `size` ranks without blocking, over TCP and (on Linux) a Unix socket."""
+    """Accept the connections of `size` ranks, over TCP and (on Linux) a Unix socket."""
 
-    def __init__(self, size: int, tcp: bool = True) -> None:
+    def __init__(self, size: int) -> None:
         self._token, self._size = secrets.randbits(62), size
-        self._tcp = _tcp_listener() if tcp else socket.socket()
-        self._listening = [self._tcp] if tcp else []
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._tcp = _tcp_listener()
+        self._listening = [self._tcp]
         if sys.platform == "linux":
             unix = socket.socket(socket.AF_UNIX)
             self._listening.append(unix)
@@ -71,81 +61,47 @@ class Listener:
         return struct.unpack("!I", socket.inet_aton(host))[0], port, self._token
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets on which something may arrive."""
-        return [*self._listening, *self._strangers]
-
-    def has_strangers(self) -> bool:
-        """Return whether a connection has not said hello yet."""
-        return bool(self._strangers)
+        """Return the sockets on which a rank may connect."""
+        return self._listening
 
     def accept(self) -> list[Arrival]:
-        """Return the connections that have said hello since the last call."""
+        """Return the ranks that have connected since the last call. Close what other programs open."""
+        arrivals = []
         for listening in self._listening:
             with suppress(OSError):
                 while True:
-                    stranger, _ = listening.accept()
-                    stranger.setblocking(False)
-                    self._strangers[stranger] = _Stranger(time.monotonic() + _HELLO_SECONDS)
-                    if len(self._strangers) > _MOST_STRANGERS:
-                        self._close(next(iter(self._strangers)))
-        return [known for stranger in list(self._strangers) if (known := self._hear(stranger))]
+                    end, _ = listening.accept()
+                    if arrival := self._welcomed(end):
+                        arrivals.append(arrival)
+                    else:
+                        end.close()
+        return arrivals
+
+    def _welcomed(self, end: socket.socket) -> Arrival | None:
+        """Read the hello, which a rank sends at once. Return the connection, or None if it is not right."""
+        end.settimeout(_HELLO_SECONDS)
+        descriptors: list[int] = []
+        try:
+            if end.family == socket.AF_UNIX:
+                hello, descriptors, _, _ = socket.recv_fds(end, _HELLO.size, 1)
+            else:
+                hello = end.recv(_HELLO.size)
+            token, rank, nonce_address = _HELLO.unpack(hello)
+            if token != self._token or not 0 <= rank < self._size:
+                return None
+            shared = segment.attach(descriptors.pop()) if descriptors else None
+            end.setblocking(False)
+            return Arrival(rank, end, shared, nonce_address)
+        except (OSError, struct.error):
+            return None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def close(self) -> None:
-        """Stop listening, and close the connections that have not said hello."""
-        for stranger in list(self._strangers):
-            self._close(stranger)
+        """Stop listening."""
         for listening in self._listening:
             listening.close()
-
-    def _hear(self, end: socket.socket) -> Arrival | None:
-        """Read more of a hello. Return the connection if the hello is complete and right, else None."""
-        stranger = self._strangers[end]
-        try:
-            data = self._receive(end, stranger)
-        except BlockingIOError:
-            if time.monotonic() > stranger.deadline:
-                self._close(end)
-            return None
-        except OSError:
-            data = b""
-        stranger.hello += data
-        if data and len(stranger.hello) < _HELLO.size:
-            return None
-        arrival = self._checked(end, stranger) if data else None
-        if arrival is None:
-            self._close(end)
-        else:
-            del self._strangers[end]
-        return arrival
-
-    def _checked(self, end: socket.socket, stranger: _Stranger) -> Arrival | None:
-        token, rank, nonce_address = _HELLO.unpack(stranger.hello)
-        if token != self._token or not 0 <= rank < self._size:
-            return None
-        descriptor, stranger.descriptor = stranger.descriptor, None
-        if descriptor is None:
-            return Arrival(rank, end, None, 0)
-        with suppress(OSError):
-            return Arrival(rank, end, segment.attach(descriptor), nonce_address)
-        return None
-
-    def _receive(self, end: socket.socket, stranger: _Stranger) -> bytes:
-        missing = _HELLO.size - len(stranger.hello)
-        if end.family != socket.AF_UNIX:
-            return end.recv(missing)
-        data, descriptors, _, _ = socket.recv_fds(end, missing, 1)
-        for descriptor in descriptors:
-            if stranger.descriptor is None:
-                stranger.descriptor = descriptor
-            else:
-                os.close(descriptor)
-        return data
-
-    def _close(self, end: socket.socket) -> None:
-        stranger = self._strangers.pop(end)
-        if stranger.descriptor is not None:
-            os.close(stranger.descriptor)
-        end.close()
 
 
 def connect(address: Address, rank: int, seconds: float) -> socket.socket:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 import torch
 
 from comm.transport.streams import Streams, streams_of
-from comm.wire.handshake import ROW_BYTES, Header, check_rows, have_even_parts, rows_of
 from comm.wire.wire import Group, axis_of, bytes_of, check_peer, group_of
 from lab.ranks.waiting import Wait
 from lab.trace.ledger import LEDGER
@@ -48,60 +47,6 @@ class StreamTransfer:
         return Wait(f"{verb} {message} {preposition}", self._wire.streams.names[self._peer], self._wire.op)
 
 
-class Rows:
-    """Headers in flight, to or from a peer."""
-
-    def __init__(self, wire: "StreamWire", peer: int) -> None:
-        self._wire, self._peer, self.done = wire, peer, False
-
-    def wait(self) -> None:
-        """Block until they have arrived, or have left. Raise CommError as `StreamTransfer.wait` does."""
-        self._wire.streams.move_until(self, self._peer)
-
-    def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
-        return Wait("receive a header from", self._wire.streams.names[self._peer], self._wire.op)
-
-
-class StreamHandshake:
-    """The exchange of headers over streams, in the rounds of handshake.RowExchange. It starts when made."""
-
-    def __init__(self, wire: "StreamWire", mine: Header) -> None:
-        self._wire, self._mine = wire, mine
-        self._rows = memoryview(bytearray(wire.size * ROW_BYTES))
-        self._rows[:ROW_BYTES] = mine.pack()
-        self._have = 1
-        self._start_round()
-
-    def _start_round(self) -> None:
-        wire, have = self._wire, self._have
-        self._count = min(have, wire.size - have)
-        num_bytes = self._count * ROW_BYTES
-        source, destination = (wire.rank + have) % wire.size, (wire.rank - have) % wire.size
-        self._arriving = Rows(wire, source)
-        into = self._rows[have * ROW_BYTES : have * ROW_BYTES + num_bytes]
-        wire.streams.post_receive(source, into, self._arriving)
-        wire.streams.post_send(destination, self._rows[:num_bytes], Rows(wire, destination))
-        LEDGER.count(wire.op, "header", num_bytes, axis=wire.axis)
-
-    def finish(self) -> int:
-        """Wait for all headers, check them, and return what `check_rows` does."""
-        wire = self._wire
-        while True:
-            self._arriving.wait()
-            self._have += self._count
-            if self._have == wire.size:
-                break
-            self._start_round()
-        here = (wire.size - wire.rank) * ROW_BYTES  # the rows begin with that of this rank
-        rows = bytes(self._rows[here:]) + bytes(self._rows[:here])
-        self.has_even_parts = self._mine.op == "all_to_all" and have_even_parts(rows)
-        wire.full_numel = self._mine.full
-        if self._mine.op in ("scatter", "gather"):  # only the root knows it
-            wire.full_numel = max(Header.unpack(row).full for row in rows_of(rows))
-        return check_rows(rows, wire.streams.names)
-
-
 class StreamWire:
     """Start sends and receives of one operation among the ranks of `group`, over its streams."""
 
@@ -116,6 +61,11 @@ class StreamWire:
         self._full_numel = 0
         self._check: Callable[[], None] | None = None
         self._deferred: list[Callable[[], None]] = []
+
+    @property
+    def names(self) -> list[int]:
+        """Return the ranks of the group's members among all ranks of the job, for errors."""
+        return self.streams.names
 
     @property
     def full_numel(self) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.wire.wire import AnyWire, Wire, global_ranks
+from comm.wire.wire import AnyWire, Wire
 
 OPS = (
     "barrier",
@@ -131,16 +131,18 @@ class RowExchange:
 class HeaderExchange:
     """The exchange of headers. It starts when made. `finish()` sets `wire.full_numel`, the largest `full`."""
 
-    def __init__(self, wire: Wire, mine: Header) -> None:
+    def __init__(self, wire: AnyWire, mine: Header) -> None:
         row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
-        self._wire, self._rows, self._names = wire, RowExchange(wire, row), global_ranks(wire.group)
+        self._wire, self._mine, self._rows = wire, mine, RowExchange(wire, row)
 
     def finish(self) -> int:
         """Wait for all headers, and check them as `check_rows` does."""
         rows = self._rows.finish().numpy().tobytes()
-        self._wire.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
-        self.has_even_parts = have_even_parts(rows)
-        return check_rows(rows, self._names)
+        self._wire.full_numel = self._mine.full
+        if self._mine.op in ("scatter", "gather"):  # only the root knows it
+            self._wire.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
+        self.has_even_parts = self._mine.op == "all_to_all" and have_even_parts(rows)
+        return check_rows(rows, self._wire.names)
 
 
 def wait_until_all_have_read(wire: Wire) -> None:
@@ -247,7 +249,7 @@ def check_parts(wire: AnyWire, out_sizes: list[int], in_sizes: list[int]) -> Non
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()
     if wrong:
-        (to, by), names = wrong[0], global_ranks(wire.group)
+        (to, by), names = wrong[0], wire.names
         raise Mismatch(
             f"all_to_all: rank {names[by]} sends {int(sent[to, by])} elements to rank {names[to]}, "
             f"which expects {int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on "

@@ -42,7 +42,10 @@ class AnyWire(Protocol):
     rank: int
     size: int
     group: dist.ProcessGroup
+    full_numel: int
 
+    @property
+    def names(self) -> list[int]: ...
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Any: ...
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Any: ...
 
@@ -120,6 +123,11 @@ class Wire:
         """Check that all ranks' headers fit, before this rank waits for its first message."""
         check, self._check = self._check, _nothing
         check()
+
+    @property
+    def names(self) -> list[int]:
+        """Return the ranks of the group's members among all ranks of the job, for errors."""
+        return global_ranks(self.group)
 
     def finish(self) -> None:
         """Do nothing: an algorithm has waited for its messages. (On streams some may still be leaving.)"""

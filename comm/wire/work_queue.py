@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from comm.errors import CommError, Mismatch
 from comm.wire.wire import Group, group_of
 from lab.trace.timeline import span
 
@@ -33,7 +32,6 @@ class Handle:
         self._ended: threading.Event | None = None  # set at the end, if a thread waits for it
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._is_raised = False  # by wait()
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
@@ -42,7 +40,6 @@ class Handle:
             with span("wait", "wait"):
                 self._end().wait()
         if self._error is not None:
-            self._is_raised = True
             raise self._error
 
     def is_completed(self) -> bool:
@@ -63,11 +60,6 @@ class Handle:
                 self._callbacks.append(callback)
                 return
         callback(self._error)
-
-    @property
-    def unraised_mismatch(self) -> Mismatch | None:
-        """Return the Mismatch with which the operation ended, or None once `wait()` has raised it."""
-        return self._error if isinstance(self._error, Mismatch) and not self._is_raised else None
 
     def run(self) -> None:
         try:
@@ -95,15 +87,13 @@ class GroupQueue:
         self._thread: threading.Thread | None = None
         self.sequence = 0
         self.link_free_at = 0  # the time at which the simulated link (slow_link.py) is free, in nanoseconds
-        # A weak reference to the last handle with a mismatch.
-        self._mismatched: Callable[[], Handle | None] = _nothing
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`. Without `async_op`, wait for its end, and raise its error."""
         with self._changed:
             self.sequence += 1
             number = self.sequence
-            handle = Handle(lambda: self._do(job, number))
+            handle = Handle(lambda: job(number))
             here = not async_op and not self._busy and not self._waiting
             if here:
                 self._busy = True
@@ -117,23 +107,9 @@ class GroupQueue:
             handle.wait()
         return handle
 
-    def _do(self, job: Callable[[int], None], number: int) -> None:
-        try:
-            job(number)
-        except Mismatch:
-            raise
-        except CommError as error:
-            # A peer may have left because of an earlier mismatch, which no `wait()` has raised here yet.
-            earlier = self._mismatched()
-            if earlier is not None and (mismatch := earlier.unraised_mismatch):
-                raise CommError(str(mismatch)) from error
-            raise
-
     def _run(self, handle: Handle) -> None:
         try:
             handle.run()
-            if handle.unraised_mismatch:
-                self._mismatched = weakref.ref(handle)
         finally:
             with self._changed:
                 self._busy = False

@@ -21,6 +21,7 @@ linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are L
 @pytest.fixture
 def listener(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(module, "_HELLO_SECONDS", 0.02)
     made = Listener(size=4)
     yield made
     made.close()
@@ -98,8 +99,7 @@ def test_strangers_are_not_let_in_and_keep_no_rank_out(listener):
         stranger.close()
 
 
-def test_a_connection_that_does_not_say_hello_is_closed_after_a_while(listener, monkeypatch):
-    monkeypatch.setattr(module, "_HELLO_SECONDS", 0.05)
+def test_a_connection_that_does_not_say_hello_is_closed_after_a_while(listener):
     with knock(listener, b"only a part") as silent:
         assert arrivals(listener) == []
         assert is_closed(silent)
