@@ -32,16 +32,15 @@ from torch.optim import AdamW
 
 from benchmarks import side_by_side
 from benchmarks.side_by_side import medians
-from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.state import first_names, optimizer_steps, pieces_of
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
 from lab.models.text import load_corpus
 from lab.ranks import run_ranks
 from lab.ranks.forked import preload
+from training.checkpoint import Checkpoints
 
 RANKS = 2
 CONFIG = GPTConfig.named("13m")
@@ -75,7 +74,7 @@ class Training:
         self._x, self._y = tokens[:, :-1], tokens[:, 1:]
         example = self._x[: WINDOWS // sizes.microbatches]
         self._hybrid = HybridParallel(GPT(CONFIG), Mesh(cluster, sizes), example, AdamW, lr=1e-3)
-        self._checkpoints = BackgroundCheckpoints(folder, cluster, keep=1)
+        self._checkpoints = Checkpoints(folder, cluster, keep=1)
         self._every, self._steps = every, 0
 
     def step(self) -> None:
@@ -91,8 +90,7 @@ class Training:
     def background(self, wait: bool = False) -> None:
         self.step()
         hybrid = self._hybrid
-        extra = {"optimizer_steps": optimizer_steps(hybrid)}
-        self._checkpoints.save(self._steps, pieces_of(hybrid), extra, first_names(hybrid))
+        self._checkpoints.save(self._steps, hybrid.shards(hybrid.optimizer))
         if wait:
             self._checkpoints.wait()
         for _ in range(self._every - 1):

@@ -12,13 +12,13 @@ from comm.errors import CommError
 from comm.script import command_line, start
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
-from hybrid_parallel.checkpoint_folder import complete_steps
 from hybrid_parallel.elastic import train_elastic, train_elastic_mesh
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.run import Run
 from lab.cluster import Cluster
+from training.checkpoint_storage import complete_steps
 
 KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost
 EVENTS, WAY = "ELASTIC_EVENTS", "ELASTIC_WAY"  # variables with the name of the file, and the way to go on

@@ -13,6 +13,7 @@ The checkpoint made from a file has step 0, and no optimizer state. Both need me
 """
 
 import os
+import re
 import secrets
 import sys
 from dataclasses import dataclass
@@ -25,10 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybrid_parallel import checkpoint_folder as files
-from hybrid_parallel.checkpoint_pieces import Part, Piece
-from hybrid_parallel.checkpoint_reading import fill
 from lab.launch.errors import WorkbookError, reason
+from training import checkpoint_storage as storage
+from training.checkpoint import Shard, fill
 
 MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
 
@@ -50,24 +50,25 @@ def export(folder: Path, out: Path) -> int:
 
     Raise WorkbookError if there is no checkpoint, it is damaged, or `out` cannot be written.
     """
-    directory, step = _find(folder)
-    manifest = files.read_manifest(directory, step)
+    found = storage.read_manifest(*_find(folder))
+    storage.verify(found)
     full = {
-        name: torch.empty(saved[0].part.shape, dtype=saved[0].torch_dtype)
-        for name, saved in manifest.by_name().items()
+        name.removeprefix(MODEL): torch.empty(saved.size, dtype=saved.properties.dtype)
+        for name, saved in found.tensors.items()
         if name.startswith(MODEL)
     }
-    fill(files.folder_of(directory, step), manifest, [Piece(n, t, tuple(t.shape)) for n, t in full.items()])
+    fill(found, [Shard(MODEL + name, tensor) for name, tensor in full.items()])
     # A plain model has a tied tensor under each of its names; the format takes no tensor twice.
-    full |= {name: full[first].clone() for name, first in manifest.tied.items() if first in full}
+    tied = found.extras[0]["tied"]
+    full |= {name: full[first].clone() for name, first in tied.items() if first in full}
     partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
-        with files.as_os_error():
-            save_file({name.removeprefix(MODEL): tensor for name, tensor in full.items()}, partial)
-        files.sync(partial)
+        save_file(full, partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
         os.replace(partial, out)
-    except OSError as error:
-        raise WorkbookError(f"cannot write {out}: {reason(error)}") from error
+    except (OSError, SafetensorError) as error:
+        raise WorkbookError(f"cannot write {out}: {_disk_reason(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
     return len(full)
@@ -83,36 +84,31 @@ def import_from(file: Path, directory: Path) -> int:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise WorkbookError(f"{file} cannot be read as a safetensors file: {reason(error)}") from error
+    if steps := storage.complete_steps(directory):
+        raise WorkbookError(f"{directory} has the checkpoint of step {steps[-1]}: name another folder")
     tied = _tied(tensors)
-    parts = {
-        Piece(MODEL + name, tensor, tuple(tensor.shape)).part: tensor.reshape(-1)
-        for name, tensor in tensors.items()
-        if name not in tied
-    }
+    boxes: dict[str, storage.Boxes] = {}
+    for name in tensors.keys() - tied.keys():
+        Shard(MODEL + name, tensors[name]).add_to(boxes)
     try:
-        _save(directory, parts, {MODEL + name: MODEL + first for name, first in tied.items()})
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkbookError(f"cannot save a checkpoint in {directory}: {reason(error)}") from error
+    storage.write(storage.folder_of(directory, 0), secrets.token_hex(4), boxes, {"tied": tied}, None)
     return len(tensors)
 
 
-def _save(directory: Path, tensors: dict[Part, Tensor], tied: dict[str, str]) -> None:
-    files.refuse_other_formats(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    if steps := files.complete_steps(directory):
-        raise WorkbookError(f"{directory} has the checkpoint of step {steps[-1]}: name another folder")
-    token = secrets.token_hex(4)
-    files.write_rank(directory, 0, 0, token, tensors)
-    parts = [files.as_json(saved) for saved in files.describe(0, tensors)]
-    word = {"parts": parts, "extra": {"step": 0}, "tied": tied}
-    files.publish(directory, files.manifest_of(0, token, [word]))
+def _disk_reason(error: Exception) -> str:
+    """Return the reason why a file could not be written; safetensors puts the system's into its own text."""
+    found = re.search(r"I/O error: (.+?) \(os error \d+\)", str(error))
+    return found[1] if found else reason(error)
 
 
 def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Return for each matrix that equals an earlier one the name of that one."""
+    """Return for each matrix that equals an earlier one the name of that one; a GPT's head is the last."""
     first: dict[tuple[object, ...], list[str]] = {}
     tied = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0] == "head.weight"):
         alike = first.setdefault((tensor.shape, tensor.dtype), [])
         equal = [other for other in alike if tensor.dim() > 1 and torch.equal(tensors[other], tensor)]
         if equal:
@@ -124,10 +120,9 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _find(folder: Path) -> tuple[Path, int]:
     """Return the folder of all checkpoints and a step, for that folder or for one checkpoint in it."""
-    if match := files.STEP.fullmatch(folder.name):
+    if match := storage.STEP.fullmatch(folder.name):
         return folder.parent, int(match[1])
-    files.refuse_other_formats(folder)
-    steps = files.complete_steps(folder)
+    steps = storage.complete_steps(folder)
     if not steps:
         raise WorkbookError(f"there is no complete checkpoint in {folder}")
     return folder, steps[-1]

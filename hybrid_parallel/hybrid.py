@@ -39,6 +39,7 @@ from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.state import mesh_shards
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, loss_of
 from lab.models.text import microbatches
@@ -46,6 +47,7 @@ from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
+from training.checkpoint import Shard
 from zero.run import recompute_blocks
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -215,6 +217,10 @@ class HybridParallel:
             else:
                 state = {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
         return state if self.experts is None else full_state(state, self.experts.groups)
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
+        return mesh_shards(self, optimizer)
 
     def gathered(self) -> contextlib.AbstractContextManager[Any]:
         """With ZeRO 3, gather the full parameters along the data axis for the `with` block."""

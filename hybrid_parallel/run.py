@@ -1,9 +1,6 @@
 """Run train_hybrid.py: each replica has its slice of the batch, and the report is on the full model."""
 
 import dataclasses
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,19 +9,14 @@ from torch import Tensor, nn
 import training.run
 from expert_parallel.full_state import FullModel
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, refuse_options, sizes_of
-from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.expert_report import expert_figures
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh, coordinates_of, drawn
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from hybrid_parallel.state import first_names, optimizer_steps, pieces_of, set_optimizer_steps
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic, figures
 from lab.cluster import Cluster
-from lab.launch.errors import Complete, Stopped, WorkbookError
-from lab.launch.interrupt import StopRequest
-from lab.launch.launcher import restart_count
 from lab.models.model import GPT, MLP, MLPConfig
 from lab.trace.ledger import Traffic
 from training.arguments import TrainArgs
@@ -61,9 +53,7 @@ class Run(training.run.Run):
         self._stream = stream_of(cluster.rank, sizes)
         refuse_options(args)
         validate_arguments(args, sizes.data, args.model)
-        super()._validate(dataclasses.replace(args, checkpoint=None, resume=False, auto_resume=False))
-        if args.checkpoint is not None:
-            self._saved = BackgroundCheckpoints(args.checkpoint, cluster, args.checkpoint_keep)
+        super()._validate(args)
 
     def hybrid(self) -> HybridParallel:
         """Return the model on the mesh. Its initial weights are those of the ranks with coordinates 0."""
@@ -84,32 +74,6 @@ class Run(training.run.Run):
         shape, device = self._shape, self._cluster.device
         return (MLP(shape.sizes, seed) if isinstance(shape, MLPConfig) else GPT(shape, seed)).to(device)
 
-    @contextmanager
-    def checkpointing(self, *_: Any) -> Iterator[int]:
-        """Yield the number of the first step. Save at the end, also if `stop_if_asked` has ended the run."""
-        if self._args.checkpoint is None:
-            yield 0
-            return
-        if self._args.resume or (self._args.auto_resume and self._saved.latest() is not None):
-            self._first_step = self._load()
-        self._say_where_it_begins()
-        with ExitStack() as handlers:
-            self._stop_request = handlers.enter_context(StopRequest())
-            try:
-                yield self._first_step
-            except Stopped:
-                self._save_and_wait()
-                raise
-            except Exception:  # perhaps a rank has died, and the thread that saves waits for it
-                self._saved.abandon()
-                raise
-            self._save_and_wait()
-            self._until_reported = handlers.pop_all()
-
-    def _save_and_wait(self) -> None:
-        self.save()
-        self._saved.wait()
-
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Return the mean over replicas of what `HybridParallel.backward` has returned on each rank."""
         return self._hybrid.mean_loss(loss)
@@ -119,58 +83,6 @@ class Run(training.run.Run):
         for axis, traffic in of_the_step.items():
             self._expected_of_axes[axis] += traffic
             self._expected += traffic
-
-    def save_if_due(self, step: int) -> None:
-        """Begin to save after every --checkpoint-every steps; the training goes on meanwhile."""
-        every = self._args.checkpoint_every
-        if self._args.checkpoint is not None and every and (step + 1) % every == 0:
-            self.save()
-
-    def save(self) -> None:
-        """Begin to save the state after the last step."""
-        hybrid, done = self._hybrid, self._first_step + self._steps_done
-        extra = {"made_with": self._made_with(), "optimizer_steps": optimizer_steps(hybrid)}
-        tied = {f"model/{second}": f"model/{first}" for second, first in first_names(hybrid).items()}
-        self._saved.save(done, pieces_of(hybrid), extra, tied)
-
-    def _load(self) -> int:
-        """Load the newest checkpoint, of any mesh, and return its number of steps."""
-        args, step = self._args, self._saved.latest()
-        if step is None:
-            raise WorkbookError(f"{args.checkpoint} has no checkpoint to resume from.")
-        extra = self._saved.load(step, pieces_of(self._hybrid))[0]
-        if extra["made_with"] != (here := self._made_with()):
-            raise WorkbookError(
-                f"The checkpoint was made with {extra['made_with']}, and this run has {here}; give the same "
-                "arguments, or another folder."
-            )
-        if step >= args.steps and args.auto_resume:
-            raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
-        if step >= args.steps:
-            raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
-        set_optimizer_steps(self._hybrid, extra["optimizer_steps"])
-        return step
-
-    def _say_where_it_begins(self) -> None:
-        """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
-        folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
-        if self._first_step:
-            text = (
-                f"training goes on after step {self._first_step} of {steps}, from the checkpoint in {folder}."
-            )
-        elif restarts:
-            text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
-        else:
-            return
-        if self._cluster.is_main:
-            again = f"restart {restarts}: " if restarts else ""
-            print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
-
-    def _made_with(self) -> dict[str, Any]:
-        """Let any mesh go on from the checkpoint of any other."""
-        same = ("model", "size", "layers", "batch_size", "lr", "seed")
-        experts = ("experts", "top_k", "capacity", "aux_weight") if self._args.experts > 1 else ()
-        return {"run_mode": "hybrid"} | {name: getattr(self._args, name) for name in (*same, *experts)}
 
     def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return a replica's sums on one of its ranks: the last stage's, and there the first tensor rank."""

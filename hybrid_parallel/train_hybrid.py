@@ -33,7 +33,7 @@ from lab.trace.timeline import span
 def main(cluster: Cluster, args: HybridArgs) -> None:
     run = Run(cluster, args)
     hybrid = run.hybrid()
-    with run.checkpointing(hybrid) as first:
+    with run.checkpointing(hybrid, hybrid.optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:

@@ -24,9 +24,12 @@ together; a plain module needs none of them.
                                       rank counts it (training/evaluation.py)
 """
 
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +43,9 @@ from comm.wire import slow_link
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
 from lab.evaluation import evaluating
-from lab.launch.errors import Stopped
+from lab.launch.errors import Complete, Stopped, WorkbookError
 from lab.launch.interrupt import StopRequest
+from lab.launch.launcher import restart_count
 from lab.launch.same_start import check_same_start
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, MLPConfig
 from lab.models.text import rank_slice
@@ -53,18 +57,21 @@ from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
 from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce
+from training.checkpoint import Checkpoints, Shard, already_there, plain_shards
 from training.data import TrainingData
 from training.evaluation import Sums, held_out_means, sums_of
-from training.full_state_checkpoint import Checkpoint, FullState, State
+from training.full_state_checkpoint import Checkpoint
 from training.predict import median_step_seconds
 from training.randomness import seed_step
 from training.replicas import replica_digests
 from training.report import overlap_figures, pattern_and_transport
-from training.validate import tick_seconds, validate_arguments, validate_folder
+from training.validate import nothing_in, tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
 DRAWN_STEPS = 3  # in a picture; more would not make it clearer
+
+DEFAULTS = {"optimizer": "adamw", "balance": "aux"}  # of lessons that have no such option
 
 Draw = Callable[[str, list[Event]], None]
 
@@ -85,7 +92,6 @@ class Run:
 
     not_measured: str | None = None
     link: Link | None = None
-    _all_ranks_save = False  # in a folder that they share
 
     def __init__(
         self,
@@ -134,8 +140,8 @@ class Run:
         if args.trace is not None:
             validate_folder(self._cluster, "--trace", args.trace)
         if args.checkpoint is not None:
-            self._checkpoint = Checkpoint(self._cluster, args.checkpoint, self._made_with())
-            self._checkpoint.prepare(self._all_ranks_save, args.resume)
+            keep = getattr(args, "checkpoint_keep", 1)
+            self._checkpoints = Checkpoints(args.checkpoint, self._cluster, keep, args.resume)
 
     def _measured_link(self) -> Link:
         """Return alpha and beta of what the lesson sends."""
@@ -165,20 +171,8 @@ class Run:
     def _own_slice(self, batch: Tensor) -> Tensor:
         return rank_slice(batch, *self._share).to(self._cluster.device)
 
-    def state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-        """Return what a checkpoint of this run holds. Here each rank has all of it."""
-
-        def get() -> dict[str, Any]:
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-        def put(state: dict[str, Any]) -> None:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-
-        return FullState(get, put)
-
     @contextmanager
-    def checkpointing(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    def checkpointing(self, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[int]:
         """Yield the number of the first step: 0, or if the run resumes the one after the checkpoint's last.
 
         With --checkpoint, save one when the block ends, also when `stop_if_asked` has ended it.
@@ -186,18 +180,107 @@ class Run:
         if self._args.checkpoint is None:
             yield 0
             return
-        state = self.state(model, optimizer)
-        if self._args.resume or (self._args.auto_resume and self._checkpoint.exists()):
-            self._first_step = self._checkpoint.load(state, self._args.steps, self._args.auto_resume)
+        if hasattr(self, "state") and not hasattr(model, "shards"):  # a lesson that has not moved yet
+            with self._full_state_checkpointing(model, optimizer) as first:
+                yield first
+            return
+        self._trained = model, optimizer
+        latest = self._checkpoints.latest()
+        if latest is None and self._args.resume:
+            raise nothing_in(Path(self._args.checkpoint))
+        if latest is not None and not (self._args.resume or self._args.auto_resume):
+            raise already_there(Path(self._args.checkpoint), latest)
+        if latest is not None:
+            self._first_step = self._load(latest)
+        self._say_where_it_begins()
         with ExitStack() as handlers:
             self._stop_request = handlers.enter_context(StopRequest())
             try:
                 yield self._first_step
             except Stopped:
-                self._checkpoint.save(state, self._first_step + self._steps_done)
+                self._save_and_wait()
                 raise
-            self._checkpoint.save(state, self._args.steps)
+            except Exception:  # perhaps a rank has died, and the thread that saves waits for it
+                self._checkpoints.abandon()
+                raise
+            self._save_and_wait()
             # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
+            self._until_reported = handlers.pop_all()
+
+    def save_if_due(self, step: int) -> None:
+        """Begin to save after every --checkpoint-every steps; the training goes on meanwhile."""
+        every = getattr(self._args, "checkpoint_every", 0)
+        if self._args.checkpoint is not None and every and (step + 1) % every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        is_tied = self._model == "gpt" and self._config.tied
+        tied = {"head.weight": "token_embedding.weight"} if is_tied else {}
+        extra = {"made_with": self._made_with(), "tied": tied}
+        self._checkpoints.save(self._first_step + self._steps_done, self._shards(), extra)
+
+    def _save_and_wait(self) -> None:
+        self._save()
+        self._checkpoints.wait()
+
+    def _shards(self) -> list[Shard]:
+        """Return what this rank holds: the model says it, or a sharded optimizer, or it is a plain module."""
+        model, optimizer = self._trained
+        if hasattr(model, "shards"):
+            return model.shards(optimizer)
+        if hasattr(optimizer, "shards"):
+            return optimizer.shards(model)
+        return plain_shards(getattr(model, "module", model), optimizer)
+
+    def _load(self, step: int) -> int:
+        """Load a checkpoint of any lesson, on any number of ranks, and return its number of steps."""
+        args, (_, optimizer) = self._args, self._trained
+        made_with, here = self._checkpoints.extras(step)[0]["made_with"], self._made_with()
+        if made_with != here:
+            raise WorkbookError(
+                f"The checkpoint was made with {made_with}, and this run has {here}; give the same "
+                "arguments, or another folder."
+            )
+        if step >= args.steps and args.auto_resume:
+            raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
+        if step >= args.steps:
+            raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
+        self._checkpoints.create_state(step, optimizer)
+        self._checkpoints.load(step, self._shards())
+        for part in self._trained:
+            if hasattr(part, "gather_parameters"):  # they were loaded in shards
+                part.gather_parameters()
+        return step
+
+    def _say_where_it_begins(self) -> None:
+        """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
+        folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
+        if self._first_step:
+            text = (
+                f"training goes on after step {self._first_step} of {steps}, from the checkpoint in {folder}."
+            )
+        elif restarts:
+            text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
+        else:
+            return
+        if self._cluster.is_main:
+            again = f"restart {restarts}: " if restarts else ""
+            print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
+
+    @contextmanager
+    def _full_state_checkpointing(self, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[int]:
+        state = self.state(model, optimizer)  # type: ignore[attr-defined]
+        checkpoint = Checkpoint(self._cluster, self._args.checkpoint or "", self._made_with())
+        if self._args.resume or (self._args.auto_resume and checkpoint.exists()):
+            self._first_step = checkpoint.load(state, self._args.steps, self._args.auto_resume)
+        with ExitStack() as handlers:
+            self._stop_request = handlers.enter_context(StopRequest())
+            try:
+                yield self._first_step
+            except Stopped:
+                checkpoint.save(state, self._first_step + self._steps_done)
+                raise
+            checkpoint.save(state, self._args.steps)
             self._until_reported = handlers.pop_all()
 
     @contextmanager
@@ -345,7 +428,16 @@ class Run:
         )
 
     def _made_with(self) -> dict[str, Any]:
-        """Return what must be the same for another run to go on from this one's checkpoint."""
-        same = ("size", "batch_size", "lr", "seed", "metronome")
-        mode = {"run_mode": self._run_mode, "model": self._model}
-        return mode | {name: getattr(self._args, name) for name in same}
+        """Return what must be the same for another run to go on from this one's checkpoint.
+
+        The lesson, the number of ranks and how they divide the model are not among it.
+        """
+        args = self._args
+        config = {"layers": getattr(args, "layers", None), "width": self._config.width}
+        if self._model == "gpt":
+            config = dataclasses.asdict(self._config)
+        names = ["batch_size", "lr", "seed", "metronome", "optimizer", "documents"]
+        if (getattr(args, "experts", None) or 1) > 1:
+            names += ["experts", "top_k", "capacity", "aux_weight", "balance", "shared"]
+        values = {name: getattr(args, name, None) or DEFAULTS.get(name) for name in names}
+        return {"model": self._model} | config | {name: value for name, value in values.items() if value}

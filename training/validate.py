@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from comm.exchange import on_all, on_main
 from lab import units
-from lab.checkpoint import nothing_in
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from training.arguments import TrainArgs
@@ -171,3 +170,11 @@ def _try_to_write(option: str, folder: Path, rank: int) -> None:
 def _cannot_write(option: str, folder: Path, rank: int, error: OSError) -> WorkbookError:
     why = error.strerror or error
     return WorkbookError(f"{option} {folder}: rank {rank} cannot write there ({why}); name another folder.")
+
+
+def nothing_in(folder: Path) -> WorkbookError:
+    """Return the error for a folder without a checkpoint."""
+    return WorkbookError(
+        f"There is no checkpoint in {folder} to resume from; name the directory of an earlier run, "
+        "or leave out --resume."
+    )

@@ -21,10 +21,7 @@ from hybrid_parallel.planner.machine import Machine
 from hybrid_parallel.planner.memory import ITEMSIZE
 from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.planner.step_time import Pass, TimeModel
-from hybrid_parallel.run import Run
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.state import pieces_of, set_optimizer_steps
-from lab.launch.errors import Complete, WorkbookError
 from lab.models.model import GPT
 from pipeline_parallel.pipeline import Pipeline
 from tensor_parallel.expected_traffic import parts_of
@@ -292,31 +289,6 @@ def hybrid_positions_of_own_tokens(self: ContextAxis, _: nn.Module, args: tuple[
 def hybrid_replicas_draw_alike(rank: int, sizes: ParallelSizes) -> int:
     """More replicas help less than they should: all draw the same dropout masks."""
     return rank // (sizes.tensor * sizes.replicas)
-
-
-@mutant(
-    target="hybrid_parallel.run.Run._load",
-    killer=(
-        "tests.hybrid_parallel.test_resume.test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was"
-    ),
-)
-def hybrid_resumes_with_the_first_batches(self: Run) -> int:
-    """A resumed run has another loss than an undisturbed one: it trains on the first batches again."""
-    args, step = self._args, self._saved.latest()
-    if step is None:
-        raise WorkbookError(f"{args.checkpoint} has no checkpoint to resume from.")
-    extra = self._saved.load(step, pieces_of(self._hybrid))[0]
-    if extra["made_with"] != (here := self._made_with()):
-        raise WorkbookError(
-            f"The checkpoint was made with {extra['made_with']}, and this run has {here}; give the same "
-            "arguments, or another folder."
-        )
-    if step >= args.steps and args.auto_resume:
-        raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
-    if step >= args.steps:
-        raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
-    set_optimizer_steps(self._hybrid, extra["optimizer_steps"])
-    return 0
 
 
 @mutant(

@@ -1,9 +1,8 @@
 """Wrong implementations of what all lessons share: data, clipping, evaluation and checkpoints."""
 
 import dataclasses
-import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,138 +14,146 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exercises.mutants import mutant
-from hybrid_parallel import checkpoint_folder as files
-from hybrid_parallel.checkpoint_pieces import Part, Piece
-from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.state import Held, held
-from lab import checkpoint
-from lab.launch.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError
 from lab.ranges import Items, LoadPlanner, Range, Reader
+from training import checkpoint_storage as storage
+from training.checkpoint import Checkpoints, Shard, already_there
+from training.checkpoint_storage import Boxes, Found
 from training.data import VALIDATION_BATCHES, TrainingData
-from training.range_checkpoint import Found
+from training.range_checkpoint import Found as RangesFound
+from training.run import Run
 
 
 @mutant(
-    target="training.full_state_checkpoint.FullState.save",
+    target="training.checkpoint.Checkpoints.wait",
     killer="tests.training.test_checkpoint.test_no_rank_goes_on_before_the_checkpoint_is_on_disk",
 )
-def checkpoint_awaited_by_one_rank(self, cluster, folder: str, header: dict) -> None:
+def checkpoint_awaited_by_one_rank(self: Checkpoints) -> None:
     """A rank that reads the checkpoint sometimes finds the one before: only rank 0 waits until it is on
     disk.
     """
-    state = header | self.get()
-    if cluster.is_main:
-        checkpoint.save(Path(folder), state)
+    if self._cluster.is_main:
+        self._finish_writing()
 
 
 @mutant(
-    target="hybrid_parallel.checkpoint.BackgroundCheckpoints._write",
+    target="training.checkpoint_storage.write",
     killer=(
-        "tests.hybrid_parallel.test_checkpoint."
+        "tests.training.test_checkpoint."
         "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete"
     ),
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
 )
-def checkpoint_complete_before_it_is_written(self, step: int, tensors: dict, values: dict) -> None:
-    """A checkpoint cannot be loaded: its manifest was renamed before the files of all ranks were on disk."""
-    rank, failure = self._cluster.rank, ""
-    files.folder_of(self._folder, step).mkdir(exist_ok=True)
-    parts = [files.as_json(part) for part in files.describe(rank, tensors)]
-    self._complete(step, json.dumps(values | {"parts": parts, "failure": failure}))
-    try:
-        files.write_rank(self._folder, step, rank, self._token, tensors)
-    except Exception as error:
-        failure = f"rank {rank}: {reason(error)}"
+def checkpoint_complete_before_it_is_written(
+    final: Path, token: str, boxes: dict[str, Boxes], extra: Any, group: dist.ProcessGroup
+) -> None:
+    """A checkpoint cannot be loaded: its folder had its final name before the files of all ranks were on
+    disk.
+    """
+    final.mkdir(exist_ok=True)
+    with storage.in_a_sentence(f"save the checkpoint {final}"):
+        writer, planner = storage.Writer(final, final), storage.SavePlanner(extra)
+        dcp.save(boxes, storage_writer=writer, planner=planner, process_group=group)
 
 
 @mutant(
-    target="hybrid_parallel.checkpoint.BackgroundCheckpoints.save",
+    target="training.checkpoint.Checkpoints.save",
     killer=(
-        "tests.hybrid_parallel.test_checkpoint."
+        "tests.training.test_checkpoint."
         "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change"
     ),
     symptom="A resumed run leaves out some batches, and its losses differ from those of a run in one go.",
 )
 def checkpoint_of_a_later_batch(
-    self,
-    step: int,
-    pieces: Iterable[Piece],
-    extra: Mapping[str, Any],
-    tied: Mapping[str, str] | None = None,
+    self: Checkpoints, step: int, shards: Iterable[Shard], extra: Any = None
 ) -> None:
     """A resumed run leaves out batches: the data position is that of the moment in which the thread wrote
     it.
     """
     if self._not_loaded is not None:
-        raise WorkbookError(
-            f"{self._folder} has the checkpoint of step {self._not_loaded}, from which this run has not "
-            "started: resume from it, or name another folder"
-        )
+        raise already_there(self._folder, self._not_loaded)
     self._finish_writing()
     if step == self._last_saved:
         return
-    tensors = self._snapshot(pieces)
-    self._saves += 1
-    values = {"extra": extra, "tied": tied or {}}
-    self._writer = threading.Thread(target=self._write, args=(step, tensors, values), daemon=True)
+    copies = self._copied(list(shards))
+    self._writer = threading.Thread(target=self._write, args=(step, copies, extra), daemon=True)
     self._writer.start()
 
 
 @mutant(
-    target="hybrid_parallel.checkpoint.BackgroundCheckpoints._snapshot",
+    target="training.checkpoint.Checkpoints._copied",
     killer=(
-        "tests.hybrid_parallel.test_checkpoint."
+        "tests.training.test_checkpoint."
         "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change"
     ),
     symptom="The losses jump after a restart, as if the weights of two steps were mixed.",
 )
-def checkpoint_of_tensors_that_change(self, pieces: Iterable[Piece]) -> dict[Part, Tensor]:
+def checkpoint_of_tensors_that_change(self: Checkpoints, shards: list[Shard]) -> dict[str, Boxes]:
     """A checkpoint mixes the weights of two steps: a thread reads the tensors that the optimizer changes."""
-    tensors: dict[Part, Tensor] = {}
-    for piece in pieces:
-        if piece.is_replica:
-            continue
-        part = piece.part
-        if part in tensors:
-            raise ValueError(f"this rank has {part} in two pieces")
-        tensors[part] = piece.tensor.detach().reshape(-1)
-    self._buffers = tensors
-    return tensors
+    boxes: dict[str, Boxes] = {}
+    for shard in shards:
+        shard.add_to(boxes)
+    return boxes
 
 
 @mutant(
-    target="training.range_checkpoint._refuse_damaged",
-    killer=(
-        "tests.training.test_range_checkpoint.test_every_flipped_bit_is_noticed_and_all_ranks_name_the_file"
-    ),
-    cause="check that must refuse it",
+    target="training.checkpoint_storage.verify",
+    killer="tests.training.test_checkpoint.test_every_flipped_bit_is_named_with_its_file_and_tensor",
     fails_with="DID NOT RAISE",
 )
-def checkpoint_only_measured(folder: Path, digests: dict[str, str]) -> None:
+def checkpoint_only_measured(found: Found, rank: int = 0, ranks: int = 1) -> None:
     """A bit of a checkpoint has flipped on disk, and training resumes from a wrong weight without an
     error.
     """
-    for name in digests:
-        if (folder / name).stat().st_size == 0:
-            raise WorkbookError(f"{folder / name} is damaged: resume from another checkpoint")
+    for path in found.folder.iterdir():
+        if path.stat().st_size == 0:
+            raise WorkbookError(f"{path} is damaged: resume from another checkpoint")
 
 
 @mutant(
-    target="hybrid_parallel.state._with_replicas",
-    killer="tests.hybrid_parallel.test_state.test_each_element_of_the_model_is_saved_by_one_rank",
+    target="training.checkpoint._shared_out",
+    killer="tests.training.test_checkpoint.test_what_only_some_ranks_hold_is_saved_by_one_of_them",
     symptom="A run with divided experts saves checkpoints without an error, and no run can resume from one.",
 )
-def hybrid_experts_of_one_rank_saved(hybrid: HybridParallel) -> Iterator[tuple[Held, int]]:
-    """A checkpoint lacks experts: replicas take turns in saving parameters, and hold different experts."""
-    elements = [0] * hybrid.sizes.replicas
-    own = dist.get_rank(hybrid.mesh.replicas)
-    for one in held(hybrid):
-        if hybrid.sizes.zero:
-            yield one, own
-        else:
-            replica = elements.index(min(elements))
-            elements[replica] += one.tensor.numel()
-            yield one, replica
+def checkpoint_of_what_the_rank_does_not_hold(layouts: list[list[tuple[Any, ...]]]) -> list[set]:
+    """A checkpoint lacks experts: replicas take turns in saving tensors, and hold different experts."""
+    mine: list[set] = [set() for _ in layouts]
+    for number in range(max(map(len, layouts))):
+        rank = number % len(layouts)
+        mine[rank] |= set(layouts[rank][number : number + 1])
+    return mine
+
+
+@mutant(
+    target="training.checkpoint.shards_of",
+    killer="tests.training.test_checkpoint.test_the_state_of_an_optimizer_lies_where_its_parameter_does",
+)
+def checkpoint_state_of_the_first_shard(
+    name, trained, optimizer, shape=None, offset=None, box=None, start=0, is_copy=False
+) -> Iterator[Shard]:
+    """After a resume the loss jumps: each rank's optimizer state was saved as that of a parameter's first
+    shard.
+    """
+    yield Shard(f"model/{name}", trained, shape, offset, box, start, is_copy)
+    for kind, value in optimizer.state.get(trained, {}).items():
+        yield Shard(f"optimizer/{kind}/{name}", value, shape if value.dim() else None)
+
+
+@mutant(
+    target="training.run.Run._load",
+    killer=(
+        "tests.hybrid_parallel.test_resume.test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was"
+    ),
+)
+def resumes_with_the_first_batches(self: Run, step: int) -> int:
+    """A resumed run has another loss than an undisturbed one: it trains on the first batches again."""
+    _, optimizer = self._trained
+    self._checkpoints.create_state(step, optimizer)
+    self._checkpoints.load(step, self._shards())
+    for part in self._trained:
+        if hasattr(part, "gather_parameters"):
+            part.gather_parameters()
+    return 0
 
 
 @mutant(
@@ -261,7 +268,7 @@ def zero_scaler_asks_one_rank(part: Tensor, group, pattern: str | None) -> Tenso
     target="training.range_checkpoint.read",
     killer="tests.zero.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards",
 )
-def zero_state_of_the_first_shard(found: Found, items: Items) -> None:
+def zero_state_of_the_first_shard(found: RangesFound, items: Items) -> None:
     """After a resume the loss jumps: all ranks have loaded the optimizer state of a parameter's first
     shard.
     """

@@ -69,7 +69,7 @@ def train(survivors: Survivors, args: ElasticMeshArgs, deaths: Deaths) -> None:
     """Train to the end in the present group, from the last checkpoint if there is one."""
     run = Run(survivors.cluster, args, "hybrid_elastic_mesh")
     hybrid = run.hybrid()
-    with run.checkpointing(hybrid) as first:
+    with run.checkpointing(hybrid, hybrid.optimizer) as first:
         for step in range(first, args.steps):
             deaths.die_if_due(survivors.name, step)
             x, y = run.batch(step)

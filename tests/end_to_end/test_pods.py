@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hybrid_parallel.checkpoint_folder import complete_steps
 from hybrid_parallel.config import load, split_config
 from lab.launch.errors import Stopped
 from tests.comm.places import free_port
 from tests.hybrid_parallel.test_run import summaries
 from tests.scripts.kubernetes import ROOT, command_of_pod, objects, small_job
+from training.checkpoint_storage import complete_steps
 
 JOB = objects()["Job"]
 

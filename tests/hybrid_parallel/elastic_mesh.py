@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_parallel.checkpoint import BackgroundCheckpoints
 from hybrid_parallel.elastic import train_elastic_mesh
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.run import Run
-from hybrid_parallel.state import pieces_of
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
+from training.checkpoint import Checkpoints
 
 ARGS = ElasticMeshArgs(
     steps=6, batch_size=24, size="tiny", layers=4, clip=0.1, json=True, patience=5.0, checkpoint_every=2
@@ -31,7 +30,7 @@ def train(cluster: Cluster, args: ElasticMeshArgs, victim: str = "") -> None:
     if cluster.rank == 1 and victim:
         owner, name, call = {
             "load": (Run, "_load", 0),
-            "save": (Run, "save", 1),
+            "save": (Run, "_save", 1),
             "form": (Survivors, "_form", 1),
         }[victim]
         die_in(owner, name, call)
@@ -55,11 +54,13 @@ def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
     """Return all parameters and both moments of each from the checkpoint of the last step."""
     torch.set_default_dtype(torch.float64)
     hybrid = Run(cluster, args, "hybrid_elastic_mesh").hybrid()
-    saved, pieces = BackgroundCheckpoints(str(args.checkpoint), cluster), pieces_of(hybrid)
-    step = saved.latest()
+    checkpoints = Checkpoints(str(args.checkpoint), cluster)
+    step = checkpoints.latest()
     assert step == args.steps
-    saved.load(step, pieces)
-    return {piece.part.name: piece.tensor.detach().clone() for piece in pieces}
+    checkpoints.create_state(step, hybrid.optimizer)
+    shards = hybrid.shards(hybrid.optimizer)
+    checkpoints.load(step, shards)
+    return {shard.name: shard.tensor.detach().clone() for shard in shards}
 
 
 @functools.cache

@@ -9,52 +9,40 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_parallel.checkpoint import BackgroundCheckpoints
-from hybrid_parallel.checkpoint_pieces import Piece
 from hybrid_parallel.export import ExportArgs, export, import_from
 from hybrid_parallel.export import run as export_or_import
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
-from tests.hybrid_parallel.checkpoint_toys import refusal
 from tests.run_modes import ROOT
+from tests.training.checkpoint_toys import refusal
+from training.checkpoint import Checkpoints, Shard, plain_shards
 
 CONFIG = GPTConfig(vocab_size=17, block_size=8, num_layers=2, num_heads=2, width=12)
 
 
 def save_gpt(cluster: Cluster, folder: Path, config: GPTConfig) -> None:
-    """Save a GPT: matrices are cut by rows, the rest is rank 0's; and an optimizer state."""
-    pieces, rank, ranks = [], cluster.rank, cluster.world_size
+    """Save a GPT and an optimizer state, cut into ranges."""
+    shards, rank, ranks = [], cluster.rank, cluster.world_size
     for name, parameter in GPT(config, seed=5).named_parameters():
         flat = parameter.detach().reshape(-1)
         start, end = (place * len(flat) // ranks for place in (rank, rank + 1))
         for kind in ("model/", "optimizer/exp_avg/"):
-            pieces.append(Piece(kind + name, flat[start:end], tuple(parameter.shape), start=start))
-    checkpoints = BackgroundCheckpoints(folder, cluster)
-    tied = {"model/head.weight": "model/token_embedding.weight"} if config.tied else {}
-    checkpoints.save(4, pieces, {"step": 4}, tied)
+            shards.append(Shard(kind + name, flat[start:end], parameter.shape, start=start))
+    checkpoints = Checkpoints(folder, cluster)
+    tied = {"head.weight": "token_embedding.weight"} if config.tied else {}
+    checkpoints.save(4, shards, {"tied": tied})
     checkpoints.wait()
 
 
 def load_gpt(cluster: Cluster, folder: Path, config: GPTConfig) -> bool:
-    """Return whether the newest checkpoint has the weights of `save_gpt`."""
-    checkpoints = BackgroundCheckpoints(folder, cluster)
-    step = checkpoints.latest()
-    model = GPT(config, seed=0)
-    kinds = [
-        "model/",
-        *(["optimizer/exp_avg/"] if "optimizer/exp_avg/head.weight" in checkpoints.names(step) else []),
-    ]
-    checkpoints.load(
-        step,
-        [
-            Piece(kind + name, p if kind == "model/" else p.detach().clone(), tuple(p.shape))
-            for kind in kinds
-            for name, p in model.named_parameters()
-        ],
-    )
+    """Return whether the newest checkpoint has the weights of `save_gpt`, and no optimizer state."""
+    checkpoints, model = Checkpoints(folder, cluster), GPT(config, seed=0)
+    optimizer, step = torch.optim.AdamW(model.parameters()), checkpoints.latest()
+    checkpoints.create_state(step, optimizer)
+    checkpoints.load(step, plain_shards(model, optimizer))
     expected = GPT(config, seed=5).state_dict()
-    return step == 0 and all(
+    return (step, dict(optimizer.state)) == (0, {}) and all(
         torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items()
     )
 
@@ -105,10 +93,6 @@ def test_what_cannot_be_exported_or_imported_is_said_in_a_sentence_and_nothing_i
     missing = tmp_path / "missing" / "out.safetensors"
     assert refusal(export, run, missing).startswith(f"cannot write {missing}: No such file or directory")
     assert sorted(os.listdir(tmp_path)) == ["out.safetensors", "run"]
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "checkpoint.pt").write_bytes(b"")
-    for refused in (refusal(export, tmp_path / "old", out), refusal(import_from, out, tmp_path / "old")):
-        assert refused.startswith(f"{tmp_path / 'old'} holds checkpoint.pt, a checkpoint in one file")
     for args in (ExportArgs(run), ExportArgs(run, out, from_file=out)):
         assert refusal(export_or_import, args).startswith("name a file to write, or one to read")
     assert export_or_import(ExportArgs(run, out)) == f"{out} has the 1 tensors of the model in {run}."

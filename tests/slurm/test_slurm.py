@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_parallel.checkpoint_folder import complete_steps
 from tests.slurm.cluster import SlurmCluster, last_step, processes_of
+from training.checkpoint_storage import complete_steps
 
 STEPS = 300
 CONFIG = "configs/pipeline_and_data.yaml"

@@ -1,4 +1,4 @@
-"""Attempts at a run that is refused, or interrupted, and what it says."""
+"""Short runs of train scripts: as they end, as they are refused, and as they are interrupted."""
 
 import os
 import signal
@@ -8,14 +8,29 @@ from unittest import mock
 
 from lab.cluster import Cluster
 from lab.launch.errors import Stopped, WorkbookError
-from tests.data_parallel.test_scripts import train
+from tests import run_modes
 from training.run import Run
 
+NAMES = {name: f"data_parallel_{name}" for name in ("naive", "overlap", "ddp")}
+NAMES |= {"bucket": "data_parallel_bucket_overlap", "accumulation": "data_parallel_naive_grad_accumulation"}
+NAMES |= {"cnn": "data_parallel_ddp"}
+OWN: dict[str, dict[str, Any]] = {"cnn": {"model": "baby_cnn", "batch_size": 240, "lr": 1e-2}}
+STEPS = 4
+SHORT = {"size": "tiny", "batch_size": 12, "lr": 3e-3, "steps": STEPS}
 
-def refusal(cluster: Cluster, name: str, **changes: Any) -> str:
+
+def train(cluster: Cluster, mode: str, **changes: Any) -> dict[str, Any]:
+    """Run the script of a mode with a tiny model, and return this rank's report."""
+    options = []
+    for name, value in (SHORT | OWN.get(mode, {}) | changes).items():
+        options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return run_modes.train(cluster, NAMES.get(mode, mode), *options)
+
+
+def refusal(cluster: Cluster, mode: str, **changes: Any) -> str:
     """Return why a script refuses these arguments; "" if it does not, or with a traceback."""
     try:
-        train(cluster, name, **({"steps": 1} | changes))
+        train(cluster, mode, **({"steps": 1} | changes))
     except WorkbookError as error:
         return str(error)
     except (ArithmeticError, RuntimeError, ValueError):
@@ -31,7 +46,7 @@ def the_one_sentence(texts: Iterable[str]) -> str:
 
 
 def interrupted(
-    cluster: Cluster, name: str, where: str, at: int, rank: int, by: int = signal.SIGINT, **changes: Any
+    cluster: Cluster, mode: str, where: str, at: int, rank: int, by: int = signal.SIGINT, **changes: Any
 ) -> str:
     """Train, with a signal for one rank when it calls this method of Run for the `at`-th time.
 
@@ -48,7 +63,7 @@ def interrupted(
 
     with mock.patch.object(Run, where, method):
         try:
-            train(cluster, name, **changes)
+            train(cluster, mode, **changes)
         except Stopped as stopped:
             return f"{stopped.exit_code}: {stopped}"
     return ""
