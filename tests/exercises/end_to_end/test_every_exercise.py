@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from exercises.catalog import EXERCISES, ROOT
+from exercises.catalog import EXERCISES, ROOT, Exercise
 from exercises.catalog.exercise import LESSON_PACKAGES
+from exercises.checker.plugin import load
 from exercises.generate import generated, missing
-from tests.exercises.in_process import solved
+from exercises.mutants import Mutant, all_mutants
+from lab.replace import apply, replaced
+from tests.exercises.in_process import run_tests, solved
 
 EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 
@@ -54,6 +57,37 @@ def test_it_fails_untouched_and_passes_with_the_lessons_code(workbook, exercise)
     assert after.returncode == 0, after.stdout
     assert after.stdout.startswith(f"{exercise.name}: passed  {exercise.title} is right: ")
     file.write_text(generated(exercise))
+
+
+@EACH
+def test_each_of_its_tests_fails_without_the_learners_function(exercise, tmp_path):
+    file = tmp_path / f"{exercise.name}.py"
+    file.write_text(generated(exercise))
+    with apply(load(exercise, file)):
+        for test in exercise.tests:
+            _, error = run_tests(exercise, test)
+            assert error is not None, f"{test} passes without the learner's function"
+
+
+def has_the_killer(exercise: Exercise, mutant: Mutant) -> bool:
+    module, _, test = mutant.killer.rpartition(".")
+    return f"{module.replace('.', '/')}.py::{test}" in exercise.tests
+
+
+# If an exercise's tests include the mutant's killer, tests/test_mutants.py has shown that it fails.
+WRONG = [
+    (exercise, mutant)
+    for exercise in EXERCISES
+    for mutant in all_mutants().values()
+    if mutant.target in exercise.targets and not has_the_killer(exercise, mutant)
+]
+
+
+@pytest.mark.parametrize("exercise, mutant", WRONG, ids=[mutant.name for _, mutant in WRONG])
+def test_it_fails_with_a_wrong_implementation_that_was_shipped(exercise, mutant):
+    with replaced(mutant.target, mutant.implementation):
+        _, error = run_tests(exercise)
+    assert error is not None
 
 
 def test_a_passed_exercise_is_listed_as_passed(workbook):
