@@ -20,18 +20,11 @@ def test_replicas_that_train_alone_drift_apart(capfd):
     assert summary["steps"] == 10
 
 
-def test_no_epoch_comes_after_the_last_step(capfd):
+def test_a_single_rank_does_not_drift_and_no_epoch_comes_after_the_last_step(capfd):
     run_ranks(lambda cluster: train_alone.main(cluster, train_alone.Args(epochs=5, steps=2, json=True)), 1)
-    rows = re.findall(r"│ (\d+) +│ \d\.\d{3} +│", capfd.readouterr().err)
-    assert rows == ["1"]
-
-
-def test_a_single_rank_does_not_drift(capfd):
-    def work(cluster: Cluster) -> None:
-        train_alone.main(cluster, train_alone.Args(epochs=1, steps=3, json=True))
-
-    run_ranks(work, 1)
-    summary = json.loads(capfd.readouterr().out.strip().splitlines()[-1].removeprefix("[rank 0] "))
+    captured = capfd.readouterr()
+    assert re.findall(r"│ (\d+) +│ \d\.\d{3} +│", captured.err) == ["1"]
+    summary = json.loads(captured.out.strip().splitlines()[-1].removeprefix("[rank 0] "))
     assert summary["drift"] == [0.0]
     assert summary["replicas_equal"] is True
 

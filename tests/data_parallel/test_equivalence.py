@@ -96,21 +96,6 @@ def test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros():
     run_ranks(work, 2, timeout=20)
 
 
-def test_a_rank_without_a_backward_contributes_zeros():
-    def work(cluster: Cluster) -> None:
-        expected = one_process(layers(), lambda m: mean_square(m, X) / 3)
-        for name, wrap in OURS.items():
-            model = wrap(layers())
-            for step in range(3):
-                model.zero_grad()
-                if cluster.rank == step:
-                    mean_square(model, X).backward()
-                model.finish_gradient_sync()
-                assert_same(mean_gradients(model.module), expected, what=f"gradient of {name}, step {step},")
-
-    run_ranks(work, 3, timeout=20)
-
-
 def test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too():
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():

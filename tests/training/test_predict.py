@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.trace.gantt import Event
-from training.predict import Message, median_step_seconds, observed_step, step_seconds
+from training.predict import median_step_seconds, observed_step, step_seconds
 
 SECOND = 1_000_000_000
 
@@ -27,28 +27,19 @@ def sent(start: float, end: float, num_bytes: int, lane: str = "communication") 
     return event("communication", start, end, lane, num_bytes)
 
 
-def test_a_message_that_is_ready_at_the_end_adds_its_full_time():
-    assert step_seconds(6.0, 1.0, [(6.0, 10), (6.0, 20)], wire) == 6 + 2 + 3 + 1
-
-
-def test_a_message_that_ends_during_compute_costs_nothing():
-    assert step_seconds(6.0, 1.0, [(1.0, 10), (3.0, 10)], wire) == 6 + 1
-
-
-def test_a_step_waits_for_messages_that_outlast_compute():
-    assert step_seconds(6.0, 1.0, [(1.0, 10), (5.0, 20)], wire) == (5 + 3) + 1
-
-
-def test_a_message_starts_when_the_previous_one_has_ended():
-    assert step_seconds(6.0, 1.0, [(1.0, 40), (2.0, 10), (6.0, 0)], wire) == (1 + 5 + 2 + 1) + 1
-
-
-def test_the_link_idles_until_a_message_is_ready():
-    assert step_seconds(8.0, 0.5, [(1.0, 0), (7.0, 10)], wire) == (7 + 2) + 0.5
-
-
-def test_without_messages_a_step_takes_its_compute_time():
-    assert step_seconds(6.0, 1.0, [], wire) == 7.0
+@pytest.mark.parametrize(
+    ("compute", "messages", "seconds"),
+    [
+        (6.0, [], 6 + 1),
+        (6.0, [(6.0, 10), (6.0, 20)], 6 + 2 + 3 + 1),  # ready at the end: all of it costs time
+        (6.0, [(1.0, 10), (3.0, 10)], 6 + 1),  # ended during compute: it costs nothing
+        (6.0, [(1.0, 10), (5.0, 20)], (5 + 3) + 1),  # the step waits for it
+        (6.0, [(1.0, 40), (2.0, 10), (6.0, 0)], (1 + 5 + 2 + 1) + 1),  # one begins when another has ended
+        (8.0, [(1.0, 0), (7.0, 10)], (7 + 2) + 1),  # the link idles until it is ready
+    ],
+)
+def test_a_step_takes_its_computing_and_what_is_not_hidden(compute, messages, seconds):
+    assert step_seconds(compute, 1.0, messages, wire) == seconds
 
 
 times = st.floats(0, 100)
@@ -80,23 +71,12 @@ OVERLAPPED = [
 ]
 
 
-def test_a_message_is_ready_at_its_launch_and_the_loss_does_not_count():
+def test_a_message_is_ready_at_its_launch_or_else_at_the_end_and_the_loss_does_not_count():
     assert observed_step(OVERLAPPED) == (4.0, 1.0, [(2.0, 40), (3.5, 80)])
-
-
-def test_the_order_of_the_events_does_not_matter():
     assert observed_step(OVERLAPPED[::-1]) == observed_step(OVERLAPPED)
-
-
-def test_a_message_without_a_launch_is_ready_at_the_end_of_compute():
-    flags = sent(15.4, 15.5, 3)
-    assert observed_step([*OVERLAPPED, flags])[2] == [(2.0, 40), (3.5, 80), (4.0, 3)]
-
-
-def test_naive_sends_on_the_main_lane_after_all_compute():
     events = [event("forward", 0, 1), event("backward", 1, 4), sent(4, 5, 10, "main")]
     events += [sent(5, 6, 20, "main"), event("optimizer", 6, 7)]
-    assert observed_step(events) == (4.0, 1.0, [(4.0, 10), (4.0, 20)])
+    assert observed_step(events) == (4.0, 1.0, [(4.0, 10), (4.0, 20)])  # naive: on the main lane
 
 
 def test_communication_inside_the_backward_does_not_count_as_compute():
@@ -109,12 +89,6 @@ def test_gaps_between_microbatches_do_not_make_a_message_later():
     events = [event("forward", 0, 1), event("backward", 1, 2), event("forward", 5, 6)]
     events += [event("backward", 6, 8), event("optimizer", 8, 9)]
     assert observed_step([*events, launch(7), sent(7, 8, 10)])[2] == [(4.0, 10)]
-
-
-def test_a_step_without_an_optimizer_or_without_events_can_be_observed():
-    assert observed_step([event("backward", 0, 2), sent(1, 2, 10)]) == (2.0, 0.0, [(2.0, 10)])
-    nothing: list[Message] = []
-    assert observed_step([]) == (0.0, 0.0, nothing)
 
 
 def test_the_prediction_of_a_run_is_the_median_of_its_steps():
