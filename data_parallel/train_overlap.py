@@ -85,6 +85,7 @@ class OverlapDataParallel(nn.Module):
         if self._guard.gradient_of(parameter) is None or not self._guard.is_synchronising:
             return
         self._complete.add(parameter)
+        # Ranks pair all-reduces by the order of the calls: a complete gradient waits for those before it.
         while self._to_launch and self._to_launch[0] in self._complete:
             self._launch(self._to_launch.popleft())
 

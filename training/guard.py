@@ -29,11 +29,8 @@ class Guard:
 
     def __init__(self, module: nn.Module) -> None:
         for name, layer in module.named_modules():
-            if (
-                isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-                and layer.sparse
-                and layer.weight.requires_grad
-            ):
+            is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+            if is_sparse and layer.weight.requires_grad:
                 raise WorkbookError(f"{name or type(layer).__name__} {SPARSE}")
         self.is_synchronising = True  # False inside no_sync()
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
@@ -106,9 +103,7 @@ def refuse_unless_elementwise(optimizer_class: type[Optimizer], options: dict[st
             optimizer.step()
         return torch.cat([part.detach().flatten() for part in parts])
 
-    optimizer_class(
-        [nn.Parameter(values.view(4, 6))], **options
-    )  # which raises its own error for a wrong option
+    optimizer_class([nn.Parameter(values.view(4, 6))], **options)  # raises its own error for a wrong option
     try:
         is_elementwise = torch.equal(trained([24], (4, 6)), trained([13, 11], (-1,)))
     except (TypeError, ValueError, RuntimeError):  # such as Muon, which takes matrices only

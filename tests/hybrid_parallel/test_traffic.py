@@ -101,7 +101,7 @@ def test_the_picture_has_the_bytes_of_each_axis_beside_its_formula():
         "a rank sends in a step   stage 0   stage 1   by formula",
         "pipeline                 3.6 kB    3.6 kB    4 x 768 bytes over each boundary of the stage, and the "
         "gradient of the tied embedding",
-        "data                     8.0 kB    7.7 kB    all-reduce of the gradients",
+        "data                     7.9 kB    7.6 kB    all-reduce of the gradients",
         "In a ring of n ranks a rank sends 2 (n-1)/n of what it all-reduces, and (n-1)/n of what it gathers "
         "or reduce-scatters.",
     ]
