@@ -133,10 +133,10 @@ def _pipeline_step(cluster: Cluster, model: torch.nn.Module, x: Tensor, y: Tenso
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        outcome = pipeline.step(x, y)
+        loss = pipeline.step(x, y)
         pipeline.finish_gradient_sync()
         optimizer.step()
-        loss = torch.zeros(()) if outcome.loss is None else outcome.loss
+        loss = torch.zeros(()) if loss is None else loss
         return _mean(loss, chosen_pattern("all_reduce"))
 
     return step

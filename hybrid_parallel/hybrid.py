@@ -191,10 +191,10 @@ class HybridParallel:
     def _through_stages(self, x: Tensor, y: Tensor) -> Tensor:
         assert self.pipeline is not None
         with self._no_sync():
-            outcome = self.pipeline.step(x, y)
+            loss = self.pipeline.step(x, y)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
-        if outcome.loss is not None:
-            total += outcome.loss
+        if loss is not None:
+            total += loss
         return total
 
     def in_precision(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,67 +1,75 @@
-"""Cut a model into stages, keep those of this rank, and train or evaluate them by a schedule.
+"""Run any schedule: one loop over a row of the table.
+
+      for action in row:              a row of the table, such as F0 F1 B0 B1 (schedules.py)
+          if it needs a message:      an activation from the stage before, a gradient from the stage after
+              wait for it
+          compute                     F, B, I or W of one microbatch in one stage (stage.py)
+          if another rank needs it:   an activation for the stage after, a gradient for the stage before
+              start sending it
 
     pipeline = Pipeline(GPT(config), one_f_one_b(4, 8), loss_of, example=x[:len(x) // 8])
-    loss, _ = pipeline.step(x, y)             # forward and backward of 8 microbatches
+    loss = pipeline.step(x, y)                # forward and backward of 8 microbatches
     pipeline.finish_gradient_sync()           # an embedding that two stages share gets the sum
     optimizer.step()
 
-    loss = pipeline.evaluate(x, y)            # on all ranks; forwards alone, in evaluation mode
     outputs = pipeline.forward_only(x)        # on the last stage's rank, None elsewhere
 
-Every rank makes the full model with the same seed, and frees the stages of other ranks.
+The loop knows nothing of GPipe or 1F1B, which are tables. A message is named after what it carries: F 1 0 is
+the output of stage 0 for microbatch 1, and I 1 2 the gradient of the input of stage 2. messages.py says when
+the receives are posted. Rank 1 of 2 does this in 1F1B with two microbatches:
+
+      post the receives of F 0 0 and F 1 0
+      1F0                wait for F 0 0, and compute the forward of microbatch 0 in stage 1
+      1B0                its backward, which makes the gradient I 0 1 of the stage's input: start sending it
+      1F1  1B1           the same for microbatch 1
+      wait until all that was sent has arrived: its memory may be used again
+
+What a microbatch needs for its backward is kept from its forward to its backward, and no longer. The output
+is not kept: autograd starts the backward at the output's place in the graph (a gradient edge), so the memory
+of the output is free once it has been sent.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from comm.collectives import broadcast, chosen_pattern
-from comm.cost import expected_traffic
-from comm.point_to_point import irecv, isend, recv, send
-from comm.wire.wire import Group
-from lab.evaluation import evaluating
+from comm.point_to_point import irecv, isend
 from lab.launch.errors import WorkbookError
-from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from pipeline_parallel.actions import Table, num_microbatches, placement
-from pipeline_parallel.boundaries import agreed_stages, exchange_boundaries
-from pipeline_parallel.by_hand import ByHand, HandWritten
-from pipeline_parallel.clock import Clock, ClockRunner
-from pipeline_parallel.executor import Executor, Outcome
-from pipeline_parallel.failure import FLAG
-from pipeline_parallel.messages import has_split_backward
-from pipeline_parallel.stage import Stage, ties
-from pipeline_parallel.stage_gradient import refuse_norms_of_a_stage
-from pipeline_parallel.stage_runner import AutogradRunner, LossOf, StageRunner
-from pipeline_parallel.tied import NewGradients
-from training.clipping import clip_grad_norm_
+from pipeline_parallel.actions import (
+    BACKWARD,
+    FORWARD,
+    GANTT_KIND,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Table,
+    num_microbatches,
+    placement,
+)
+from pipeline_parallel.deferred import Later, compute_gradients, deferring
+from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
+from pipeline_parallel.own_stages import OwnStages
+from pipeline_parallel.stage import Costs, LossOf
+
+Place = tuple[int, int]  # microbatch and stage
 
 
-class Pipeline(nn.Module):
+class Pipeline(OwnStages):
     """Holds this rank's stages of `model`, which run on the ranks of `group` by the schedule `table`.
 
-    `model` is an nn.Sequential, a list of modules, or one of the lessons' models. `example` is a microbatch
-    of the input, for the rank of the first stage.
-
-    The model is cut by `costs`: a number for each part (stage.py), "parameters", or "time", which measures
-    the parts on the first stage's rank. By default an nn.Sequential is cut by its parameters, and a GPT by
-    its layers. `split` says instead how many parts each stage takes.
-
-    `recompute` makes stages keep only their input for the backward: all of them (True), or those given.
-    `tick` replaces computing by a clock: it is the seconds that a microbatch's forward takes in all stages of
-    a rank. `by_hand` is the class of a lesson, which runs in place of the executor and does what `table`
-    says. WorkbookError if table and ranks, or parts and stages, do not fit together.
+    `model` is an nn.Sequential, a list of modules, or one of the lessons' models, the same on all ranks.
+    `example` is a microbatch of the input. The other options are those of OwnStages.
 
     Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
     stages send are single tensors. The loss is the mean of the microbatches' means, and BatchNorm sees one
-    microbatch at a time. A step under torch.no_grad() is refused. So are GradScaler and torch's
-    clip_grad_norm_, which would see the gradients of one rank's stages alone; this class has its own
-    clip_grad_norm_.
+    microbatch at a time. Gradients are complete after `finish_gradient_sync`, on the ranks that have the
+    parameters: clip them with this class's own `clip_grad_norm_`.
     """
 
     def __init__(
@@ -70,214 +78,132 @@ class Pipeline(nn.Module):
         table: Table,
         loss_of: LossOf,
         example: Tensor,
-        group: Group = None,
-        costs: Sequence[float] | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        costs: Costs = None,
         split: Sequence[int] | None = None,
-        recompute: bool | Sequence[int] = False,
+        recompute: bool = False,
         tick: float | None = None,
-        by_hand: Callable[..., HandWritten] | None = None,
     ) -> None:
-        super().__init__()
-        self.rank, self.group, self.table, self.rank_of = dist.get_rank(group), group, table, placement(table)
-        model, stages = agreed_stages(model, table, example, costs, split, group)
-        self.device = example.device
-        self.layout = self._layout(model, stages)
-        self.ties = [tie for tie in ties(stages) if self.rank_of[tie[0][0]] != self.rank_of[tie[1][0]]]
-        own = [stage for stage, rank in self.rank_of.items() if rank == self.rank]
-        self.stages = nn.ModuleDict({str(stage): stages[stage] for stage in own})
-        self.boundaries, rows = exchange_boundaries(
-            {stage: stages[stage] for stage in own}, self.rank_of, example, group
-        )
-        self._make_ties_equal()
-        self._new = NewGradients()
-        clock = Clock()
-        recomputed = set(self.rank_of if recompute is True else recompute or ())
+        sizes = placement(table), num_microbatches(table)
+        super().__init__(model, *sizes, loss_of, example, group, costs, split, recompute, tick)
+        self.table = table
+        self.row, self.receives = table[self.rank], receives_before(table, self.rank)
+        self.is_split = any(action.kind == INPUT_GRADIENT for row in table for action in row)
+        for stage in self.stages.values():
+            stage.deferring = deferring
+        self.chunk_of = {int(stage): chunk for chunk, stage in enumerate(self.stages)}
+        self.kept: dict[Place, tuple[Tensor, GradientEdge | None]] = {}  # from a forward to its backward
+        self.later: dict[Place, Later] = {}  # weight gradients to compute
+        self.ready: dict[Message, Tensor] = {}  # results for another stage of this rank
+        self.arriving: dict[Message, tuple[Tensor, Any]] = {}
+        self.leaving: dict[Message, Any] = {}
 
-        def runner(stage: int) -> StageRunner:
-            is_last = stage == len(stages) - 1
-            microbatches = 1 if by_hand else num_microbatches(table)  # a lesson divides the loss itself
-            if tick is not None:
-                inputs, outputs = self.boundaries[stage], self.boundaries[stage + 1]
-                return ClockRunner(clock, outputs, inputs, tick / len(own), self.device)
-            is_split = has_split_backward(table)
-            loss = loss_of if is_last else None
-            dtype = self.boundaries[stage + 1].dtype
-            return AutogradRunner(stages[stage], microbatches, loss, stage in recomputed, is_split, dtype)
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Do the forward and the backward of all microbatches, and add to the parameters' gradients.
 
-        own_runners = {stage: runner(stage) for stage in own}
-        arguments = table, own_runners, self.boundaries, self.rank, group, self.device
-        run = Executor if by_hand is None else partial(ByHand, by_hand)
-        self.executor = run(*arguments, rows=rows)
-        self._evaluator = self.executor if by_hand is None else Executor(*arguments, rows=rows)
-
-    def step(self, x: Tensor | None = None, y: Tensor | None = None) -> Outcome:
-        """Do the forward and the backward of a batch; see Executor.step."""
-        with self.noting_tied_gradients():
-            outcome = self.executor.step(x, y, check=self._new.refuse_if_trained)
-        if dist.get_world_size(self.group) > 1:
-            tied = {parameter for parameter, _ in self._shared()}
-            refuse_norms_of_a_stage(parameter for parameter in self.parameters() if parameter not in tied)
-        return outcome
-
-    def forward_only(self, x: Tensor | None = None) -> Tensor | None:
-        """Return the model's outputs for a batch, on the rank of the last stage; None on the others.
-
-        All ranks call it; the rank of the first stage needs `x`, with as many rows as in `step`. The
-        microbatches follow each other through the stages (schedules.forward_only), in evaluation mode and
-        without gradients. An error on one rank raises on all. Gradients, random numbers and the mode of
-        every submodule are afterwards what they were.
+        Return the mean loss on the rank of the last stage, None on the others. `x` is the full batch, which
+        the rank of the first stage uses, and `y` its targets, for the rank of the last one.
         """
-        with evaluating(self):
-            outputs = self._evaluator.forward_only(x)
-        return torch.cat(outputs) if outputs else None
+        self.begin_step(x, y)
+        xs, ys, losses = x.chunk(self.microbatches), y.chunk(self.microbatches), []
+        for action, receives in zip(self.row, self.receives, strict=True):
+            for message in receives:
+                self.post(message)
+            given = self.take(received_by(action, self.last))
+            with self.shown(action):
+                made = self.compute(action, given, xs, ys)
+            if made is not None:
+                self.hand_over(sent_by(action, self.last), made, losses)
+        for transfer in self.leaving.values():
+            transfer.wait()
+        self.leaving.clear()
+        return torch.stack(losses).sum() if losses else None
 
-    def evaluate(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
-        """Return the loss of a batch, on all ranks, in float64: the mean of the microbatches' means.
+    # --------------------------------------------------------------------------------------------- compute
 
-        All ranks call it, as `forward_only`; the rank of the last stage needs the targets `y`.
+    def compute(
+        self, action: Action, given: Tensor | None, xs: Sequence[Tensor], ys: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Do an action; return its result: an output, a share of the loss, or the gradient of an input."""
+        kind, microbatch, stage = action
+        if kind == FORWARD:
+            x = xs[microbatch] if given is None else given.requires_grad_()
+            return self.forward_of(microbatch, stage, x, ys[microbatch] if stage == self.last else None)
+        with without_autocast(self.device):
+            dx = None if kind == WEIGHT_GRADIENT else self.input_gradient_of(microbatch, stage, given)
+            if kind in (BACKWARD, WEIGHT_GRADIENT):
+                self.weight_gradient_of(microbatch, stage)
+        return dx
+
+    def forward_of(self, microbatch: int, stage: int, x: Tensor, target: Tensor | None) -> Tensor:
+        """Return the stage's output, or its share of the mean loss, and keep what the backward needs."""
+        later = self.later[microbatch, stage] = []
+        y = self.stages[str(stage)](x, target, later if self.is_split else None)
+        if target is not None:
+            y = y / self.microbatches
+        self.kept[microbatch, stage] = x, get_gradient_edge(y) if y.requires_grad else None
+        return y.detach()
+
+    def input_gradient_of(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
+        """Return the gradient of the stage's input, given that of its output; None is for the loss.
+
+        If backwards are split, the weight gradients of linear layers are left to `weight_gradient_of`.
         """
-        with evaluating(self):
-            losses = self._evaluator.forward_only(x, y, has_targets=True)
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            if losses:
-                loss.copy_(torch.stack(losses).mean())
-            pattern = chosen_pattern("broadcast", self.group)
-            broadcast(loss, self.rank_of[self.executor.last_stage], self.group, pattern=pattern)
-        return loss
+        x, edge = self.kept.pop((microbatch, stage))
+        if edge is not None:  # a first stage that is frozen has no gradient to compute
+            torch.autograd.backward([edge], [dy])
+        return x.grad
 
-    def noting_tied_gradients(self) -> AbstractContextManager[None]:
-        """Note, as `step` does, what the `with` block adds to tied gradients."""
-        return self._new.collecting(parameter for parameter, _ in self._shared())
+    def weight_gradient_of(self, microbatch: int, stage: int) -> None:
+        """Compute the weight gradients that `input_gradient_of` has left."""
+        compute_gradients(self.later.pop((microbatch, stage)))
 
-    def finish_gradient_sync(self) -> None:
-        """Add what each copy of a shared parameter got since the last call to the other copy's gradient."""
-        for mine, peer in [] if self._new.is_complete else self._shared():
-            with span("tied gradient", "wait"):
-                gradient = self._new.take(mine)
-                gradient = torch.zeros_like(mine) if gradient is None else gradient
-                others = torch.empty_like(gradient)
-                # nccl has one queue for both directions: what one rank sends first, the other receives first.
-                if self.rank < peer:
-                    leaving = isend(gradient, peer, self.group)
-                arriving = irecv(others, peer, self.group)
-                if self.rank > peer:
-                    leaving = isend(gradient, peer, self.group)
-                arriving.wait()
-                leaving.wait()  # before the sum overwrites what is sent
-                mine.grad = (gradient if mine.grad is None else mine.grad).add_(others)
-        self._new.is_complete = True
+    def shown(self, action: Action) -> AbstractContextManager[None]:
+        """Show the action in the timeline."""
+        kind, microbatch, stage = action
+        place = {"microbatch": microbatch, "stage": stage, "chunk": self.chunk_of[stage]}
+        return span(str(microbatch), GANTT_KIND[kind], action=kind, **place)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
+    # -------------------------------------------------------------------------------------------- messages
 
-        All ranks call it, after `finish_gradient_sync`.
-        """
-        copies = self.later_copies()
-        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
+    def post(self, message: Message) -> None:
+        """Post the receive of a message."""
+        like = self.boundaries[max(message.stage, message.receiver)]
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        peer = self.rank_of[message.stage]
+        self.arriving[message] = buffer, irecv(buffer, peer, self.channels.of(peer, self.rank))
 
-    def later_copies(self) -> set[nn.Parameter]:
-        """Return this rank's copies of shared parameters whose other copy is in an earlier stage."""
-        return {
-            self.stages[str(stage)].get_parameter(name)
-            for _, (stage, name) in self.ties
-            if self.rank_of[stage] == self.rank
-        }
+    def take(self, message: Message | None) -> Tensor | None:
+        """Return what another stage has made. If that is a stage of another rank, wait for its message."""
+        if message is None or message in self.ready:
+            return None if message is None else self.ready.pop(message)
+        buffer, transfer = self.arriving.pop(message)
+        with span("wait", "wait"):
+            transfer.wait()
+        # A gradient answers an activation, which has arrived, then. Free it.
+        answered = Message(FORWARD, message.microbatch, message.receiver)
+        if message.kind == INPUT_GRADIENT and answered in self.leaving:
+            self.leaving.pop(answered).wait()
+        return buffer
+
+    def hand_over(self, message: Message | None, made: Tensor, losses: list[Tensor]) -> None:
+        """Start sending a result to the stage that needs it, or keep it for a stage of this rank."""
+        if message is None:
+            losses.append(made)
+        elif (to := self.rank_of[message.receiver]) == self.rank:
+            self.ready[message] = made
+        else:
+            self.leaving[message] = isend(made.contiguous(), to, self.channels.of(self.rank, to))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise WorkbookError(
             "A pipeline computes forward and backward at once: call step(x, y). To evaluate, call "
-            "evaluate(x, y) or forward_only(x)."
+            "forward_only(x)."
         )
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the full model's parameters and buffers by name, on every rank. All ranks must call it."""
-        own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
-        # One message for all tensors of a rank and dtype: each message costs a latency.
-        by_owner: dict[tuple[int, torch.dtype], list[str]] = {}
-        for name, (stage, like) in self.layout.items():
-            by_owner.setdefault((self.rank_of[stage], like.dtype), []).append(name)
-        full: dict[str, Tensor] = {}
-        for (owner, dtype), names in by_owner.items():
-            shapes = [self.layout[name][1].shape for name in names]
-            sizes = [shape.numel() for shape in shapes]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-            if owner == self.rank:
-                torch.cat([own[name].flatten() for name in names], out=flat)
-            broadcast(flat, root=owner, group=self.group)
-            for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
-                full[name] = part.view(shape)
-        return {name: full[name] for name in self.layout}
 
-    def load_full_state_dict(self, full: dict[str, Tensor]) -> None:
-        """Load this rank's stages from `full_state_dict`, or from the state dict of the full model."""
-        for stage in self.stages.values():
-            names = stage.state_dict()
-            stage.load_state_dict({name: full[name] for name in names})
-        self._new.forget()
-
-    def named_own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by their names in the full model. A tied copy has its own name."""
-        return {
-            name: parameter for stage in self.stages.values() for name, parameter in stage.named_parameters()
-        }
-
-    def traffic_per_step(self) -> Traffic:
-        """Return what this rank sends in a step.
-
-        Over each boundary to another rank it sends m activations, or m gradients back. It also sends, once,
-        the gradient of each parameter that it shares with another rank.
-        """
-        sent = messages = 0
-        for boundary, like in self.boundaries.items():
-            before, after = self.rank_of.get(boundary - 1), self.rank_of.get(boundary)
-            if before is None or after is None or before == after or self.rank not in (before, after):
-                continue
-            messages += num_microbatches(self.table)
-            sent += num_microbatches(self.table) * like.nbytes
-        for parameter, _ in self._shared():
-            messages += 1
-            sent += parameter.nbytes
-        return Traffic(sent, messages)
-
-    def traffic_of_forward_only(self) -> Traffic:
-        """Return what this rank sends in `forward_only`: m activations over each boundary to a stage of
-        another rank, and its part of the all-reduce that says whether a rank has failed."""
-        traffic = self._traffic_of("all_reduce", FLAG.itemsize)
-        for boundary, like in self.boundaries.items():
-            before, after = self.rank_of.get(boundary - 1), self.rank_of.get(boundary)
-            if before == self.rank and after not in (None, self.rank):
-                count = num_microbatches(self.table)
-                traffic += Traffic(count * like.nbytes, count)
-        return traffic
-
-    def traffic_of_evaluate(self) -> Traffic:
-        """Return what this rank sends in `evaluate`: as `forward_only`, and the broadcast of the loss."""
-        root = self.rank_of[self.executor.last_stage]
-        return self.traffic_of_forward_only() + self._traffic_of("broadcast", torch.float64.itemsize, root)
-
-    def _traffic_of(self, op: str, itemsize: int, root: int = 0) -> Traffic:
-        return expected_traffic(op, chosen_pattern(op, self.group), 1, itemsize, self.group, root)
-
-    def _make_ties_equal(self) -> None:
-        """Copy each shared parameter from the earlier stage to the later one."""
-        for (earlier, name), (later, its_name) in self.ties:
-            if self.rank_of[earlier] == self.rank:
-                send(self.stages[str(earlier)].get_parameter(name), self.rank_of[later], self.group)
-            elif self.rank_of[later] == self.rank:
-                recv(self.stages[str(later)].get_parameter(its_name), self.rank_of[earlier], self.group)
-
-    def _shared(self) -> list[tuple[nn.Parameter, int]]:
-        """Return this rank's copies of parameters that a stage of another rank trains too, and that rank."""
-        return [
-            (parameter, self.rank_of[other])
-            for tie in self.ties
-            for (stage, name), (other, _) in (tie, tie[::-1])
-            if self.rank_of[stage] == self.rank
-            and (parameter := self.stages[str(stage)].get_parameter(name)).requires_grad
-        ]
-
-    @staticmethod
-    def _layout(model: nn.Module, stages: list[Stage]) -> dict[str, tuple[int, Tensor]]:
-        """Return, by name in the full model, the stage of each parameter and buffer, and its shape."""
-        stage_of = {name: i for i, stage in reversed(list(enumerate(stages))) for name in stage.state_dict()}
-        return {name: (stage_of[name], tensor.to("meta")) for name, tensor in model.state_dict().items()}
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Switch torch.autocast off for a backward, which computes in the dtypes that its forward recorded."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -1,29 +1,42 @@
 """A model is a chain of parts, and a stage is a run of consecutive parts.
 
-      GPT    [embedding][block 0][block 1][block 2][block 3][norm, head]
-      stages |-------- 0 --------|-- 1 ---|-- 2 ---|---------- 3 -------|
+      GPT      [embedding][block 0][block 1][block 2][block 3][norm, head]
+      stages   |------- 0 --------|-- 1 ---|-- 2 ---|--------- 3 --------|
 
-The parts of an nn.Sequential are its modules. A stage keeps its modules under the names that they have in
-the full model, so checkpoints, gradients and comparisons find its parameters under the same names.
+A stage keeps its modules under the names that they have in the full model, so checkpoints, gradients and
+comparisons find its parameters under the same names. Which parts a stage takes is decided by their costs:
 
-Which parts a stage takes is decided in split.py.
+      costs   4 1 1 2 2 2        a part costs its number of parameters, the seconds that it takes here,
+      cut     4|1 1 2|2 2        or a number that you give; the most expensive stage is as cheap as can be
 
-GPT's tied embedding is a parameter of the first and of the last stage. Two ranks hold a copy each; the copies
-start equal and get the sum of both gradients. No shapes are typed in: once, at the start, every stage runs on
-tensors without memory (device "meta"), and so the next stage knows what it will receive.
+      split=[1, 3, 2]            or you say how many parts each stage takes
+
+The slowest stage sets the pace of the pipeline: the others wait for its messages.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
+from comm.collectives import broadcast
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, BabyCNN
+from lab.trace.device_clock import DeviceClock
+from lab.trace.stream_clock import time_when_done
+
+LossOf = Callable[[Tensor, Tensor], Tensor]
+Later = list[Callable[[], None]]
+Costs = Sequence[float] | str | None
 
 
 class Part(NamedTuple):
@@ -32,48 +45,6 @@ class Part(NamedTuple):
     modules: tuple[str, ...]
     forward: Callable[["Stage", Tensor], Tensor]
     cost: float = 1.0
-
-
-class Stage(nn.Module):
-    """Runs consecutive parts of `model`, one after the other. It shares the modules with the model."""
-
-    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
-        super().__init__()
-        self._parts = parts
-        self.config = getattr(model, "config", None)
-        for path in (path for part in parts for path in part.modules):
-            container, _, name = path.rpartition(".")
-            if container and container not in self._modules:
-                self.add_module(container, nn.ModuleDict())
-            (self.get_submodule(container) if container else self).add_module(name, model.get_submodule(path))
-        first = [module for path in parts[0].modules for module in model.get_submodule(path).modules()]
-        self._copies_input = any(getattr(module, "inplace", False) for module in first)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._copies_input:  # autograd allows no change in place of a received tensor
-            x = x.clone()
-        for part in self._parts:
-            x = part.forward(self, x)
-        return x
-
-    def output_like(self, x: Tensor) -> Tensor:
-        """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed."""
-        held = {name: tensor.to("meta") for name, tensor in self._everything()}
-        with torch.no_grad():
-            return functional_call(self, held, (x.to("meta"),))
-
-    def _everything(self) -> list[tuple[str, Tensor]]:
-        return [*self.named_parameters(), *self.named_buffers()]
-
-
-def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return a list of modules as the nn.Sequential of them, and a module as it is."""
-    if not isinstance(model, list | tuple | nn.ModuleList):
-        return model  # type: ignore[return-value]
-    for module in model:
-        if not isinstance(module, nn.Module):
-            raise WorkbookError(f"A pipeline takes a list of nn.Modules, and this one holds {module!r}.")
-    return nn.Sequential(*model)
 
 
 def parts_of(model: nn.Module) -> list[Part]:
@@ -87,7 +58,7 @@ def parts_of(model: nn.Module) -> list[Part]:
         blocks = [Part((f"blocks.{i}",), partial(_call, f"blocks.{i}")) for i in range(len(model.blocks))]
         # Blocks count in an even cut; what comes before and after them does not.
         before = Part(("token_embedding", "position_embedding", "dropout"), GPT.embed, cost=0.0)
-        return [before, *blocks, Part(("final_norm", "head"), _head, cost=0.0)]
+        return [before, *blocks, Part(("final_norm", "head"), lambda s, x: s.head(s.final_norm(x)), cost=0.0)]
     if isinstance(model, MLP):
         last = len(model.layers) - 1
         return [Part((f"layers.{i}",), partial(_linear, f"layers.{i}", i < last)) for i in range(last + 1)]
@@ -109,30 +80,165 @@ def num_parameters(*modules: nn.Module) -> int:
     return sum(parameter.numel() for parameter in nn.ModuleList(modules).parameters())
 
 
-def _call(path: str, stage: Stage, x: Tensor) -> Tensor:
-    return stage.get_submodule(path)(x)
+def _call(path: str, stage: "Stage", x: Tensor) -> Tensor:
+    return stage.get_submodule(path)(x)  # type: ignore[no-any-return]
 
 
-def _linear(path: str, is_followed: bool, stage: Stage, x: Tensor) -> Tensor:
+def _linear(path: str, is_followed: bool, stage: "Stage", x: Tensor) -> Tensor:
     x = _call(path, stage, x.flatten(1))
     return F.relu(x) if is_followed else x
 
 
-def _head(stage: Stage, x_btd: Tensor) -> Tensor:
-    return stage.head(stage.final_norm(x_btd))
+class Stage(nn.Module):
+    """Runs consecutive parts of `model`, one after the other. It shares the modules with the model.
 
-
-def ties(stages: Sequence[Stage]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
-    """Return the parameters that two stages share, as (stage, name) of the earlier and of the later one.
-
-    `stages` are all stages of one model. WorkbookError if more than two share a parameter.
+    `stage(x)` is the output, and on the last stage `stage(x, target)` the mean loss. With `recompute` only
+    `x` is kept for the backward, which computes the forward again (Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost", 2016, arXiv:1604.06174). With a `clock` nothing is computed.
     """
-    holders: dict[int, list[tuple[int, str]]] = {}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            holders.setdefault(id(parameter), []).append((index, name))
-    for held in holders.values():
-        if len(held) > 2:
-            names = ", ".join(f"{name} of stage {index}" for index, name in held)
-            raise WorkbookError(f"{names} are one parameter; two stages can share one, not {len(held)}.")
-    return [(held[0], held[1]) for held in holders.values() if len(held) == 2]
+
+    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.parts, self.config = parts, getattr(model, "config", None)  # GPT.embed looks at the config
+        self.recompute = False
+        self.loss_of: LossOf | None = None
+        self.clock: DeviceClock | None = None
+        self.output: Tensor | None = None  # its shape and dtype, see `OwnStages`
+        self.deferring: Callable[[Later], AbstractContextManager[None]] | None = None  # deferred.py
+        for path in (path for part in parts for path in part.modules):
+            container, _, name = path.rpartition(".")
+            if container and container not in self._modules:
+                self.add_module(container, nn.ModuleDict())
+            (self.get_submodule(container) if container else self).add_module(name, model.get_submodule(path))
+
+    def forward(self, x: Tensor, target: Tensor | None = None, later: Later | None = None) -> Tensor:
+        """Return the output or the loss. With `later` the backward leaves weight gradients to that list."""
+        if self.clock is not None:
+            return self.clock.forward(x, self.output if target is None else None, later)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._compute, x, target, later, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._compute(x, target, later)
+
+    def _compute(self, x: Tensor, target: Tensor | None, later: Later | None) -> Tensor:
+        deferring = nullcontext() if later is None or self.deferring is None else self.deferring(later)
+        with deferring:
+            for part in self.parts:
+                x = part.forward(self, x)
+        if target is not None:
+            assert self.loss_of is not None, "only the last stage has a loss"
+            return self.loss_of(x, target)
+        # Under torch.autocast the next stage still gets the dtype that it expects.
+        return x if self.output is None else x.to(self.output.dtype)
+
+    def output_like(self, x: Tensor) -> Tensor:
+        """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed."""
+        held = {name: tensor.to("meta") for name, tensor in (*self.named_parameters(), *self.named_buffers())}
+        with torch.no_grad():
+            return functional_call(self, held, (x.to("meta"),))  # type: ignore[no-any-return]
+
+
+def stages_of(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int,
+    example: Tensor,
+    costs: Costs = None,
+    split: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Stage]:
+    """Return the model cut into that many stages, in the same way on all ranks of `group`.
+
+    The model is cut by `costs`: a number for each part, "parameters", "time", or None for `Part.cost`, by
+    which an nn.Sequential is cut by its parameters and a GPT by its blocks. `split` says instead how many
+    parts each stage takes.
+    """
+    model = as_sequential(model)
+    parts = parts_of(model)
+    if split is not None:
+        if len(split) != stages or sum(split) != len(parts) or min(split) < 1:
+            raise WorkbookError(
+                f"split={list(split)} does not divide the model's {len(parts)} parts into {stages} stages: "
+                f"give {stages} numbers of at least 1 whose sum is {len(parts)}."
+            )
+        ends = list(accumulate(split))
+        ranges = [range(end - size, end) for end, size in zip(ends, split, strict=True)]
+    else:
+        if costs == "time":
+            measured = torch.tensor(
+                measured_costs(model, example), dtype=torch.float64, device=example.device
+            )
+            broadcast(measured, root=0, group=group)  # so that all ranks cut the model in the same way
+            costs = measured.tolist()
+        ranges = cut(costs_of(model, parts, costs), stages)
+    return [Stage(model, [parts[i] for i in of_stage]) for of_stage in ranges]
+
+
+def costs_of(model: nn.Module, parts: list[Part], costs: Costs) -> list[float]:
+    """Return the cost of each part: `Part.cost` by default, its number of parameters, or the given number."""
+    if costs is None:
+        return [part.cost for part in parts]
+    if isinstance(costs, str):
+        if costs != "parameters":
+            raise WorkbookError(f"costs={costs!r} is unknown: give 'parameters', 'time' or numbers.")
+        return [float(num_parameters(*map(model.get_submodule, part.modules))) for part in parts]
+    if len(costs) != len(parts):
+        raise WorkbookError(f"costs has {len(costs)} numbers, and the model has {len(parts)} parts.")
+    return list(costs)
+
+
+def cut(costs: Sequence[float], stages: int) -> list[range]:
+    """Return the parts of each stage: the most expensive stage is as cheap, and all are as even, as can be.
+
+    Every stage takes at least one part; WorkbookError if there are too few.
+    """
+    n = len(costs)
+    if stages > n:
+        raise WorkbookError(
+            f"{n} parts cannot be cut into {stages} stages: take fewer ranks or --chunks, or more --layers."
+        )
+    until = [0.0, *accumulate(costs)]
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return, for the parts from `start` on, the largest cost of a stage, the sum of squared costs, and
+        where each stage ends."""
+        found = []
+        for end in range(start + 1, n - stages + 2) if stages > 1 else [n]:
+            cost = until[end] - until[start]
+            largest, squares, ends = best(end, stages - 1) if stages > 1 else (0.0, 0.0, ())
+            found.append((max(cost, largest), cost**2 + squares, (end, *ends)))
+        # Of equal cuts take the last one: a part that costs nothing, such as an activation function, then
+        # goes with the part before it.
+        return min(found, key=lambda each: (*each[:2], [-end for end in each[2]]))
+
+    *_, ends = best(0, stages)
+    return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def measured_costs(model: nn.Module, x: Tensor, repeats: int = 5) -> list[float]:
+    """Return the median seconds of each part's forward and backward on this device, on the microbatch `x`.
+
+    Gradients, random numbers and buffers are afterwards what they were.
+    """
+    costs = []
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        for part in parts_of(model):
+            stage, seconds = Stage(model, [part]), []
+            for _ in range(repeats + 1):
+                inputs = x.detach().requires_grad_(x.is_floating_point())
+                start = time_when_done(x.device)
+                y = stage(inputs)
+                if y.requires_grad:
+                    given = [each for each in (inputs, *stage.parameters()) if each.requires_grad]
+                    torch.autograd.grad(y, given, torch.ones_like(y), allow_unused=True)
+                seconds.append((time_when_done(x.device) - start) / 1e9)
+            costs.append(statistics.median(seconds[1:]))
+            x = y.detach()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])
+    return costs
+
+
+def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return a list of modules as the nn.Sequential of them, and a module as it is."""
+    return nn.Sequential(*model) if isinstance(model, list | tuple | nn.ModuleList) else model

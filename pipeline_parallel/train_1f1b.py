@@ -19,7 +19,8 @@ So m can grow until the bubble is small: with microbatches of equal size, the me
 
 What to read, in this order:
   1. `one_f_one_b` in schedules.py: the table above, made by three short loops, one for each phase.
-  2. The docstring of executor.py, then `Executor._run` and `Executor._act`: one loop runs any table.
+  2. The docstring of pipeline.py, then `Pipeline.step`: one loop runs any table, on the stages of stage.py
+     and own_stages.py. messages.py says what it sends.
   3. `main` below. `pipeline.step` runs the table on a batch.
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),
@@ -28,30 +29,32 @@ https://arxiv.org/abs/2006.09503.
 
 from comm.script import start
 from lab.cluster import Cluster
+from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.run import Args, Run
+from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
+from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "pipeline_1f1b")
-    table = one_f_one_b(cluster.world_size, args.microbatches)
-    pipeline = run.pipeline(table, "1f1b")
+    run, model, options = begin(cluster, args, "pipeline_1f1b")
+    p, m = cluster.world_size, args.microbatches
+    pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                outcome = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()  # of parameters that two stages share
+                loss = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()  # of an embedding that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
-                record.loss = run.loss(outcome)
+                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline)
+    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))
 
 
 if __name__ == "__main__":

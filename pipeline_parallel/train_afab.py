@@ -13,140 +13,88 @@ m p (f + b).
       traffic       that of naive model parallelism (train_model_parallel.py)
 
 Each loss is divided by m, and gradients add up over the microbatches, so a step is that of one process on
-the full batch. Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
+the full batch. `AllForwardAllBackward.step` is all of it, written by hand. stage.py cuts the model, and
+own_stages.py has what any pipeline needs around a step: shapes, tied weights, evaluation, the full state.
+Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
-
-import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from comm import point_to_point
+from comm.point_to_point import isend, recv
 from comm.script import start
 from lab.cluster import Cluster
+from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.run import Args, Run
+from pipeline_parallel.own_stages import OwnStages
+from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
-@dataclasses.dataclass
-class AllForwardAllBackward:
-    """Holds one rank's stage of the model, and runs the microbatches of a batch through it."""
+class AllForwardAllBackward(OwnStages):
+    """Holds one rank's stage of the model, and runs microbatches through it. Rank r has stage r."""
 
-    stage: Callable[[Tensor], Tensor]
-    """This rank's layers."""
-    loss_of: Callable[[Tensor, Tensor], Tensor]
-    """The mean loss of the model's output and its targets, for the last rank."""
-    microbatches: int
-    rank: int
-    ranks: int
-    input_like: Tensor | None
-    """A tensor with the shape and dtype of the stage's input for a microbatch; None on the first rank."""
-    output_like: Tensor | None
-    """A tensor with the shape and dtype of the stage's output for a microbatch; None on the last rank."""
-    messages: Any = point_to_point
-    """Has `isend` and `irecv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
-    action: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    """A context for each forward (named "F3") and backward ("B3"), which shows it in the timeline."""
-
-    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
 
-        The first rank needs the batch's input `x`, and the last rank its targets `y`; they may be None
-        elsewhere.
+        The first rank uses the batch's input `x`, and the last rank its targets `y`.
         """
-        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        self.begin_step(x, y)
+        rank, stage, m = self.rank, self.stages[str(self.rank)], self.microbatches
+        is_first, is_last = rank == 0, rank == self.last
         losses, leaving = [], []
-        kept = {}  # the stage's input, and its output or loss, whose graph holds the activations
+        kept = []  # of each microbatch: the stage's input, and its output, whose graph holds the activations
 
         # All forwards.
-        arriving = [] if is_first else self.post_receives(self.input_like, self.rank - 1)
-        for i in range(self.microbatches):
-            if is_first:
-                given = x.chunk(self.microbatches)[i]
-            else:
-                given, transfer = arriving.pop(0)
-                transfer.wait()
+        for i, (x_i, y_i) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
+            given = x_i
+            if not is_first:
+                given = torch.empty_like(self.boundaries[rank], device=self.device)
+                recv(given, rank - 1)
                 given.requires_grad_()  # its gradient will be sent to the rank before
-            with self.action(f"F{i}"):
-                made = self.stage(given)
-                if is_last:
-                    made = self.loss_of(made, y.chunk(self.microbatches)[i]) / self.microbatches
-                    losses.append(made.detach())
-            if not is_last:
-                leaving.append(self.messages.isend(made.detach(), self.rank + 1))
-            kept[i] = given, made
+            with span(str(i), "forward", action="F", microbatch=i, stage=rank):
+                made = stage(given, y_i) / m if is_last else stage(given)
+            if is_last:
+                losses.append(made.detach())
+            else:
+                leaving.append(isend(made.detach(), rank + 1))  # and go on with the next microbatch
+            kept.append((given, made))
 
         # All backwards, microbatches in the same order. Without a gradient, backward() starts from the loss.
-        arriving = [] if is_last else self.post_receives(self.output_like, self.rank + 1)
-        for i in range(self.microbatches):
-            gradient = None
+        for i in range(m):
+            (given, made), gradient = kept[i], None
             if not is_last:
-                gradient, transfer = arriving.pop(0)
-                transfer.wait()
-            given, made = kept.pop(i)
-            with self.action(f"B{i}"):
+                gradient = torch.empty_like(made)
+                recv(gradient, rank + 1)
+            with span(str(i), "backward", action="B", microbatch=i, stage=rank):
                 made.backward(gradient)
+            kept[i] = None
             if not is_first:
-                leaving.append(self.messages.isend(given.grad, self.rank - 1))
+                leaving.append(isend(given.grad, rank - 1))
 
         for transfer in leaving:  # a tensor must not change before it is sent
             transfer.wait()
         return torch.stack(losses).sum() if is_last else None
 
-    @torch.no_grad()
-    def forward_only(self, x: Tensor | None) -> Tensor | None:
-        """Return the outputs for a batch, on the last rank: the forwards of `step`, for evaluation."""
-        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
-        outputs, leaving = [], []
-        arriving = [] if is_first else self.post_receives(self.input_like, self.rank - 1)
-        for i in range(self.microbatches):
-            if is_first:
-                given = x.chunk(self.microbatches)[i]
-            else:
-                given, transfer = arriving.pop(0)
-                transfer.wait()
-            with self.action(f"F{i}"):
-                made = self.stage(given)
-            if is_last:
-                outputs.append(made)
-            else:
-                leaving.append(self.messages.isend(made, self.rank + 1))
-        for transfer in leaving:
-            transfer.wait()
-        return torch.cat(outputs) if is_last else None
-
-    def post_receives(self, like: Tensor, peer: int) -> list[tuple[Tensor, Any]]:
-        """Post the receives of all microbatches at once, so that they arrive while this rank computes.
-
-        A rank's k-th receive from a peer gets the peer's k-th send. On nccl, sends and receives between two
-        ranks also run in the order of the calls, so gradients are only asked for after all activations are
-        sent.
-        """
-        buffers = [torch.empty_like(like) for _ in range(self.microbatches)]
-        return [(buffer, self.messages.irecv(buffer, peer)) for buffer in buffers]
-
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "pipeline_afab")
-    pipeline = run.by_hand(AllForwardAllBackward, "gpipe")
+    run, model, options = begin(cluster, args, "pipeline_afab")
+    p, m = cluster.world_size, args.microbatches
+    pipeline = AllForwardAllBackward(model, {rank: rank for rank in range(p)}, m, loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                outcome = pipeline.step(x, y)  # AllForwardAllBackward.step, on this rank's stage
-                pipeline.finish_gradient_sync()  # of parameters that two stages share
+                loss = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()  # of an embedding that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
-                record.loss = run.loss(outcome)
+                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline)
+    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))
 
 
 if __name__ == "__main__":

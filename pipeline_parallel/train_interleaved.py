@@ -22,7 +22,7 @@ goes through the second one, and so on; the backwards take the stages in the opp
 What to read, in this order:
   1. `one_f_one_b` in schedules.py, then `interleaved_1f1b`: the same three phases, over pairs of a microbatch
      and a stage.
-  2. The docstring of executor.py: the same executor runs 1F1B.
+  2. The docstring of pipeline.py: the same loop runs 1F1B.
   3. `main` below, which is train_1f1b.py's with another table.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
@@ -33,9 +33,12 @@ import dataclasses
 
 from comm.script import start
 from lab.cluster import Cluster
+from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.run import ChunkedArgs, Run
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b
+from pipeline_parallel.script import ChunkedArgs, begin, figures, on_all_ranks
 
 
 @dataclasses.dataclass
@@ -47,24 +50,25 @@ class InterleavedArgs(ChunkedArgs):
 
 
 def main(cluster: Cluster, args: InterleavedArgs) -> None:
-    run = Run(cluster, args, "pipeline_interleaved")
-    table = interleaved_1f1b(cluster.world_size, args.microbatches, args.chunks)
-    pipeline = run.pipeline(table, "interleaved")
+    run, model, options = begin(cluster, args, "pipeline_interleaved")
+    p, m, v = cluster.world_size, args.microbatches, args.chunks
+    pipeline = Pipeline(model, interleaved_1f1b(p, m, v), loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                outcome = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()
+                loss = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()  # of an embedding that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
-                record.loss = run.loss(outcome)
+                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline)
+    formula = theory.bubble("interleaved", p, m, v, 1, 1, 1)  # where p > m, not that of the docstring
+    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=formula)
 
 
 if __name__ == "__main__":

@@ -16,125 +16,85 @@ p ranks holds a stage: some of the layers, with their gradients, optimizer state
 
 The batch is divided into microbatches, and each one waits until the one before has come back. Here that
 only saves memory; `--microbatches 1` sends the full batch through the stages at once. The next lesson,
-train_afab.py, lets the ranks work at the same time. Source: Huang et al., "GPipe", 2019, figure 2b,
-https://arxiv.org/abs/1811.06965.
-"""
+train_afab.py, lets the ranks work at the same time.
 
-import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+`ModelParallel.step` is all of it, written by hand. stage.py cuts the model, and own_stages.py has what any
+pipeline needs around a step: shapes, tied weights, evaluation, the full state.
+Source: Huang et al., "GPipe", 2019, figure 2b, https://arxiv.org/abs/1811.06965.
+"""
 
 import torch
 from torch import Tensor
 
-from comm import point_to_point
+from comm.point_to_point import recv, send
 from comm.script import start
 from lab.cluster import Cluster
+from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.run import Args, Run
+from pipeline_parallel.own_stages import OwnStages
+from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
-@dataclasses.dataclass
-class ModelParallel:
-    """Holds one rank's stage of the model, and runs batches through it."""
+class ModelParallel(OwnStages):
+    """Holds one rank's stage of the model, and runs batches through it. Rank r has stage r."""
 
-    stage: Callable[[Tensor], Tensor]
-    """This rank's layers."""
-    loss_of: Callable[[Tensor, Tensor], Tensor]
-    """The mean loss of the model's output and its targets, for the last rank."""
-    microbatches: int
-    rank: int
-    ranks: int
-    input_like: Tensor | None
-    """A tensor with the shape and dtype of the stage's input for a microbatch; None on the first rank."""
-    output_like: Tensor | None
-    """A tensor with the shape and dtype of the stage's output for a microbatch; None on the last rank."""
-    messages: Any = point_to_point
-    """Has `send` and `recv`: comm.point_to_point, or by_hand.py, which says which message has failed."""
-    action: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    """A context for each forward (named "F3") and backward ("B3"), which shows it in the timeline."""
-
-    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
 
-        The first rank needs the batch's input `x`, and the last rank its targets `y`; they may be None
-        elsewhere.
+        The first rank uses the batch's input `x`, and the last rank its targets `y`.
         """
-        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        self.begin_step(x, y)
+        rank, stage, m = self.rank, self.stages[str(self.rank)], self.microbatches
+        is_first, is_last = rank == 0, rank == self.last
         losses = []
-        for i in range(self.microbatches):
+        for i, (x_i, y_i) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
             # Receive. Autograd has to compute the gradient of what was received: it is sent back later.
-            if is_first:
-                given = x.chunk(self.microbatches)[i]
-            else:
-                given = torch.empty_like(self.input_like)
-                self.messages.recv(given, self.rank - 1)
+            given = x_i
+            if not is_first:
+                given = torch.empty_like(self.boundaries[rank], device=self.device)
+                recv(given, rank - 1)
                 given.requires_grad_()
 
             # Forward. The mean over the batch is the mean over the microbatches' means.
-            with self.action(f"F{i}"):
-                made = self.stage(given)
-                if is_last:
-                    made = self.loss_of(made, y.chunk(self.microbatches)[i]) / self.microbatches
-                    losses.append(made.detach())
+            with span(str(i), "forward", action="F", microbatch=i, stage=rank):
+                made = stage(given, y_i) / m if is_last else stage(given)
 
             # Send, and receive the gradient of what was sent. Meanwhile the ranks after this one work.
             gradient = None
-            if not is_last:
-                self.messages.send(made.detach(), self.rank + 1)
-                gradient = torch.empty_like(self.output_like)
-                self.messages.recv(gradient, self.rank + 1)
+            if is_last:
+                losses.append(made.detach())
+            else:
+                send(made.detach(), rank + 1)
+                gradient = torch.empty_like(made)
+                recv(gradient, rank + 1)
 
             # Backward, which frees this microbatch's activations, and send.
-            with self.action(f"B{i}"):
+            with span(str(i), "backward", action="B", microbatch=i, stage=rank):
                 made.backward(gradient)
             if not is_first:
-                self.messages.send(given.grad, self.rank - 1)
+                send(given.grad, rank - 1)
         return torch.stack(losses).sum() if is_last else None
-
-    @torch.no_grad()
-    def forward_only(self, x: Tensor | None) -> Tensor | None:
-        """Return the outputs for a batch, on the last rank: forwards alone, to evaluate the stages.
-
-        No gradient comes back. So a rank goes on with the next microbatch when it has sent one, and the ranks
-        work at the same time.
-        """
-        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
-        outputs = []
-        for i in range(self.microbatches):
-            if is_first:
-                given = x.chunk(self.microbatches)[i]
-            else:
-                given = torch.empty_like(self.input_like)
-                self.messages.recv(given, self.rank - 1)
-            with self.action(f"F{i}"):
-                made = self.stage(given)
-            if is_last:
-                outputs.append(made)
-            else:
-                self.messages.send(made, self.rank + 1)
-        return torch.cat(outputs) if is_last else None
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "pipeline_model_parallel")
-    pipeline = run.by_hand(ModelParallel, "naive")
+    run, model, options = begin(cluster, args, "pipeline_model_parallel")
+    p, m = cluster.world_size, args.microbatches
+    pipeline = ModelParallel(model, {rank: rank for rank in range(p)}, m, loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                outcome = pipeline.step(x, y)  # ModelParallel.step, on this rank's stage
-                pipeline.finish_gradient_sync()  # of parameters that two stages share
+                loss = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()  # of an embedding that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
-                record.loss = run.loss(outcome)
+                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline)
+    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=(p - 1) / p)
 
 
 if __name__ == "__main__":

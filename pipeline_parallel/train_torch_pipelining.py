@@ -23,21 +23,17 @@
 Ours leaves out looped BFS and DualPipeV, cutting a model by tracing it, stages with several inputs or
 outputs, and data parallel wrappers inside of stages.
 
-pipeline.py cuts the model, ties weights and saves checkpoints here, and PyTorch runs the stages. All messages
-of its schedules go through one function, and `by_comm` replaces it by comm's. So they travel as ours do, and
-are counted, drawn and slowed down by --link as ours are. benchmarks/pipeline.py lets PyTorch send them
-itself. As in ours, m activations and m gradients cross each boundary between ranks.
+own_stages.py cuts the model, ties weights and saves checkpoints here, and PyTorch runs the stages and sends
+their messages, which are therefore neither counted nor slowed down by --link. As in ours, m activations and m
+gradients cross each boundary between ranks.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -46,34 +42,18 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
-    schedules,
 )
 
-from comm.point_to_point import irecv, isend
 from comm.script import start
-from comm.transport.messages import AnyTransfer
-from comm.wire.channels import Channels
-from comm.wire.wire import Group
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
+from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from pipeline_parallel.actions import (
-    BACKWARD,
-    FORWARD,
-    GANTT_KIND,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
-    Table,
-    num_microbatches,
-)
-from pipeline_parallel.activations import ActivationWatch
-from pipeline_parallel.executor import Outcome
-from pipeline_parallel.messages import neighbours, with_messages
-from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.run import ChunkedArgs, Run
+from pipeline_parallel.actions import num_microbatches, placement
+from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.stage_runner import LossOf
+from pipeline_parallel.script import ChunkedArgs, begin, on_all_ranks
 from training.arguments import NotOffered
 from training.validate import validate_nccl
 
@@ -85,125 +65,48 @@ MULTI: dict[str, Any] = {
 }
 
 
-class WatchedStage(PipelineStage):
-    """Runs PyTorch's stage, and reports its actions to the timeline and its activations to the watch."""
-
-    chunk = 0
-    watch: ActivationWatch | None = None
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        saving = nullcontext() if self.watch is None else self.watch.saving(self.stage_index, fwd_chunk_id)
-        with self._doing(FORWARD, fwd_chunk_id), saving:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        with self._doing(BACKWARD if full_backward else INPUT_GRADIENT, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._doing(WEIGHT_GRADIENT, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    @contextmanager
-    def _doing(self, kind: str, microbatch: int) -> Iterator[None]:
-        what = {"action": kind, "microbatch": microbatch, "stage": self.stage_index, "chunk": self.chunk}
-        with span(str(microbatch), GANTT_KIND[kind], **what):
-            yield
-        if self.watch is not None:
-            self.watch.update_peak()
-
-
 class TorchSchedule:
-    """Runs the stages of `pipeline` by the PyTorch schedule that `schedule` names (see SINGLE and MULTI).
+    """Runs the stages of `own` by the PyTorch schedule that `schedule` names (see SINGLE and MULTI).
 
-    `example` is a microbatch of the input. All ranks make it together: neighbouring ranks exchange a number.
-    WorkbookError for what PyTorch refuses.
+    All ranks make it together: neighbouring ranks exchange a number. WorkbookError for what PyTorch refuses.
     """
 
-    def __init__(self, pipeline: Pipeline, schedule: str, loss_of: LossOf, example: Tensor) -> None:
-        self._pipeline, self._last = pipeline, len(pipeline.rank_of) - 1
-        microbatches = num_microbatches(pipeline.table)
-        self.stages = [self._stage(int(index), example.device) for index in pipeline.stages]
-        for chunk, stage in enumerate(self.stages):
-            stage.chunk = chunk
+    def __init__(self, own: OwnStages, schedule: str) -> None:
+        self.own, is_multi = own, schedule in MULTI
+        stages = [self._stage(int(index)) for index in own.stages]
 
         def share_of_loss(y: Tensor, target: Tensor) -> Tensor:
-            return loss_of(y, target) / microbatches
+            return loss_of(y, target) / own.microbatches
 
         try:
             # Without scale_grads: it would divide a gradient once for each stage that holds the weight.
-            stages = self.stages if schedule in MULTI else self.stages[0]
-            make = (SINGLE | MULTI)[schedule]
-            self.schedule = make(stages, microbatches, loss_fn=share_of_loss, scale_grads=False)
+            self.schedule = (SINGLE | MULTI)[schedule](
+                stages if is_multi else stages[0], own.microbatches, loss_fn=share_of_loss, scale_grads=False
+            )
         except (ValueError, AssertionError) as error:
             reason = str(error).rstrip(".")
             raise WorkbookError(
                 f"PyTorch's {schedule} refuses: {reason}. Make --microbatches a multiple of the ranks."
             ) from error
-        # The stages agree on shapes here, so that the first step sends no more than the other steps.
-        start = self.schedule._initialize_stages if schedule in MULTI else self.schedule._initialize_stage
-        start((example,), {})
 
-    def _stage(self, index: int, device: torch.device) -> WatchedStage:
+    def _stage(self, index: int) -> PipelineStage:
         # If the example of an input requires a gradient, each received activation does.
-        boundaries = self._pipeline.boundaries
         like = [
-            t.detach().requires_grad_(t.is_floating_point())
-            for t in (boundaries[index], boundaries[index + 1])
+            torch.empty_like(boundary).requires_grad_(boundary.is_floating_point())
+            for boundary in (self.own.boundaries[index], self.own.boundaries[index + 1])
         ]
-        module = self._pipeline.stages[str(index)]
+        module = self.own.stages[str(index)]
         module.register_forward_hook(lambda _, __, y: y.clone() if y._is_view() else y)
-        return WatchedStage(module, index, self._last + 1, device, *like, group=self._pipeline.group)
+        return PipelineStage(module, index, self.own.last + 1, self.own.device, *like, group=self.own.group)
 
-    def step(self, x: Tensor, y: Tensor) -> Outcome:
+    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Do the forward and the backward of the full batch, as Pipeline.step."""
-        indices = {stage.stage_index for stage in self.stages}
-        for stage in self.stages:
-            stage.watch = self._pipeline.executor.watch
+        self.own.begin_step(x, y)
         losses: list[Tensor] = []
-        inputs = (x,) if 0 in indices else ()
-        target = y if self._last in indices else None
-        with self._pipeline.noting_tied_gradients():
-            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        return Outcome(torch.stack(losses).detach().sum() if losses else None, None)
-
-
-class PendingMessage(NamedTuple):
-    """Holds a message on its way, for which PyTorch calls `wait`."""
-
-    transfer: AnyTransfer
-
-    def wait(self) -> None:
-        with span("wait", "wait"):
-            self.transfer.wait()
-
-
-@contextmanager
-def by_comm(table: Table, group: Group = None) -> Iterator[None]:
-    """Send the messages of PyTorch's schedules through comm, inside of the `with` block.
-
-    `table` and `group` are those of the pipeline, and its ranks enter together.
-    """
-    channels, rank = Channels(group, neighbours(with_messages(table))), dist.get_rank(group)
-
-    def start(ops: Sequence[dist.P2POp], desc: str | None = None) -> list[PendingMessage]:
-        # Their order stays PyTorch's: the k-th receive from a rank meets its k-th send, in comm as in gloo.
-        return [PendingMessage(one(op)) for op in ops]
-
-    def one(op: dist.P2POp) -> AnyTransfer:
-        peer = op.group_peer
-        if op.op is dist.isend:
-            return isend(op.tensor.contiguous(), peer, channels.of(rank, peer))
-        return irecv(op.tensor, peer, channels.of(peer, rank))
-
-    plain = schedules._batch_p2p
-    schedules._batch_p2p = start
-    try:
-        yield
-    finally:
-        schedules._batch_p2p = plain
+        is_first, is_last = "0" in self.own.stages, str(self.own.last) in self.own.stages
+        target = y if is_last else None
+        self.schedule.step(*(x,) * is_first, target=target, losses=losses, return_outputs=False)
+        return torch.stack(losses).detach().sum() if is_last else None
 
 
 @dataclasses.dataclass
@@ -214,29 +117,30 @@ class Args(ChunkedArgs):
     """Schedule, by PyTorch's own implementation. Only interleaved uses --chunks."""
     recompute: NotOffered = None  # not written for PyTorch's schedules here; pipeline_1f1b takes it
     metronome: NotOffered = None
+    link: NotOffered = None  # PyTorch sends the messages itself
     pattern: Literal["torch"] = "torch"
     """How the loss is averaged; PyTorch's schedules have no other collective."""
 
 
 def main(cluster: Cluster, args: Args) -> None:
     validate_nccl(cluster, "torch.distributed.pipelining")
-    run = Run(cluster, args, "pipeline_native")
+    run, model, options = begin(cluster, args, "pipeline_native")
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
-    pipeline = run.pipeline(table, args.schedule)
+    pipeline = OwnStages(model, placement(table), num_microbatches(table), loss_of, **options)
+    native = TorchSchedule(pipeline, args.schedule)
     optimizer = run.optimizer(pipeline)
-    x, _ = run.batch(0)
-    native = TorchSchedule(pipeline, args.schedule, loss_of, x[: len(x) // args.microbatches])
-    with by_comm(table), run.checkpointing(pipeline, optimizer) as first:
+    with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                outcome = native.step(x, y)
+                loss = native.step(x, y)
                 pipeline.finish_gradient_sync()
                 with span("step", "optimizer"):
                     optimizer.step()
-                record.loss = run.loss(outcome)
-            run.expect_traffic(pipeline.traffic_per_step())
+                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
+            tied = [copy.nbytes for copy, _ in pipeline.tied]  # torch's own messages are not counted
+            run.expect_traffic(Traffic(sum(tied), len(tied)))
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline)

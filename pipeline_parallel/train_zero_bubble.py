@@ -30,9 +30,12 @@ from typing import Literal
 
 from comm.script import start
 from lab.cluster import Cluster
+from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.run import Args, Run
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import zb_h1, zb_v
+from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
 @dataclasses.dataclass
@@ -44,25 +47,26 @@ class ZeroBubbleArgs(Args):
 
 
 def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
-    run = Run(cluster, args, "pipeline_zero_bubble")
-    schedule = {"zb_h1": zb_h1, "zb_v": zb_v}[args.schedule]
-    table = schedule(cluster.world_size, args.microbatches)
-    pipeline = run.pipeline(table, args.schedule)
+    run, model, options = begin(cluster, args, "pipeline_zero_bubble")
+    p, m = cluster.world_size, args.microbatches
+    table = {"zb_h1": zb_h1, "zb_v": zb_v}[args.schedule](p, m)
+    pipeline = Pipeline(model, table, loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                outcome = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()
+                loss = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()  # of an embedding that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
-                record.loss = run.loss(outcome)
+                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline)
+    formula = theory.bubble(args.schedule, p, m, 1, 1, 1, 1)  # for f = i = w
+    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=formula)
 
 
 if __name__ == "__main__":

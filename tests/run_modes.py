@@ -58,7 +58,7 @@ LINK = Link(1e-4, 1e-9)
 _MEASURING = (
     "training.run.measure_all_reduce",
     "training.run.measure_link",
-    "pipeline_parallel.run.measure_link",
+    "pipeline_parallel.script.measure_link",
 )
 
 

@@ -124,3 +124,52 @@ def saved_activations(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Sa
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+class Held:
+    """Counts the bytes of activations that are alive: the storages of all tensors that `note` got."""
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        self.peak_bytes = 0
+        self._ignored = {StorageWeakRef(storage) for tensor in ignored for storage in _storages(tensor)}
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    def note(self, tensor: Tensor) -> None:
+        """Count a tensor as long as anything else keeps its memory: a weak reference does not."""
+        for storage in _storages(tensor):
+            reference = StorageWeakRef(storage)
+            if reference not in self._ignored and reference not in self._alive:
+                self._alive = {each: size for each, size in self._alive.items() if not each.expired()}
+                self._alive[reference] = storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+
+
+_held: Held | None = None
+
+
+@contextmanager
+def held_activations(ignored: Iterable[Tensor]) -> Iterator[Held]:
+    """Count the most bytes that a training step in the block holds for its backwards at a time.
+
+    `ignored` are parameters and batches, which are saved for the backward too. What a recomputation saves
+    comes and goes within one backward, and is not counted.
+    """
+    global _held
+    held = _held = Held(ignored)
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.note(tensor)
+        return tensor.detach()  # an output that its own node saved would keep itself alive
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield held
+    finally:
+        _held = None
+
+
+def note_held(*tensors: Tensor) -> None:
+    """Count tensors that are kept for a later computation without autograd's help."""
+    if _held is not None:
+        for tensor in tensors:
+            _held.note(tensor)

@@ -1,41 +1,42 @@
-"""Compute the seconds of each stage, and the makespan and bubble of each step, from the events of a run.
+"""Compare a run with its simulation and with the formula, from the trace that the run has written.
 
-The events are the actions of all ranks on one clock (`timeline.gather_events`), and `args["step"]` is the
-number of the step. The makespan of a step is the time from the start of its first action, on any rank, to the
-end of its last one. The bubble is the share of that time in which ranks do not compute.
+    make run RUN_MODE=pipeline_1f1b WORLD_SIZE=4 ARGS='--metronome 20ms --trace traces'
+    .venv/bin/python pipeline_parallel/analysis/from_events.py traces
+
+      measured     from the actions of all ranks, on one clock: the drawn step of median makespan
+      simulated    the same table, with the median seconds of each stage, and messages that take no time
+      formula      theory.py, for stages that take equally long
+
+If the three differ, something was less regular than the theory: stages of different lengths, messages that
+take time, or ranks that share a core. `compared.png` has the measured step above the simulated one, and
+`schedules.html` plays it beside all schedules (page.py).
 """
 
+import dataclasses
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from lab.trace.gantt import Event
-from pipeline_parallel.actions import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
-from pipeline_parallel.analysis.simulate import Costs
+import tyro
 
-
-def by_step(events: Iterable[Event]) -> list[list[Event]]:
-    """Return the events of each step; the steps are in order."""
-    steps: defaultdict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        steps[event.args["step"]].append(event)
-    return [steps[step] for step in sorted(steps)]
-
-
-def makespan(step: Sequence[Event]) -> float:
-    """Return the seconds from the start of the first action to the end of the last one."""
-    return (max(event.end_ns for event in step) - min(event.start_ns for event in step)) / 1e9
-
-
-def bubble(step: Sequence[Event], ranks: int) -> float:
-    """Return the share of all ranks' time in which they computed nothing, from 0 to 1."""
-    busy = sum(event.duration_ns for event in step) / 1e9
-    return 1 - busy / (ranks * makespan(step))
-
-
-def median_step(steps: Sequence[Sequence[Event]]) -> Sequence[Event]:
-    """Return the step of median makespan; of two, the shorter one."""
-    return sorted(steps, key=makespan)[(len(steps) - 1) // 2]
+from lab.trace.gantt import Event, draw_panels
+from lab.units import show_seconds
+from pipeline_parallel.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Action,
+    Table,
+    num_microbatches,
+    placement,
+)
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
+from pipeline_parallel.script import bubble, makespan
 
 
 def costs(events: Iterable[Event], stages: int) -> Costs:
@@ -55,3 +56,92 @@ def costs(events: Iterable[Event], stages: int) -> Costs:
             for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
         )
     )
+
+
+def table_from(step: Iterable[Event]) -> Table:
+    """Return the table that the ranks have run in a step."""
+    table: Table = []
+    for event in sorted(step, key=lambda event: event.start_ns):
+        table += [[] for _ in range(event.rank + 1 - len(table))]
+        table[event.rank].append(Action(event.args["action"], event.args["microbatch"], event.args["stage"]))
+    return table
+
+
+def name_of(table: Table) -> str | None:
+    """Return the name of the schedule that makes this table; None if there is none."""
+    ranks, microbatches, chunks = len(table), num_microbatches(table), len(placement(table)) // len(table)
+    return next((name for name in SCHEDULES if table_of(name, ranks, microbatches, chunks) == table), None)
+
+
+def steps_of_trace(path: Path) -> list[list[Event]]:
+    """Return the actions of each step of a `trace.json`; times are those of the trace."""
+    rows = json.loads(path.read_text())["traceEvents"]
+    ranks = {row["pid"]: int(row["args"]["name"].split()[1]) for row in rows if row["name"] == "process_name"}
+    actions = [
+        Event(
+            row["name"], row["cat"], round(row["ts"] * 1000), round(row["dur"] * 1000), args=row["args"],
+            rank=ranks[row["pid"]],
+        )
+        for row in rows
+        if "action" in row["args"]
+    ]  # fmt: skip
+    seen: defaultdict[tuple[int, str], int] = defaultdict(int)
+    steps: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in sorted(actions, key=lambda event: event.start_ns):
+        key = event.rank, f"{event.args['action']} {event.args['microbatch']} {event.args['stage']}"
+        steps[seen[key]].append(event)  # a rank does each action once in a step
+        seen[key] += 1
+    return list(steps.values())
+
+
+def median_step(steps: Sequence[list[Event]]) -> list[Event]:
+    """Return the step of median makespan; of two, the shorter one."""
+    return sorted(steps, key=makespan)[(len(steps) - 1) // 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Compare a run of a pipeline with its simulation and with the formula."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the trace: the run's --trace."""
+
+
+def main(args: Args) -> None:
+    from pipeline_parallel.analysis.page import write_page  # page.py imports this file
+
+    steps = steps_of_trace(args.folder / "trace.json")
+    if not steps:
+        raise SystemExit(f"{args.folder / 'trace.json'} has no actions of a pipeline.")
+    step = median_step(steps)
+    table = table_from(step)
+    name, ranks, stages = name_of(table), len(table), len(placement(table))
+    measured_costs = costs([event for each in steps for event in each], stages)
+    simulation = simulate(table, measured_costs)
+    of_rank = [
+        sum(each) / ranks
+        for each in (measured_costs.forward, measured_costs.input_gradient, measured_costs.weight_gradient)
+    ]
+    if name is not None and theory.idle(name, ranks, 1, 1, *of_rank) is None:  # ZB-V: for f = i = w alone
+        of_rank = [sum(of_rank) / 3] * 3
+    regular = (
+        name or "",
+        ranks,
+        num_microbatches(table),
+        stages_per_rank(name, stages // ranks) if name else 1,
+    )
+    print(f"{name or 'another schedule'}, {ranks} ranks, {num_microbatches(table)} microbatches")
+    print("             makespan   bubble")
+    print(f"measured     {show_seconds(makespan(step)):>8}   {bubble(step, ranks):6.3f}")
+    print(f"simulated    {show_seconds(simulation.makespan):>8}   {simulation.bubble:6.3f}")
+    if name is not None:
+        seconds, share = theory.makespan(*regular, *of_rank), theory.bubble(*regular, *of_rank)
+        print(f"formula      {show_seconds(seconds or 0):>8}   {share or 0:6.3f}")
+    panels = {"measured": step, "simulated": simulation.events()}
+    draw_panels(panels, args.folder / "compared.png", f"{name}, {ranks} ranks")
+    write_page(args.folder / "schedules.html", measured={name or "measured": step})
+    print(f"{args.folder}: compared.png and schedules.html")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -32,7 +32,7 @@ def at_once(work: Callable[[Cluster], Any]) -> Callable[[Cluster], Any]:
         link = Link(1e-4, 1e-9)
         with (
             mock.patch("training.run.measure_all_reduce", lambda *_, **__: link),
-            mock.patch("pipeline_parallel.run.measure_link", lambda *_, **__: link),
+            mock.patch("pipeline_parallel.script.measure_link", lambda *_, **__: link),
         ):
             return work(cluster)
 

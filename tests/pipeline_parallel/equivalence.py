@@ -1,26 +1,23 @@
 """Pipelines against one process: the loss, every gradient at each of some steps, every parameter after them.
 
-All ranks make the same model and compare what they have of it; each call says the bytes it has sent, too, and
-leaves nothing behind.
+All ranks make the same model and compare what they have of it; each call compares the bytes it has sent, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from comm.wire.wire import Group
 from lab.check import Tensors, assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 from lab.trace.ledger import LEDGER
 from pipeline_parallel.actions import Table, num_microbatches, placement
-from pipeline_parallel.by_hand import ByHand, HandWritten
+from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from pipeline_parallel.stage_runner import AutogradRunner
 
 RTOL, LEARNING_RATE = 1e-9, 0.3
 VOCABULARY, TIME = 13, 5
@@ -61,7 +58,7 @@ def images(rows: int) -> Batch:
     return x, torch.randint(10, (rows,), generator=random)
 
 
-def own_gradients(pipeline: Pipeline) -> dict[str, Tensor | None]:
+def own_gradients(pipeline: OwnStages) -> dict[str, Tensor | None]:
     """Return a copy of each of this rank's gradients, by its name in the full model."""
     return {
         name: None if parameter.grad is None else parameter.grad.clone()
@@ -89,28 +86,16 @@ def only(whole: Tensors, part: Tensors) -> dict[str, Tensor | None]:
     return {name: whole[name] for name in part}
 
 
-def assert_nothing_is_left(pipeline: Pipeline, what: str) -> None:
-    executor = pipeline.executor
-    if isinstance(executor, ByHand):
-        left = [executor._arriving, executor._leaving, executor._sent, executor._received]
-        assert not any(left), f"{what}: {left}"
-        return
-    assert not executor._ready, f"{what}: made and not used: {list(executor._ready)}"
-    assert not executor._arriving, f"{what}: received and not used: {list(executor._arriving)}"
-    assert not executor._leaving, f"{what}: sent and not waited for: {list(executor._leaving)}"
-    for stage, runner in executor.runners.items():
-        assert isinstance(runner, AutogradRunner)
-        assert not runner._begun, f"{what}: stage {stage} waits for backwards of {list(runner._begun)}"
-        assert not runner.deferred_gradients, (
-            f"{what}: stage {stage} waits for weight gradients of {list(runner.deferred_gradients)}"
-        )
+def assert_nothing_is_left(pipeline: OwnStages, what: str) -> None:
+    if isinstance(pipeline, Pipeline):
+        for left in (pipeline.kept, pipeline.later, pipeline.ready, pipeline.arriving, pipeline.leaving):
+            assert not left, f"{what}: {list(left)} is left"
 
 
 class OneProcess(NamedTuple):
-    """Holds how one process trains: the loss, the input's gradient and all gradients of each step."""
+    """Holds how one process trains: the loss and all gradients of each step."""
 
-    initial: dict[str, Tensor]
-    steps: list[tuple[Tensor, Tensor | None, dict[str, Tensor | None]]]
+    steps: list[tuple[Tensor, dict[str, Tensor | None]]]
     trained: dict[str, Tensor]
 
 
@@ -124,21 +109,14 @@ def of_one_process(make: Callable[[], nn.Module], batch: Batch, steps: int) -> O
     if key not in _known:
         model, found = make(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        initial = parameters_of(model)
-        for step in range(steps):
+        for _ in range(steps):
             optimizer.zero_grad()
-            x = input_at(step, batch[0])
-            loss = loss_of(model(x), batch[1])
+            loss = loss_of(model(batch[0]), batch[1])
             loss.backward()
-            found.append((loss.detach(), x.grad, gradients_of(model)))
+            found.append((loss.detach(), gradients_of(model)))
             optimizer.step()
-        _known[key] = OneProcess(initial, found, parameters_of(model))
+        _known[key] = OneProcess(found, parameters_of(model))
     return _known[key]
-
-
-def input_at(step: int, x: Tensor) -> Tensor:
-    """Return the input. In every other step an input of floats requires a gradient, too."""
-    return x.clone().requires_grad_(x.is_floating_point() and step % 2 == 0)
 
 
 def compare_with_one_process(
@@ -148,41 +126,37 @@ def compare_with_one_process(
     batch: Batch,
     steps: int = 2,
     spoil: Callable[[nn.Module], Any] = lambda model: None,
-    group: Group = None,
-    recompute: bool | Sequence[int] = False,
-    costs: Sequence[float] | str | None = None,
-    split: Sequence[int] | None = None,
     what: str = "",
-    by_hand: Callable[..., HandWritten] | None = None,
-) -> Pipeline:
+    by_hand: type[OwnStages] | None = None,
+    **options: Any,
+) -> OwnStages:
     """`spoil` changes what this rank makes a pipeline of, and not what it is compared with."""
     x, y = (part.to(cluster.device) for part in batch)
     rank_of, microbatches = placement(table), num_microbatches(table)
     expected, model = of_one_process(make, batch, steps), make().to(cluster.device)
-    what += f" {type(model).__name__}, {len(rank_of)} stages on {len(table)} ranks, m={microbatches}"
-    what += f", recompute={recompute}" if recompute else ""
+    what += (
+        f" {type(model).__name__}, {len(rank_of)} stages on {len(table)} ranks, m={microbatches}, {options}"
+    )
     spoil(model)
     example = x[: len(x) // microbatches]
-    options: dict[str, Any] = {"group": group, "recompute": recompute, "by_hand": by_hand}
-    options |= {"costs": costs, "split": split}
-    pipeline = Pipeline(model, table, loss_of, example, **options)
+    pipeline: Any = (
+        Pipeline(model, table, loss_of, example, **options)
+        if by_hand is None
+        else by_hand(model, rank_of, microbatches, loss_of, example, **options)
+    )
     del model
-    is_first, is_last = (rank_of[stage] == pipeline.rank for stage in (0, len(rank_of) - 1))
     own = pipeline.named_own_parameters()
-    initial = {name: parameter.detach() for name, parameter in own.items()}
-    assert_same(initial, only(expected.initial, own), 0, f"initial parameter,{what},")
     parameters = list(pipeline.parameters()) or [torch.zeros(())]  # a stage of activation functions has none
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
-    for step, (loss, input_gradient, gradients) in enumerate(expected.steps):
+    for step, (loss, gradients) in enumerate(expected.steps):
         where = f"{what}, step {step}"
         optimizer.zero_grad()
         before = LEDGER.total()
-        outcome = pipeline.step(input_at(step, x), y)
+        given = pipeline.step(x, y)
         pipeline.finish_gradient_sync()
         sent = LEDGER.total() - before
-        wanted = {"loss": loss if is_last else None, "input": input_gradient if is_first else None}
-        given = {"loss": outcome.loss, "input": outcome.input_gradient}
-        assert_same(given, wanted, RTOL, f"result,{where},")
+        wanted = loss if rank_of[len(rank_of) - 1] == pipeline.rank else None
+        assert_same({"loss": given}, {"loss": wanted}, RTOL, f"result,{where},")
         assert_same(own_gradients(pipeline), only(gradients, own), RTOL, f"gradient,{where},")
         assert sent == pipeline.traffic_per_step(), f"{where}: {sent}, and {pipeline.traffic_per_step()}"
         assert_nothing_is_left(pipeline, where)

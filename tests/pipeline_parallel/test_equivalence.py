@@ -1,4 +1,4 @@
-"""A pipeline trains as one process does, with every schedule, model and number of microbatches."""
+"""Every schedule has the loss, the gradients and the traffic that it must have, whatever the model is."""
 
 from functools import partial
 
@@ -11,9 +11,11 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel.actions import Table
+from pipeline_parallel.actions import parse_row
 from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.schedules import gpipe, one_f_one_b, stages_per_rank, table_of, zb_h1
+from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
+from pipeline_parallel.train_afab import AllForwardAllBackward
+from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
     RTOL,
@@ -21,249 +23,185 @@ from tests.pipeline_parallel.equivalence import (
     compare_schedule,
     compare_with_one_process,
     gpt,
-    gradients_of,
     images,
     mlp,
-    only,
     own_gradients,
     text,
     vectors,
 )
-from tests.pipeline_parallel.test_simulate import any_table
 
-# Fewer than ranks, as many, more, and numbers that ranks do not divide; for a full zb_v 2p-1 at least.
-MICROBATCHES = {1: (1, 3), 2: (1, 2, 5), 3: (2, 4, 7), 4: (1, 3, 9)}
+
+def tied_sequential() -> nn.Module:
+    """Make a language model of plain modules whose embedding is its last layer's weight, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Embedding(13, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        *(nn.LayerNorm(8), nn.Linear(8, 13, bias=False)),
+    )
+    model[7].weight = model[0].weight
+    return model.double()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_schedule_has_the_gradients_of_one_process_with_any_number_of_microbatches(n: int):
+def test_every_schedule_has_the_gradients_of_one_process(n: int):
+    """GPTs tied and untied, recomputed or not, MLPs whose boundaries differ, images, and any microbatches."""
+
     def compare(cluster: Cluster) -> None:
         for name, chunks in ALL_SCHEDULES:
             stages = n * stages_per_rank(name, chunks)
-            for microbatches in MICROBATCHES[n]:
-                layers = stages + microbatches % 3  # sometimes a layer for each stage, sometimes uneven
-                compare_schedule(cluster, name, microbatches, partial(mlp, layers), vectors, chunks)
+            layers = max(3, stages - 2)
+            compare_schedule(
+                cluster, name, n + 1, partial(gpt, num_layers=layers), text, chunks, recompute=True
+            )
+            compare_schedule(
+                cluster, name, n, partial(gpt, num_layers=layers, tied=False), text, chunks, steps=1
+            )
+            for microbatches in (1, n, 2 * n + 1):
+                compare_schedule(cluster, name, microbatches, partial(mlp, stages), vectors, chunks, steps=1)
+            if stages <= 4:
+                compare_schedule(cluster, name, n, cnn, images, chunks, steps=1)
+            if stages <= 8:
+                compare_schedule(cluster, name, 2, tied_sequential, text, chunks, steps=1)
+
+    run_ranks(compare, n, timeout=120)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_steps_by_hand_have_the_gradients_and_messages_of_their_tables(n: int):
+    def compare(cluster: Cluster) -> None:
+        for name, lesson in (("naive", ModelParallel), ("gpipe", AllForwardAllBackward)):
+            for recompute in (False, True):
+                options = {"by_hand": lesson, "recompute": recompute}
+                compare_schedule(cluster, name, 3, partial(gpt, num_layers=max(3, n)), text, **options)
+            compare_schedule(cluster, name, 5, partial(mlp, n + 1), vectors, by_hand=lesson, steps=1)
+            compare_schedule(cluster, name, 2, cnn, images, by_hand=lesson, costs="parameters", steps=1)
 
     run_ranks(compare, n)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_schedule_has_the_gradients_of_one_process_for_a_gpt_tied_and_untied(n: int):
-    def work(cluster: Cluster) -> None:
-        for name, chunks in ALL_SCHEDULES:
-            stages = n * stages_per_rank(name, chunks)
-            if stages > 9:
-                continue  # as many layers say nothing new
-            compare = partial(compare_schedule, cluster, name, n + 1, batch_of=text, chunks=chunks, rows=1)
-            compare(make=partial(gpt, num_layers=max(1, stages - 1)))  # the embedding or the head alone
-            if stages <= 2 * n:
-                compare(make=partial(gpt, tied=False, num_layers=stages + 1), steps=1)
-
-    run_ranks(work, n)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_images_go_from_stage_to_stage_in_any_shape(n: int):
-    def compare(cluster: Cluster) -> None:
-        for name, chunks in ALL_SCHEDULES:
-            if n * stages_per_rank(name, chunks) <= 4:
-                compare_schedule(cluster, name, n + 1, cnn, images, chunks, steps=1)
-
-    run_ranks(compare, n)
-
-
-def test_any_table_that_is_valid_trains_as_one_process_does():
-    """Stages are anywhere, actions in any valid order, and full backwards stand beside halves."""
-    tables = [any_table(3, stages, 4, seed) for seed, stages in enumerate([3, 5, 6, 3, 7, 4, 9, 6])]
-
-    def compare(cluster: Cluster, tables: list[Table]) -> None:
-        for seed, table in enumerate(tables):
-            compare_with_one_process(cluster, partial(mlp, 9), table, vectors(8), what=f" any_table {seed}")
-
-    run_ranks(compare, 3, tables)
-
-
-def test_a_cut_by_costs_changes_nothing():
-    def compare(cluster: Cluster) -> None:
-        for costs in ([9.0, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 9], [0.0, 0, 0, 0, 0, 0]):
-            make = partial(gpt, num_layers=4)
-            compare_with_one_process(cluster, make, one_f_one_b(3, 2), text(2), costs=costs, what=f" {costs}")
-
-    run_ranks(compare, 3)
-
-
-def test_a_tied_copy_starts_as_the_first_stage_has_it_and_both_stay_equal():
-    def compare(cluster: Cluster) -> None:
-        def spoil(model: nn.Module) -> None:
-            if cluster.rank > 0:
-                model.head.weight.data.normal_()
-
-        for name, chunks in ALL_SCHEDULES:
-            make = partial(gpt, num_layers=3 * stages_per_rank(name, chunks) - 1)
-            compare_schedule(cluster, name, 2, make, text, chunks, spoil=spoil, rows=1, steps=1)
-
-    run_ranks(compare, 3)
-
-
-def twice_tied() -> MLP:
-    model = MLP([6] * 5).double()
-    model.layers[2].weight, model.layers[3].weight = model.layers[0].weight, model.layers[1].weight
-    return model
-
-
-def test_several_pairs_of_stages_may_share_weights():
-    def compare(cluster: Cluster) -> None:
-        def spoil(model: nn.Module) -> None:
-            if cluster.rank >= 2:
-                model.layers[2].weight.data.normal_()
-                model.layers[3].weight.data.normal_()
-
-        for name in ("gpipe", "1f1b", "zb_h1"):
-            compare_schedule(cluster, name, 3, twice_tied, partial(vectors, width=6), spoil=spoil)
-
-    run_ranks(compare, 4, timeout=20)
-
-
-def frozen(*names: str, **sizes) -> nn.Module:
-    """Make a GPT in which parameters whose names begin with `names` are frozen, and one is never used."""
-    model = gpt(num_layers=5, **sizes)
-    model.blocks[1].never_used = nn.Linear(3, 3).double()
-    with torch.no_grad():
-        for parameter in model.blocks[1].never_used.parameters():
-            parameter.fill_(1.0)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(parameter.requires_grad and not name.startswith(names))
-    return model
-
-
-FIRST_STAGE = ("token_embedding", "position_embedding", "blocks.0", "blocks.1")
-
-
-def test_what_is_frozen_or_unused_has_no_gradient_and_the_others_have_theirs():
-    cases = [
-        ((), True),
-        (("blocks.0.attention.q_proj", "blocks.3.mlp.up_proj.weight", "final_norm.bias"), True),
-        (("blocks.2.mlp.down_proj.bias", "blocks.4", "position_embedding"), True),
-        (FIRST_STAGE, False),
-        (("blocks.2", "blocks.3"), True),  # a stage in the middle
-        (("final_norm", "head", "blocks.4"), False),
-        (("token_embedding",), True),  # and so the head
-    ]
+def test_frozen_stages_layers_and_embeddings_have_no_gradient_and_the_others_have_theirs():
+    def frozen(*names: str) -> nn.Module:
+        model = gpt(num_layers=2)
+        for name in names:
+            model.get_submodule(name).requires_grad_(False)
+        return model
 
     def compare(cluster: Cluster) -> None:
-        for names, tied in cases:
-            for name, recompute in (("1f1b", False), ("zb_h1", True)):
-                make = partial(frozen, *names, tied=tied)
-                options = {"rows": 1, "steps": 1, "recompute": recompute, "what": f" {names} frozen"}
-                compare_schedule(cluster, name, 2, make, text, **options)
-
-    run_ranks(compare, 3)
-
-
-def test_recomputing_all_stages_or_some_changes_no_gradient():
-    def compare(cluster: Cluster) -> None:
-        for name, chunks in ALL_SCHEDULES:
-            stages = 3 * stages_per_rank(name, chunks)
-            for recompute in (True, [1, stages - 1]):
-                compare_schedule(
-                    cluster, name, 2, partial(mlp, stages + 1), vectors, chunks, recompute=recompute, steps=1
-                )
-            if stages <= 6:
-                make = partial(gpt, num_layers=stages - 1)
-                compare_schedule(cluster, name, 2, make, text, chunks, rows=1, recompute=True, steps=1)
-
-    run_ranks(compare, 3)
-
-
-def one_step(table: Table, model: nn.Module, batch, **options) -> Pipeline:
-    x, y = batch
-    pipeline = Pipeline(model, table, loss_of, x[:1], **options)
-    torch.manual_seed(pipeline.rank)
-    pipeline.step(x, y)
-    pipeline.finish_gradient_sync()
-    return pipeline
-
-
-def test_a_recomputed_forward_drops_out_what_the_first_one_did():
-    def compare(cluster: Cluster) -> None:
-        for name, chunks in ALL_SCHEDULES:
-            stages = 2 * stages_per_rank(name, chunks)
-            table, batch = table_of(name, 2, 3, chunks), text(3)
-            make = partial(gpt, num_layers=stages - 1, dropout=0.4)
-            kept = own_gradients(one_step(table, make(), batch))
-            recompute = [stages - 1] if name == "gpipe" else True
-            again = own_gradients(one_step(table, make(), batch, recompute=recompute))
-            assert_same(again, kept, RTOL, f"gradient, {name}, recompute={recompute},")
-        without = own_gradients(one_step(table, make().eval(), batch))
-        with pytest.raises(AssertionError):
-            assert_same(kept, without, 1e-3)
+        for names in (
+            ("head",),
+            ("blocks.0",),
+            ("blocks.1.mlp",),
+            ("token_embedding", "position_embedding", "blocks.0"),
+        ):
+            make = partial(frozen, *names)
+            for name in ("gpipe", "zb_h1", "zb_v"):
+                compare_schedule(cluster, name, 2, make, text)
 
     run_ranks(compare, 2)
 
 
-def test_the_masks_of_a_pipeline_of_one_rank_are_those_of_a_loop_over_microbatches():
+def test_any_valid_table_trains_as_one_process_does():
+    """Microbatches in different orders, whole backwards beside split ones, stages placed at will."""
+
     def compare(cluster: Cluster) -> None:
-        x, y = text(3)
-        reference = gpt(dropout=0.4)
-        torch.manual_seed(0)
-        for i in range(3):
-            (loss_of(reference(x[i : i + 1]), y[i : i + 1]) / 3).backward()
-        for schedule in (gpipe, one_f_one_b, zb_h1):
+        tables = [
+            [parse_row("F0 F1 B1 B0", 0), parse_row("F1 F0 B0 B1", 1)],
+            [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)],
+            [parse_row("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"), parse_row("2F0 2B0 2F1 2B1")],
+        ]
+        for table in tables:
+            compare_with_one_process(cluster, partial(mlp, 4), table, vectors(4))
+
+    run_ranks(compare, 2)
+
+
+def test_however_the_model_is_cut_it_is_trained_the_same():
+    def compare(cluster: Cluster) -> None:
+        table = one_f_one_b(3, 2)
+        for options in (
+            {"split": [1, 1, 5]},
+            {"costs": "parameters"},
+            {"costs": "time"},
+            {"costs": [1.0] * 7},
+        ):
+            compare_with_one_process(cluster, partial(mlp, 7), table, vectors(4), **options)
+
+    run_ranks(compare, 3)
+
+
+def test_dropout_draws_other_masks_on_each_rank_and_the_same_ones_in_a_recomputation():
+    def compare(cluster: Cluster) -> None:
+        x, y = text(4)
+        for name in ("gpipe", "1f1b", "zb_h1"):
+            gradients = []
             for recompute in (False, True):
-                mine = own_gradients(one_step(schedule(1, 3), gpt(dropout=0.4), (x, y), recompute=recompute))
-                what = f"gradient, {schedule.__name__}, recompute={recompute},"
-                assert_same(mine, only(gradients_of(reference), mine), RTOL, what)
-
-    run_ranks(compare, 1)
-
-
-def test_gradients_of_several_steps_add_up_until_they_are_cleared():
-    def compare(cluster: Cluster) -> None:
-        for name in ("1f1b", "zb_h1", "zb_v"):
-            reference = gpt(tied=False, num_layers=4)
-            x, y = text(4)
-            pipeline = Pipeline(gpt(tied=False, num_layers=4), table_of(name, 2, 2), loss_of, x[:2])
-            for _ in range(3):
-                loss_of(reference(x), y).backward()
+                model = gpt(num_layers=2, dropout=0.5)
+                pipeline = Pipeline(model, table_of(name, 2, 2), loss_of, x[:2], recompute=recompute)
+                torch.manual_seed(cluster.rank)
                 pipeline.step(x, y)
-            mine = own_gradients(pipeline)
-            assert_same(mine, only(gradients_of(reference), mine), RTOL, f"gradient, {name},")
+                gradients.append(own_gradients(pipeline))
+            assert_same(gradients[1], gradients[0], RTOL, name)
 
     run_ranks(compare, 2)
 
 
 def test_two_pipelines_train_side_by_side_in_groups_of_their_own():
     def compare(cluster: Cluster) -> None:
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        rows = 4 if cluster.rank % 2 else 6
-        for name in ("1f1b", "zb_v"):
-            table = table_of(name, 2, 2)
-            compare_with_one_process(
-                cluster, partial(gpt, num_layers=4), table, text(rows), group=groups[cluster.rank % 2]
-            )
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = groups[cluster.rank // 2]
+        for name in SCHEDULES:
+            table = table_of(name, 2, 3)
+            model = partial(gpt, num_layers=3)
+            compare_with_one_process(cluster, model, table, text(6), what=name, group=mine)
 
     run_ranks(compare, 4)
 
 
-def test_the_state_of_the_full_model_goes_from_one_schedule_to_another_and_to_one_process():
+def test_under_autocast_every_schedule_computes_in_16_bits_what_one_process_does():
+    """Messages stay in the dtype of the boundaries, and the gradients differ only by rounding."""
+
     def compare(cluster: Cluster) -> None:
         x, y = text(4)
-        trained = gpt(num_layers=4)
-        loss_of(trained(x), y).backward()
-        torch.optim.SGD(trained.parameters(), lr=0.3).step()
-        state = trained.state_dict()
-        for name, chunks in (("1f1b", 1), ("interleaved", 3), ("zb_v", 2)):
-            pipeline = Pipeline(gpt(num_layers=4), table_of(name, 2, 2, chunks), loss_of, x[:2])
-            pipeline.load_full_state_dict(state)
-            state = pipeline.full_state_dict()
-            assert list(state) == list(trained.state_dict())
-            assert_same(state, trained.state_dict(), 0, f"tensor of the state, {name},")
-            loss = pipeline.step(x, y).loss
-            if loss is not None:
-                expected = loss_of(trained(x), y).detach()
-                assert_same({"loss": loss}, {"loss": expected}, RTOL, f"loss, {name},")
-        single = gpt(num_layers=4)
-        single.load_state_dict(state)
-        assert_same(dict(single.named_parameters()), dict(trained.named_parameters()), 0)
+        for name in SCHEDULES:
+            alone = gpt(num_layers=2).float()
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = [
+                    loss_of(alone(part), target) / 2
+                    for part, target in zip(x.chunk(2), y.chunk(2), strict=True)
+                ]
+            sum(losses).backward()
+            expected = dict(alone.named_parameters(remove_duplicate=False))
+            pipeline = Pipeline(gpt(num_layers=2).float(), table_of(name, 2, 2), loss_of, x[:2])
+            with torch.autocast("cpu", torch.bfloat16):
+                pipeline.step(x, y)
+            pipeline.finish_gradient_sync()
+            for key, parameter in pipeline.named_own_parameters().items():
+                error = (parameter.grad - expected[key].grad).norm() / expected[key].grad.norm()
+                assert parameter.grad.dtype == torch.float32 and error < 0.02, (name, key, float(error))
 
     run_ranks(compare, 2)
+
+
+def test_gradients_of_several_steps_add_up_until_they_are_cleared():
+    def compare(cluster: Cluster) -> None:
+        x, y = text(4)
+        pipeline = Pipeline(gpt(num_layers=2), one_f_one_b(2, 2), loss_of, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        once = own_gradients(pipeline)
+        pipeline.zero_grad()
+        for _ in range(2):
+            pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        assert_same(own_gradients(pipeline), {name: 2 * each for name, each in once.items()}, RTOL)
+
+    run_ranks(compare, 2)
+
+
+def test_messages_of_one_size_meet_the_receives_that_are_meant_for_them():
+    def compare(cluster: Cluster) -> None:
+        for name in ("interleaved", "zb_v"):
+            make = lambda: MLP([6] * 9).double()  # noqa: E731
+            compare_schedule(cluster, name, 5, make, partial(vectors, width=6))
+
+    run_ranks(compare, 3)

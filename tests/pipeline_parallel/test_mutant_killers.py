@@ -1,18 +1,21 @@
 """Small tests of what goes wrong in pipelines, short enough to run against a wrong implementation."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lab.check import assert_same
 from lab.cluster import Cluster
+from lab.evaluation import evaluating
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
+from lab.trace.memory import held_activations
 from pipeline_parallel.actions import parse_row
-from pipeline_parallel.activations import ActivationWatch
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tests.pipeline_parallel.equivalence import (
@@ -130,25 +133,65 @@ def test_recomputation_drops_out_the_same():
 def test_1f1b_holds_no_more_microbatches_than_ranks_come_after():
     def work(cluster: Cluster) -> None:
         x, y = vectors(6)
-        pipeline = Pipeline(mlp(2), table_of("1f1b", 2, 6), loss_of, x[:1])
-        pipeline.executor.watch = watch = ActivationWatch()
-        watch.ignore(pipeline.parameters())
-        pipeline.step(x, y)
-        most = 2 - cluster.rank
-        assert watch.peak_held == most, f"rank {cluster.rank} held {watch.peak_held}, and not {most}"
+        peaks = []
+        for name in ("naive", "1f1b"):
+            pipeline = Pipeline(mlp(2), table_of(name, 2, 6), loss_of, x[:1])
+            with held_activations([x, y, *pipeline.parameters()]) as watch:
+                pipeline.step(x, y)
+            peaks.append(watch.peak_bytes)
+        held, most = peaks[1] / peaks[0], 2 - cluster.rank
+        assert held == most, f"rank {cluster.rank} held {held:.2f} microbatches, and not {most}"
 
     run_ranks(work, 2, timeout=20)
 
 
 def test_when_weight_gradients_are_computed_nothing_they_needed_is_left():
+    """Not even with the garbage collector off: a cycle would keep memory until it runs."""
+
     def work(cluster: Cluster) -> None:
         x, y = vectors(6)
-        pipeline = Pipeline(mlp(4), table_of("zb_h1", 2, 3), loss_of, x[:2])
-        pipeline.executor.watch = watch = ActivationWatch()
-        watch.ignore(pipeline.parameters())
-        for _ in range(2):
-            pipeline.step(x, y)
-            held = [place for place in watch._noted if watch._alive(place)]
-            assert not held, f"stages and microbatches {held} are still held"
+        for name in ("zb_h1", "1f1b", "interleaved"):
+            for recompute in (False, True):
+                pipeline = Pipeline(mlp(4), table_of(name, 2, 3), loss_of, x[:2], recompute=recompute)
+                saved: list[StorageWeakRef] = []
+                own = {StorageWeakRef(t.untyped_storage()) for t in [x, y, *pipeline.parameters()]}
+
+                def note(tensor: Tensor, saved: list[StorageWeakRef] = saved) -> Tensor:
+                    saved.append(StorageWeakRef(tensor.untyped_storage()))
+                    return tensor.detach()
+
+                gc.disable()
+                try:
+                    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                        pipeline.step(x, y)
+                    held = [one for one in saved if one not in own and not one.expired()]
+                    assert saved and not held, f"{name}: {len(held)} tensors are still held"
+                finally:
+                    gc.enable()
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_the_norm_is_that_of_all_stages():
+    def work(cluster: Cluster) -> None:
+        x, y = text(4)
+        model = gpt(num_layers=2)
+        loss_of(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        pipeline = Pipeline(gpt(num_layers=2), table_of("1f1b", 2, 2), loss_of, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_training_goes_on_with_dropout_after_an_evaluation():
+    def work(cluster: Cluster) -> None:
+        x, _ = text(4)
+        pipeline = Pipeline(gpt(num_layers=2, dropout=0.5), table_of("1f1b", 2, 2), loss_of, x[:2])
+        with evaluating(pipeline):
+            pipeline.forward_only(x)
+        assert all(module.training for module in pipeline.modules()), "not in training mode again"
 
     run_ranks(work, 2, timeout=20)

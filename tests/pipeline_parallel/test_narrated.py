@@ -5,6 +5,7 @@ from torch import nn
 
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from lab.trace import timeline
 from pipeline_parallel.actions import table_text
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b, one_f_one_b, zb_h1
@@ -25,20 +26,13 @@ def test_model_parallel_equals_one_process():
     expected = [[parameter.grad.clone() for parameter in layer.parameters()] for layer in layers]
 
     def work(cluster: Cluster) -> None:
-        # Each rank takes one layer as its stage, and knows what comes in and what goes out: the shape of a
-        # microbatch's activation. The batch travels in two microbatches of two examples.
+        # Each rank takes one layer as its stage. The batch travels in two microbatches of two examples.
+        lesson = ModelParallel(
+            layers, {0: 0, 1: 1, 2: 2}, microbatches=2, loss_of=nn.functional.cross_entropy, example=x[:2]
+        )
         stage = layers[cluster.rank]
         stage.zero_grad()
-        boundaries = [None, torch.empty(2, 6).double(), torch.empty(2, 7).double(), None]
-        lesson = ModelParallel(
-            stage=stage,
-            loss_of=nn.functional.cross_entropy,
-            microbatches=2,
-            rank=cluster.rank,
-            ranks=cluster.world_size,
-            input_like=boundaries[cluster.rank],
-            output_like=boundaries[cluster.rank + 1],
-        )
+
         # The first rank uses x, the last one y. Activations go down the ranks, gradients come back.
         loss = lesson.step(x, y)
 
@@ -68,32 +62,21 @@ def test_gpipe_by_hand_equals_one_process():
     def work(cluster: Cluster) -> None:
         # The pipeline takes it in six microbatches of two, all forward and then all backward. While rank 3 is
         # at the first one, ranks 2, 1 and 0 are at the second, third and fourth.
+        lesson = AllForwardAllBackward(
+            stages,
+            {r: r for r in range(4)},
+            microbatches=6,
+            loss_of=nn.functional.cross_entropy,
+            example=x[:2],
+        )
         stage = stages[cluster.rank]
         stage.zero_grad()
-        boundaries = [None, *(torch.empty(2, width).double() for width in (5, 5, 6)), None]
-        order = []
 
-        class Noted:
-            """Notes the order of the actions, as a timeline would."""
-
-            def __init__(self, name: str) -> None:
-                order.append(name)
-
-            def __enter__(self) -> None: ...
-
-            def __exit__(self, *error: object) -> None: ...
-
-        lesson = AllForwardAllBackward(
-            stage=stage,
-            loss_of=nn.functional.cross_entropy,
-            microbatches=6,
-            rank=cluster.rank,
-            ranks=cluster.world_size,
-            input_like=boundaries[cluster.rank],
-            output_like=boundaries[cluster.rank + 1],
-            action=Noted,
-        )
+        # Note the order of the actions, as a timeline does.
+        timeline.start_recording()
         loss = lesson.step(x, y)
+        done = [event.args for event in timeline.recorded() if "action" in event.args]
+        order = [f"{args['action']}{args['microbatch']}" for args in done]
         assert order == ["F0", "F1", "F2", "F3", "F4", "F5", "B0", "B1", "B2", "B3", "B4", "B5"]
 
         # The mean of the microbatches' means is the batch's mean, and the same holds for the gradients.
@@ -140,7 +123,7 @@ def test_one_f_one_b_equals_one_process():
         pipeline.stages[str(cluster.rank)].register_forward_hook(note)
 
         # One step: forward and backward of all microbatches. The last rank knows the loss.
-        loss, _ = pipeline.step(x, y)
+        loss = pipeline.step(x, y)
         if cluster.rank == 2:
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
 
@@ -187,7 +170,7 @@ def test_interleaved_1f1b_equals_one_process():
         first, second = cluster.rank, cluster.rank + 2
         assert set(own) == {f"{stage}.{kind}" for stage in (first, second) for kind in ("weight", "bias")}
 
-        loss, _ = pipeline.step(x, y)
+        loss = pipeline.step(x, y)
         if cluster.rank == 1:
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
         for name, parameter in own.items():
@@ -234,7 +217,7 @@ def test_zero_bubble_equals_one_process():
 
         pipeline.stages[str(cluster.rank)].register_forward_pre_hook(note)
 
-        loss, _ = pipeline.step(x, y)
+        loss = pipeline.step(x, y)
         if cluster.rank == 2:
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
 

@@ -1,229 +1,174 @@
-"""The train scripts, as users run them: reports, checkpoints, traces and wrong arguments."""
+"""The train scripts as users run them. tests/test_scripts.py has what scripts of all lessons promise."""
 
-import dataclasses
-import json
 import os
-import re
 import signal
-from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
 import tyro
 
-from comm.cost import Link
-from lab import checkpoint
+from comm.script import joined
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.ranks import RankError, forked, run_ranks
-from pipeline_parallel import (
-    train_1f1b,
-    train_afab,
-    train_interleaved,
-    train_model_parallel,
-    train_zero_bubble,
-)
-from pipeline_parallel.run import Args, ChunkedArgs, Run
+from lab.ranks import forked, run_ranks
+from lab.trace.gantt import Event
+from pipeline_parallel.analysis import from_events, theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
+from pipeline_parallel.script import Args, ChunkedArgs, makespan, microbatches_held
+from pipeline_parallel.train_interleaved import InterleavedArgs
 from pipeline_parallel.train_zero_bubble import ZeroBubbleArgs
+from tests.comm.places import places, set_variables
+from tests.run_modes import train
+from training.run import Run
 
 forked.preload("pipeline_parallel.train_zero_bubble", "pipeline_parallel.train_interleaved")
 
-SCRIPTS: dict[str, tuple[ModuleType, Args]] = {
-    "naive": (train_model_parallel, Args()),
-    "gpipe": (train_afab, Args()),
-    "1f1b": (train_1f1b, Args()),
-    "interleaved": (train_interleaved, ChunkedArgs()),
-    "zb_h1": (train_zero_bubble, ZeroBubbleArgs()),
-    "zb_v": (train_zero_bubble, ZeroBubbleArgs(schedule="zb_v")),
+SHORT = ("--steps", "3", "--batch-size", "4", "--microbatches", "4", "--size", "tiny", "--seed", "1")
+MODES = {
+    "naive": ("pipeline_model_parallel",),
+    "gpipe": ("pipeline_afab",),
+    "1f1b": ("pipeline_1f1b",),
+    "interleaved": ("pipeline_interleaved",),
+    "zb_h1": ("pipeline_zero_bubble",),
+    "zb_v": ("pipeline_zero_bubble", "--schedule", "zb_v"),
 }
 
 
-def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
-    """Return what a short run of the script reports on this rank."""
-    summaries = []
-    finish = Run.finish
-
-    def noting(self: Run, *args: Any, **extras: Any) -> dict[str, Any]:
-        summaries.append(finish(self, *args, **extras))
-        return summaries[-1]
-
-    script, args = SCRIPTS[name]
-    short = {"steps": 3, "batch_size": 4, "microbatches": 4, "size": "tiny", "seed": 1}
-    with (
-        mock.patch.object(Run, "finish", noting),
-        mock.patch("pipeline_parallel.run.measure_link", lambda **_: Link(1e-4, 1e-9)),
-        # Ranks of one machine share its clock, and to ask over a store of files takes half a second.
-        nullcontext() if "trace" in changes else mock.patch("lab.trace.timeline.align", lambda cluster: 0),
-    ):
-        script.main(cluster, dataclasses.replace(args, **{**short, **changes}))
-    return summaries[0]
+def run(cluster: Cluster, name: str, *options: str) -> dict:
+    mode, *own = MODES[name]
+    return train(cluster, mode, *SHORT, *own, *options)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_every_schedule_trains_the_same_holds_what_is_predicted_and_sends_what_the_formula_says(n: int):
-    def report(cluster: Cluster) -> list[dict[str, Any]]:
-        runs = [summary(cluster, name) for name in SCRIPTS]
-        return runs + [summary(cluster, name, model="baby_cnn") for name in ("1f1b", "zb_h1")]
+def test_a_report_has_what_the_schedule_holds_and_how_long_ranks_are_idle():
+    def reports(cluster: Cluster) -> dict[str, dict]:
+        found = {name: run(cluster, name) for name in MODES}
+        return found | {
+            f"{name} recomputed": run(cluster, name, "--recompute") for name in ("gpipe", "zb_h1")
+        }
 
-    by_rank = run_ranks(report, n)
-    for one in [one for of_rank in by_rank for one in of_rank]:
+    found, other = run_ranks(reports, 2)
+    for name in MODES:
+        held = [theory.held(name, 2, 4, stages_per_rank(name), rank) for rank in range(2)]
+        assert found[name]["microbatches_held"] == held, name
+        assert 0 <= found[name]["bubble"] < 1 and 0 <= found[name]["bubble_formula"] < 1
+    assert "bubble" not in other["1f1b"], "the report is rank 0's"
+    bytes_of = {name: max(one["activations_bytes"]) for name, one in found.items()}
+    assert bytes_of["1f1b"] < 0.6 * bytes_of["gpipe"]
+    assert bytes_of["gpipe recomputed"] < 0.3 * bytes_of["gpipe"]
+    assert bytes_of["zb_h1 recomputed"] > 0.5 * bytes_of["zb_h1"]  # what a W needs is kept anyway
+    for name in ("gpipe", "zb_h1"):
+        assert found[f"{name} recomputed"]["last_loss"] == pytest.approx(found[name]["last_loss"], rel=1e-5)
+
+
+def test_the_metronome_replaces_computing_and_takes_no_less_than_the_formula():
+    def reports(cluster: Cluster) -> list[dict]:
+        return [run(cluster, name, "--metronome", "5ms") for name in MODES]
+
+    for name, one in zip(MODES, run_ranks(reports, 2)[0], strict=True):
+        formula = theory.makespan(name, 2, 4, stages_per_rank(name), 0.005, 0.005, 0.005)
+        assert 0.97 * formula <= one["makespan_seconds"] < 1.5 * formula, name
+        assert "activations_bytes" not in one and one["first_loss"] is None
         assert one["bytes_sent"] == one["bytes_formula"]
-        assert one["messages_sent"] == one["messages_formula"]
-        assert one["replicas_equal"]
-    for one in by_rank[0]:
-        assert one["activations_bytes"] == one["activations_predicted_bytes"]
-        assert one["microbatches_held"] == one["microbatches_held_formula"]
-        assert 0 <= one["bubble"] < 1
-        assert 0 <= one["bubble_formula"] < 1
-        assert one["makespan_seconds"] > 0 < one["makespan_simulated_seconds"]
-    text, *others = [one["last_loss"] for one in by_rank[0][: len(SCRIPTS)]]
-    assert others == pytest.approx([text] * len(others), rel=1e-5)
 
 
-def test_recomputation_holds_fewer_activations_and_trains_the_same():
-    def report(cluster: Cluster) -> list[dict[str, Any]]:
-        return [summary(cluster, name, recompute=on) for name in ("gpipe", "zb_h1") for on in (False, True)]
+def test_a_slow_link_delays_a_step_by_the_clock_at_least_as_the_simulator_says():
+    def report(cluster: Cluster) -> dict:
+        return run(cluster, "1f1b", "--metronome", "5ms", "--link", "1gbit,8ms")
 
-    reports = run_ranks(report, 2)[0]
-    for plain, recomputed in (reports[:2], reports[2:]):
-        assert recomputed["last_loss"] == pytest.approx(plain["last_loss"], rel=1e-5)
-    assert max(reports[1]["activations_bytes"]) < 0.3 * min(reports[0]["activations_bytes"])
-
-
-def test_the_metronome_replaces_computing_and_the_simulation_has_its_tick():
-    def report(cluster: Cluster) -> list[dict[str, Any]]:
-        return [summary(cluster, name, metronome="2ms") for name in ("1f1b", "zb_v")]
-
-    for one in run_ranks(report, 2)[0]:
-        assert one["makespan_seconds"] >= 0.95 * one["makespan_formula_seconds"]
-        assert one["makespan_simulated_seconds"] == pytest.approx(one["makespan_formula_seconds"], rel=0.2)
-        assert "activations_bytes" not in one
-        assert one["bytes_sent"] == one["bytes_formula"]
-    assert one["makespan_formula_seconds"] == pytest.approx(4 * 0.006 + 0.001)
+    fast = simulate(table_of("1f1b", 2, 4), Costs.equal(2, 0.005, 0.005, 0.005)).makespan
+    assert run_ranks(report, 2)[0]["makespan_seconds"] > fast + 0.014  # an activation, and a gradient back
 
 
 @pytest.mark.parametrize("balance", ["time", "parameters"])
 def test_stages_can_be_balanced_by_the_time_or_the_parameters_of_layers(balance: str):
-    def report(cluster: Cluster) -> float:
-        return summary(cluster, "1f1b", balance=balance)["last_loss"]
-
-    balanced = run_ranks(report, 3)[0]
-    assert balanced == pytest.approx(run_ranks(lambda cluster: summary(cluster, "1f1b")["last_loss"], 1)[0])
+    balanced = run_ranks(lambda cluster: run(cluster, "1f1b", "--balance", balance)["last_loss"], 3)[0]
+    assert balanced == pytest.approx(run_ranks(lambda cluster: run(cluster, "1f1b")["last_loss"], 1)[0])
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_another_schedule_on_another_number_of_ranks(tmp_path):
-    folder = str(tmp_path / "checkpoint")
-
-    def first(cluster: Cluster) -> None:
-        summary(cluster, "1f1b", steps=2, checkpoint=folder)
-
-    def rest(cluster: Cluster) -> float:
-        return summary(cluster, "zb_v", steps=4, checkpoint=folder, resume=True)["last_loss"]
-
-    run_ranks(first, 4)
-    in_two_parts = run_ranks(rest, 2)[0]
-    in_one_go = run_ranks(lambda cluster: summary(cluster, "gpipe", steps=4)["last_loss"], 1)[0]
-    assert in_two_parts == pytest.approx(in_one_go, rel=1e-5)
-
-
-def test_a_checkpoint_that_lacks_what_one_stage_needs_is_refused_by_all_ranks(tmp_path):
-    def run(cluster: Cluster) -> str:
-        summary(cluster, "1f1b", steps=1, checkpoint=str(tmp_path))
-        if cluster.is_main:
-            state = checkpoint.unpack(checkpoint.read(tmp_path), "")
-            del state["model"]["head.weight"]
-            checkpoint.save(tmp_path, state)
-        with pytest.raises(WorkbookError) as caught:
-            summary(cluster, "1f1b", checkpoint=str(tmp_path), resume=True)
-        return str(caught.value)
-
-    first, last = run_ranks(run, 2, timeout=30)
-    assert first == last
-    assert first.startswith(f"{tmp_path} does not hold what this run saves (KeyError: 'head.weight')")
-
-
-def test_a_trace_shows_a_step_measured_above_simulated_and_a_page_to_play_it(tmp_path):
-    run_ranks(lambda cluster: summary(cluster, "interleaved", trace=str(tmp_path)) and None, 2)
+def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(tmp_path, capsys):
+    options = ("--trace", str(tmp_path), "--metronome", "2ms")
+    run_ranks(lambda cluster: run(cluster, "interleaved", *options) and None, 2)
+    capsys.readouterr()
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    spans = [
-        row for row in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if row["ph"] == "X"
-    ]
-    forwards = {(row["args"]["stage"], row["args"]["microbatch"]) for row in spans if row["cat"] == "forward"}
-    assert forwards == {(stage, microbatch) for stage in range(4) for microbatch in range(4)}
+    from_events.main(from_events.Args(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "interleaved, 2 ranks, 4 microbatches"
+    assert [line.split()[0] for line in lines[2:5]] == ["measured", "simulated", "formula"]
+    assert (tmp_path / "compared.png").read_bytes().startswith(b"\x89PNG")
     assert "measured interleaved" in (tmp_path / "schedules.html").read_text()
+
+
+def test_of_a_simulated_run_the_table_its_costs_and_what_it_holds_come_back():
+    costs = Costs(forward=(1.0, 2.0), input_gradient=(1.0, 3.0), weight_gradient=(1.0, 3.0))
+    for name in SCHEDULES:
+        stages = 2 * stages_per_rank(name)
+        table = table_of(name, 2, 4)
+        used = costs if stages == 2 else Costs.equal(4, 1.0, 2.0, 2.0)
+        events: list[Event] = simulate(table, used).events()
+        assert from_events.table_from(events) == table
+        assert from_events.name_of(table) == name
+        assert from_events.costs(events, stages) == used
+        assert makespan(events) == simulate(table, used).makespan
+        assert [microbatches_held(events, rank) for rank in range(2)] == simulate(table, used).peak_held
 
 
 def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
     def refuse(cluster: Cluster) -> None:
-        for name, changes, sentence in (
-            ("1f1b", {"microbatches": 3}, "--microbatches 3 must divide --batch-size 4"),
-            ("1f1b", {"microbatches": 0}, "--microbatches 0: there must be at least one"),
-            ("1f1b", {"layers": 0}, "--layers 0: there must be at least one"),
-            ("interleaved", {"chunks": 0}, "--chunks 0: there must be at least one"),
-            ("interleaved", {"chunks": 10**10}, "--chunks 10000000000: there can be at most 4096"),
-            ("interleaved", {"chunks": 9}, "10 parts cannot be cut into 18 stages: take fewer ranks"),
-            ("gpipe", {"model": "baby_cnn", "metronome": "20ms"}, "--metronome works with the GPT only"),
-            ("gpipe", {"metronome": "soon"}, "--metronome soon: 'soon' is not a time"),
+        for name, *options, sentence in (
+            ("1f1b", "--microbatches", "3", "--microbatches 3 must divide --batch-size 4"),
+            ("1f1b", "--microbatches", "0", "--microbatches 0: there must be at least 1"),
+            ("interleaved", "--chunks", "10000000000", "--chunks 10000000000: .* at most 4096"),
+            ("interleaved", "--chunks", "10", "18 parts cannot be cut into 20 stages: take fewer ranks"),
+            ("gpipe", "--model", "baby_cnn", "--metronome", "20ms", "--metronome works with the GPT only"),
+            ("gpipe", "--metronome", "soon", "--metronome soon: 'soon' is not a time"),
         ):
             with pytest.raises(WorkbookError, match=sentence):
-                summary(cluster, name, **changes)
+                run(cluster, name, *options)
 
     run_ranks(refuse, 2)
 
 
-def test_different_arguments_are_refused_and_listed_by_rank():
-    def refuse(cluster: Cluster) -> None:
-        for name, changes in (
-            ("1f1b", {"seed": 5}),
-            ("gpipe", {"microbatches": 3}),
-            ("interleaved", {"chunks": 3}),
-        ):
-            [(option, value)] = changes.items()
-            with pytest.raises(
-                WorkbookError, match=f"^--{option} is .* on rank 0 and {value} on rank 1: start"
-            ):
-                summary(cluster, name, **(changes if cluster.rank == 1 else {}))
+def train_until_one_fails(
+    cluster: Cluster, environments: list[dict[str, object]], name: str, how: str
+) -> None:
+    set_variables(environments[cluster.rank])
+    steps, step = 0, Run.step
 
-    run_ranks(refuse, 2, timeout=30)
+    def until_it_fails(self: Run):
+        nonlocal steps
+        steps += 1
+        if cluster.rank == 2 and steps == 3 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if cluster.rank == 2 and steps == 3:
+            raise WorkbookError("The disk is full.")
+        return step(self)
+
+    with mock.patch.object(Run, "step", until_it_fails), joined() as place:
+        run(place, name, "--steps", "5")
 
 
+@pytest.mark.parametrize("how", ["killed", "failed"])
 @pytest.mark.parametrize("name", ["1f1b", "naive", "gpipe"])
-def test_when_a_stage_is_killed_the_others_end_within_the_timeout_and_name_it(name: str):
-    def run(cluster: Cluster) -> None:
-        steps = 0
-        step = Run.step
-
-        def until_killed(self: Run) -> Any:
-            nonlocal steps
-            steps += 1
-            if cluster.rank == 2 and steps == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(self)
-
-        with mock.patch.object(Run, "step", until_killed):
-            summary(cluster, name, steps=5)
-
-    first, second, killed, last = run_ranks(run, 4, timeout=30, group_timeout=10, collect_failures=True)
-    assert "killed by SIGKILL" in str(killed)
-    for survivor in (first, second, last):
-        assert isinstance(survivor, RankError)
-    # An activation or a gradient: whichever was on its way, or about to be asked for, when rank 2 died.
-    assert re.search("from stage (1 to stage 2|2 to stage 1)[.] ", str(second))
-    assert re.search("from stage (2 to stage 3|3 to stage 2)[.] ", str(last))
-    assert "rank 2 has died or left" in str(last)
+def test_a_rank_that_ends_is_named_by_all_others_at_once_and_not_their_neighbour(name, how, capfd):
+    environments = places([0, 1, 2, 3], 4, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+    options = {"backend": None, "collect_failures": True, "timeout": 30}
+    run_ranks(train_until_one_fails, 4, environments, name, how, **options)
+    lines = capfd.readouterr().err.splitlines()
+    ended = "rank 2 has died, so look for" if how == "killed" else "rank 2 has failed: The disk is full."
+    for rank in (0, 1, 3):
+        assert any(line.startswith(f"[rank {rank}]") and ended in line for line in lines), (rank, lines)
 
 
 def test_microbatches_and_metronome_go_by_the_tutorials_names_too():
-    for arguments in (Args, ChunkedArgs, ZeroBubbleArgs):
+    for arguments in (Args, ChunkedArgs, ZeroBubbleArgs, InterleavedArgs):
         args = tyro.cli(arguments, args=["--grad-acc-steps", "4", "--pseudo-computation-time", "0.5"])
         assert (args.microbatches, args.metronome) == (4, "0.5s")
         assert tyro.cli(arguments, args=["--microbatches", "2", "--metronome", "20ms"]).metronome == "20ms"
 
 
-def test_the_report_of_an_ended_run_is_rank_0s(tmp_path: Path):
-    one, other = run_ranks(lambda cluster: summary(cluster, "1f1b"), 2)
-    assert {"bubble", "bubble_simulated", "bubble_formula", "tokens_per_second"} <= one.keys()
-    assert "bubble" not in other
+def test_a_folder_without_a_pipelines_trace_is_refused(tmp_path: Path):
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    with pytest.raises(SystemExit, match="has no actions of a pipeline"):
+        from_events.main(from_events.Args(tmp_path))

@@ -1,18 +1,21 @@
 """Stages in a row are the model, under its names."""
 
+import re
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lab.check import assert_same
 from lab.launch.errors import WorkbookError
-from lab.models.model import MLP
-from pipeline_parallel.split import cut
-from pipeline_parallel.stage import Stage, parts_of, ties
+from pipeline_parallel.stage import Stage, costs_of, cut, measured_costs, parts_of
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
+README = Path(__file__).parents[2] / "pipeline_parallel" / "README.md"
 MODELS = {
     "gpt": (lambda: gpt(num_layers=2), text),
     "mlp": (lambda: mlp(5), vectors),
@@ -65,35 +68,75 @@ def test_a_full_model_as_one_stage_has_its_state_dict():
     assert {id(p) for p in stage.parameters()} == {id(p) for p in model.parameters()}
 
 
-def test_looking_at_the_outputs_shape_draws_no_random_number_and_changes_nothing():
-    model = gpt(dropout=0.5)
-    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.random.get_rng_state()
-    (stage,) = stages_of(model, [range(len(parts_of(model)))])
-    assert stage.output_like(text(2)[0]).shape == (2, 5, 13)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert_same(model.state_dict(), before, 0)
-    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-
-
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(WorkbookError, match=r"A Linear cannot be cut into stages: give an nn\.Sequential"):
         parts_of(nn.Linear(2, 2))
 
 
-def test_a_tied_embedding_is_a_tie_between_first_and_last_stage_and_none_within_one():
-    model = gpt(num_layers=2)
-    assert ties(stages_of(model, cut([1.0] * 4, 2))) == [((0, "token_embedding.weight"), (1, "head.weight"))]
-    assert ties(stages_of(model, cut([1.0] * 4, 4))) == [((0, "token_embedding.weight"), (3, "head.weight"))]
-    assert ties(stages_of(model, cut([1.0] * 4, 1))) == []
-    assert ties(stages_of(gpt(num_layers=2, tied=False), cut([1.0] * 4, 2))) == []
+def test_a_sequential_is_cut_by_its_parameters_and_a_gpt_by_its_blocks():
+    model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1), nn.Linear(1, 1), nn.Linear(1, 10))
+    assert [part.cost for part in parts_of(model)] == [110, 0, 11, 2, 20]
+    assert cut([part.cost for part in parts_of(model)], 2) == [range(2), range(2, 5)]
+    small = gpt(num_layers=2)
+    assert [part.cost for part in parts_of(small)] == [0, 1, 1, 0]
+    embedding, *blocks, head = costs_of(small, parts_of(small), "parameters")
+    assert embedding == 13 * 8 + 5 * 8 and head == 13 * 8 + 16 and len(set(blocks)) == 1
 
 
-def test_a_parameter_of_three_stages_is_refused_with_its_names():
-    model = MLP([4, 4, 4, 4])
-    model.layers[1].weight = model.layers[2].weight = model.layers[0].weight
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_no_cut_has_a_cheaper_dearest_stage(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+
+    def dearest(ranges) -> float:
+        return max(sum(costs[i] for i in of_stage) for of_stage in ranges)
+
+    found = cut(costs, stages)
+    assert [i for of_stage in found for i in of_stage] == list(range(len(costs)))
+    assert len(found) == stages and all(len(of_stage) > 0 for of_stage in found)
+    assert dearest(found) == min(map(dearest, cuts(len(costs), stages)))
+
+
+def test_layers_that_stages_do_not_divide_are_spread_evenly():
+    def blocks(layers: int, stages: int) -> list[int]:
+        costs = [part.cost for part in parts_of(gpt(num_layers=layers))]
+        return [int(sum(costs[i] for i in of_stage)) for of_stage in cut(costs, stages)]
+
+    assert blocks(8, 4) == [2, 2, 2, 2]
+    assert sorted(blocks(7, 4)) == [1, 2, 2, 2]
+    assert sorted(blocks(9, 4)) == [2, 2, 2, 3]
+    assert sorted(blocks(10, 4)) == [2, 2, 3, 3]
+
+
+def test_more_stages_than_parts_are_refused_in_a_sentence():
     with pytest.raises(WorkbookError) as error:
-        ties(stages_of(model, cut([1.0] * 3, 3)))
+        cut([1.0] * 3, 4)
     assert str(error.value) == (
-        "layers.0.weight of stage 0, layers.1.weight of stage 1, layers.2.weight of stage 2 are one "
-        "parameter; two stages can share one, not 3."
+        "3 parts cannot be cut into 4 stages: take fewer ranks or --chunks, or more --layers."
     )
+
+
+def test_costs_of_another_number_than_parts_lose_no_layer():
+    model = mlp(5)
+    try:
+        ranges = cut(costs_of(model, parts_of(model), [1.0] * 3), 2)
+    except WorkbookError:
+        return
+    assert [part for of_stage in ranges for part in of_stage] == list(range(5))
+
+
+@EACH_MODEL
+def test_measuring_costs_leaves_gradients_and_random_numbers_as_they_are(make, batch_of):
+    model, state = make(), torch.random.get_rng_state()
+    for trains in (True, False):
+        costs = measured_costs(model.requires_grad_(trains), batch_of(2)[0], repeats=1)
+        assert len(costs) == len(parts_of(model)) and all(cost > 0 for cost in costs)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_example_of_the_readme_trains_and_evaluates(capfd):
+    (block,) = re.findall(r"```python\n(from torch import nn\n.*?)```", README.read_text(), re.DOTALL)
+    exec(compile(block, "README", "exec"), {"__name__": "readme"})
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capfd.readouterr().out)]
+    assert len(losses) == 2 and losses[1] < losses[0]

@@ -54,7 +54,7 @@ def native(module: Any, args: Any, cluster: Cluster, **changes: Any) -> dict[str
     with (
         mock.patch.object(training.run.Run, "finish", noting),
         mock.patch("training.run.measure_all_reduce", lambda pattern, **_: link),
-        mock.patch("pipeline_parallel.run.measure_link", lambda **_: link),
+        mock.patch("pipeline_parallel.script.measure_link", lambda **_: link),
     ):
         module.main(cluster, dataclasses.replace(args, **SAME | changes))
     return summaries[0]

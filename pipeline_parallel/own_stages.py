@@ -1,0 +1,223 @@
+"""A rank holds one stage of the model or several, and shares a tied embedding with another rank.
+
+      stage    0       1       2       3           GPT's embedding is in stage 0, and as the head in stage 3
+      rank     0       1       0       1
+               └── boundary 1, 2, 3 ──┘            an activation goes to the right, and its gradient back
+
+Every rank makes the full model with the same seed, and keeps its own stages. No shapes are typed in: once, at
+the start, all stages run on tensors without memory (device "meta"), and so every rank knows what it will
+receive. Two ranks that share a parameter hold a copy each. The copies start equal, and get the sum of both
+gradients.
+
+This is what every pipeline needs around a step: shapes, tied parameters, evaluation, the full state. The
+lessons' classes add the step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from comm.collectives import broadcast
+from comm.point_to_point import irecv, isend, recv, send
+from comm.wire.channels import Channels
+from lab.launch.errors import WorkbookError
+from lab.trace.device_clock import DeviceClock
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
+from pipeline_parallel.stage import Costs, LossOf, stages_of
+from training.checkpoint import Shard, shards_of
+from training.clipping import clip_grad_norm_
+from training.evaluation import Sums, sums_of
+
+
+class OwnStages(nn.Module):
+    """Holds those stages of `model` that this rank runs; stage s is on rank `rank_of[s]` of `group`.
+
+    `model` is an nn.Sequential, a list of modules, or one of the lessons' models, the same on all ranks;
+    `costs` and `split` say how it is cut (stage.py). `example` is a microbatch of the input, and `loss_of`
+    the mean loss of the last stage's output. With `recompute` a stage keeps only its input for the backward.
+    With `tick` a clock replaces computing: it is the seconds of a microbatch's forward in all stages of a
+    rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        rank_of: dict[int, int],
+        microbatches: int,
+        loss_of: LossOf,
+        example: Tensor,
+        group: dist.ProcessGroup | None = None,
+        costs: Costs = None,
+        split: Sequence[int] | None = None,
+        recompute: bool = False,
+        tick: float | None = None,
+    ) -> None:
+        super().__init__()
+        ranks, wanted = dist.get_world_size(group), len({*rank_of.values()})
+        if ranks != wanted:
+            raise WorkbookError(f"The schedule is for {wanted} ranks, and there are {ranks}.")
+        self.rank, self.group, self.device = dist.get_rank(group), group, example.device
+        self.rank_of, self.last, self.microbatches = rank_of, len(rank_of) - 1, microbatches
+        stages = stages_of(model, len(rank_of), example, costs, split, group)
+        own = {stage: stages[stage] for stage, rank in rank_of.items() if rank == self.rank}
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
+        stages[-1].loss_of = loss_of
+        # Boundary s is the input of stage s; the last boundary is the output of the last stage.
+        self.boundaries = {0: example.to("meta")}
+        for index, stage in enumerate(stages):
+            stage.output = self.boundaries[index + 1] = stage.output_like(self.boundaries[index])
+        clock = None if tick is None else DeviceClock(tick / len(own))
+        for stage in own.values():
+            stage.recompute, stage.clock = recompute, clock
+        # By name in the full model: the stage of each parameter and buffer, and its shape.
+        self.layout: dict[str, tuple[int, Tensor]] = {}
+        holders: dict[nn.Parameter, set[int]] = {}
+        first_names: dict[nn.Parameter, str] = {}
+        for index, stage in enumerate(stages):
+            for name, tensor in stage.state_dict().items():
+                self.layout.setdefault(name, (index, tensor.to("meta")))
+            for name, parameter in stage.named_parameters():
+                holders.setdefault(parameter, set()).add(rank_of[index])
+                first_names.setdefault(parameter, name)
+        self.first_names = {parameter: first_names[parameter] for parameter in self.parameters()}
+        pairs = {(rank_of[s], rank_of[s + step]) for s in rank_of for step in (1, -1) if s + step in rank_of}
+        self._tie(holders)
+        self.channels = Channels(group, pairs | {pair for tie in self.ties for pair in (tie, tie[::-1])})
+        self._make_copies_equal()
+
+    # ------------------------------------------------------------- parameters that stages of two ranks share
+
+    def _tie(self, holders: dict[nn.Parameter, set[int]]) -> None:
+        """Note which pairs of ranks hold one parameter, and this rank's copies with the other rank."""
+        shared = {parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1}
+        if any(len(ranks) > 2 for ranks in shared.values()):
+            raise WorkbookError("Stages of three ranks share a parameter; a pipeline can tie those of two.")
+        self.ties = [(ranks[0], ranks[1]) for ranks in shared.values()]
+        self.tied = [
+            (parameter, sum(ranks) - self.rank) for parameter, ranks in shared.items() if self.rank in ranks
+        ]
+        self._is_complete = False  # the gradients of the copies are equal
+
+    def _make_copies_equal(self) -> None:
+        for copy, peer in self.tied:
+            if self.rank < peer:
+                send(copy, peer, self.channels.of(self.rank, peer))
+            else:
+                recv(copy, peer, self.channels.of(peer, self.rank))
+
+    def finish_gradient_sync(self) -> None:
+        """Give both copies of a shared parameter the sum of their gradients; call it before the optimizer."""
+        for copy, peer in [] if self._is_complete else self.tied:
+            if not copy.requires_grad:
+                continue
+            with span("tied gradient", "wait"):
+                gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
+                theirs = torch.empty_like(gradient)
+                arriving = irecv(theirs, peer, self.channels.of(peer, self.rank))
+                leaving = isend(gradient, peer, self.channels.of(self.rank, peer))
+                arriving.wait()
+                leaving.wait()  # before the sum overwrites what is sent
+                copy.grad = gradient.add_(theirs)
+        self._is_complete = True
+
+    def begin_step(self, x: Tensor, y: Tensor) -> None:
+        """Validate a batch, and refuse a step after the tied gradients were added up."""
+        rows = self.microbatches * len(self.boundaries[0])
+        if len(x) != rows or len(y) != rows:
+            raise WorkbookError(
+                f"The pipeline was made for x and y of {rows} rows, in {self.microbatches} microbatches, "
+                f"and got {len(x)} and {len(y)} (a DataLoader's last batch is smaller without drop_last=True)."
+            )
+        tied = [copy.grad for copy, _ in self.tied if copy.grad is not None]
+        if self._is_complete and any(gradient.any() for gradient in tied):
+            raise WorkbookError(
+                "finish_gradient_sync() has added up the gradients that two stages share, and another step "
+                "would count them twice: call zero_grad() first, or finish_gradient_sync() after all steps."
+            )
+        self._is_complete = False
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
+
+        All ranks call it, after `finish_gradient_sync`. (torch's own sees only the gradients of this rank.)
+        """
+        copies = self.later_copies()
+        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
+
+    def later_copies(self) -> set[nn.Parameter]:
+        """Return this rank's copies of shared parameters whose other copy is on a lower rank."""
+        return {copy for copy, peer in self.tied if peer < self.rank}
+
+    # ----------------------------------------------------------------------------- evaluation, state, traffic
+
+    @torch.no_grad()
+    def forward_only(self, x: Tensor) -> Tensor | None:
+        """Return the outputs for a batch, on the rank of the last stage; None on the others.
+
+        All ranks call it. The microbatches follow each other through the stages.
+        """
+        arriving = list(x.chunk(self.microbatches))
+        for index, rank in self.rank_of.items():
+            before, after = self.rank_of.get(index - 1, rank), self.rank_of.get(index + 1, rank)
+            if rank != self.rank:
+                continue
+            made, leaving = [], []
+            for part in arriving:
+                if before != rank:
+                    like = self.boundaries[index]
+                    part = torch.empty((len(part), *like.shape[1:]), dtype=like.dtype, device=self.device)
+                    recv(part, before, self.channels.of(before, rank))
+                made.append(self.stages[str(index)](part))
+                if after != rank:
+                    leaving.append(isend(made[-1].contiguous(), after, self.channels.of(rank, after)))
+            for transfer in leaving:
+                transfer.wait()
+            arriving = made
+        return torch.cat(arriving) if str(self.last) in self.stages else None
+
+    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
+        """Return the sums over a held-out batch on the last stage's rank; None on the others."""
+        outputs = self.forward_only(x)
+        return None if outputs is None else sums_of(outputs, y, counts)
+
+    def named_own_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by their names in the full model. A tied copy has its own name."""
+        return {name: each for stage in self.stages.values() for name, each in stage.named_parameters()}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the full model's parameters and buffers by name, on every rank. All ranks must call it."""
+        own = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
+        full = {}
+        for name, (stage, like) in self.layout.items():
+            full[name] = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            if self.rank_of[stage] == self.rank:
+                full[name].copy_(own[name])
+            broadcast(full[name], root=self.rank_of[stage], group=self.group)
+        return full
+
+    def load_full_state_dict(self, full: dict[str, Tensor]) -> None:
+        """Load this rank's stages from `full_state_dict`, or from the state dict of the full model."""
+        for stage in self.stages.values():
+            stage.load_state_dict({name: full[name] for name in stage.state_dict()})
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return what this rank holds of the full model and of the optimizer's state, for a checkpoint."""
+        named = [(name, parameter) for parameter, name in self.first_names.items()]
+        return [shard for name, parameter in named for shard in shards_of(name, parameter, optimizer)]
+
+    def traffic_per_step(self) -> Traffic:
+        """Return what this rank sends in a step.
+
+        Over each boundary to another rank it sends m activations, or m gradients back. It also sends, once,
+        the gradient of each parameter that it shares with another rank.
+        """
+        tied = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
+        traffic = Traffic(sum(tied), len(tied))
+        for boundary, like in self.boundaries.items():
+            ranks = {self.rank_of.get(boundary - 1), self.rank_of.get(boundary)} - {None}
+            if self.rank in ranks and len(ranks) == 2:
+                traffic += Traffic(self.microbatches * like.nbytes, self.microbatches)
+        return traffic

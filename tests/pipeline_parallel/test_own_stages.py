@@ -1,0 +1,193 @@
+"""What a rank holds around a step: shapes, tied parameters, evaluation, the full state, refusals."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.evaluation import evaluating
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP, loss_of
+from lab.ranks import run_ranks
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
+from pipeline_parallel.train_afab import AllForwardAllBackward
+from tests.pipeline_parallel.equivalence import RTOL, gpt, mlp, own_gradients, parameters_of, text, vectors
+
+
+def sentence_of(call) -> str:
+    with pytest.raises(WorkbookError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_stages_know_what_they_receive_and_nothing_is_computed_for_it():
+    def work(cluster: Cluster) -> None:
+        (x, _), state = text(2), torch.random.get_rng_state()
+        pipeline = Pipeline(gpt(num_layers=2, dropout=0.5), one_f_one_b(2, 2), loss_of, x[:1])
+        shapes = [tuple(like.shape) for like in pipeline.boundaries.values()]
+        assert shapes == [(1, 5), (1, 5, 8), (1, 5, 13)]
+        assert all(like.device.type == "meta" for like in pipeline.boundaries.values())
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+    run_ranks(work, 2)
+
+
+def test_evaluation_is_that_of_one_process_for_every_schedule_and_leaves_all_as_it_was():
+    def work(cluster: Cluster) -> None:
+        n = cluster.world_size
+        for name in SCHEDULES:
+            make = partial(gpt, num_layers=max(3, n * stages_per_rank(name)), dropout=0.4)
+            (x, y), model = text(5), make()  # five rows: microbatches of two, two and one
+            pipeline = Pipeline(make(), table_of(name, n, 3), loss_of, x[:2])
+            pipeline.stages[next(iter(pipeline.stages))].eval()
+            modes = [module.training for module in pipeline.modules()]
+            state = torch.random.get_rng_state()
+            with evaluating(pipeline):
+                outputs = pipeline.forward_only(x)
+                sums = pipeline.evaluation_sums(x, y, torch.tensor([True, False, True, True, False]))
+            assert [module.training for module in pipeline.modules()] == modes
+            assert torch.equal(torch.random.get_rng_state(), state)
+            assert all(parameter.grad is None for parameter in pipeline.parameters())
+            assert (outputs is None) == (sums is None) == (pipeline.rank_of[pipeline.last] != pipeline.rank)
+            if outputs is not None:
+                expected = model.eval()(x)
+                torch.testing.assert_close(outputs, expected.detach(), rtol=1e-9, atol=1e-12)
+                kept = [0, 2, 3]
+                loss = loss_of(expected[kept].float(), y[kept]) * y[kept].numel()
+                torch.testing.assert_close(sums[0], loss.double().detach(), rtol=1e-5, atol=0)
+
+    for n in (1, 2, 3):
+        run_ranks(work, n)
+
+
+def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process():
+    def work(cluster: Cluster) -> None:
+        x, _ = text(2)
+        model = gpt(num_layers=6)
+        first = Pipeline(model, table_of("zb_v", 2, 2), loss_of, x[:1])
+        state = first.full_state_dict()
+        assert_same(state, model.state_dict(), 0)
+        other = gpt(num_layers=6)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        second = Pipeline(other, table_of("interleaved", 2, 2), loss_of, x[:1])
+        second.load_full_state_dict(state)
+        assert_same(second.full_state_dict(), model.state_dict(), 0)
+        optimizer = torch.optim.AdamW(second.parameters())
+        names = {shard.name for shard in second.shards(optimizer)}
+        assert "model/head.weight" not in names  # the tied weight goes by its first name, on both ranks
+        assert "model/token_embedding.weight" in names
+
+    run_ranks(work, 2)
+
+
+def test_a_tied_copy_starts_as_the_earlier_stage_has_it_and_both_stay_equal():
+    def work(cluster: Cluster) -> None:
+        x, y = text(4)
+        model = gpt(num_layers=2)
+        if cluster.rank == 1:
+            model.head.weight.data.normal_()
+        pipeline = Pipeline(model, one_f_one_b(2, 2), loss_of, x[:2])
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            pipeline.step(x, y)
+            pipeline.finish_gradient_sync()
+            pipeline.finish_gradient_sync()  # a second call adds nothing
+            optimizer.step()
+            state = pipeline.full_state_dict()
+            assert torch.equal(state["head.weight"], state["token_embedding.weight"])
+
+    run_ranks(work, 2)
+
+
+def test_a_step_after_the_tied_gradients_were_added_up_is_refused():
+    def work(cluster: Cluster) -> None:
+        x, y = text(4)
+        for make in (Pipeline, AllForwardAllBackward):
+            where = one_f_one_b(2, 2) if make is Pipeline else {0: 0, 1: 1}
+            sizes = () if make is Pipeline else (2,)
+            pipeline = make(gpt(num_layers=2), where, *sizes, loss_of, x[:2])
+            pipeline.step(x, y)
+            pipeline.finish_gradient_sync()
+            assert "call zero_grad() first" in sentence_of(lambda pipeline=pipeline: pipeline.step(x, y))
+            pipeline.zero_grad()
+            pipeline.step(x, y)
+
+    run_ranks(work, 2)
+
+
+def test_clipping_takes_the_norm_of_the_full_model_in_which_a_tied_parameter_counts_once():
+    def work(cluster: Cluster) -> None:
+        x, y = text(4)
+        model = gpt(num_layers=2)
+        loss_of(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        pipeline = Pipeline(gpt(num_layers=2), one_f_one_b(2, 2), loss_of, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        assert_same(
+            own_gradients(pipeline), {name: expected[name].grad for name in own_gradients(pipeline)}, RTOL
+        )
+
+    run_ranks(work, 2)
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
+    def shared_by_three() -> nn.Module:
+        model = MLP([4, 4, 4, 4])
+        model.layers[1].weight = model.layers[2].weight = model.layers[0].weight
+        return model
+
+    def work(cluster: Cluster) -> list[str]:
+        x, y = vectors(4)
+        model, table = mlp(5), one_f_one_b(3, 2)
+        pipeline = Pipeline(model, table, loss_of, x[:2])
+        calls = [
+            lambda: Pipeline(model, one_f_one_b(2, 2), loss_of, x),
+            lambda: Pipeline(model, table, loss_of, x, split=[3, 2]),
+            lambda: Pipeline(model, table, loss_of, x, split=[3, 2, 0]),
+            lambda: Pipeline(mlp(2), table, loss_of, x),
+            lambda: Pipeline(model, table, loss_of, x, costs=[1.0, 2.0]),
+            lambda: Pipeline(model, table, loss_of, x, costs="weight"),
+            lambda: Pipeline(nn.Linear(2, 2), table, loss_of, x),
+            lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
+            lambda: pipeline.step(x[:3], y[:3]),
+            lambda: pipeline(x),
+        ]
+        return [sentence_of(call) for call in calls]
+
+    first, *others = run_ranks(work, 3)
+    assert all(other == first for other in others)
+    starts = (
+        "The schedule is for 2 ranks, and there are 3.",
+        "split=[3, 2] does not divide the model's 5 parts into 3 stages",
+        "split=[3, 2, 0] does not divide",
+        "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
+        "costs has 2 numbers, and the model has 5 parts.",
+        "costs='weight' is unknown",
+        "A Linear cannot be cut into stages: give an nn.Sequential",
+        "Stages of three ranks share a parameter",
+        "The pipeline was made for x and y of 4 rows, in 2 microbatches, and got 3 and 3",
+        "A pipeline computes forward and backward at once: call step(x, y)",
+    )
+    for sentence, start in zip(first, starts, strict=True):
+        assert sentence.startswith(start), sentence
+
+
+def test_a_list_of_modules_is_their_composition():
+    def work(cluster: Cluster) -> None:
+        x, _ = vectors(4)
+        model = mlp(3)
+        for modules in (list(model.layers), nn.ModuleList(model.layers), nn.Sequential(*model.layers)):
+            pipeline = Pipeline(modules, one_f_one_b(2, 2), loss_of, x[:2])
+            assert_same(pipeline.full_state_dict(), parameters_of(nn.Sequential(*model.layers)), 0)
+
+    run_ranks(work, 2)
