@@ -16,7 +16,9 @@ from comm import collectives
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, GPTConfig, loss_of
 from lab.trace import meter, timeline
-from pipeline_parallel.activations import ActivationWatch
+from lab.trace.memory import held_activations
+from pipeline_parallel.actions import num_microbatches, placement
+from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import stages_per_rank, table_of
 from pipeline_parallel.train_torch_pipelining import TorchSchedule
@@ -55,15 +57,19 @@ class Training:
         example = self.x[: self.windows // self.microbatches]
         table = table_of(self.schedule, dist.get_world_size(), self.microbatches)
         model = GPT(CONFIG) if self.alone else copy.deepcopy(model_as_made())
-        self.pipeline = Pipeline(model, table, loss_of, example, recompute=self.recompute)
-        self.run = (
-            TorchSchedule(self.pipeline, self.schedule, loss_of, example) if self.by_torch else self.pipeline
-        )
+        self.pipeline: OwnStages
+        if self.by_torch:
+            sizes = placement(table), num_microbatches(table)
+            self.pipeline = OwnStages(model, *sizes, loss_of, example)
+            self.step = TorchSchedule(self.pipeline, self.schedule).step
+        else:
+            self.pipeline = pipeline = Pipeline(model, table, loss_of, example, recompute=self.recompute)
+            self.step = pipeline.step
         self.optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=1e-3)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
-        self.run.step(self.x, self.y)
+        self.step(self.x, self.y)
         self.pipeline.finish_gradient_sync()
         self.optimizer.step()
 
@@ -113,9 +119,9 @@ def recomputation(
         seconds = side_by_side.alternate(variants, runs, warmup=warmup)
         held = {}
         for name, training in variants.items():
-            watch = training.pipeline.executor.watch = ActivationWatch()
-            watch.ignore(training.pipeline.parameters())
-            training()
+            ignored = [training.x, training.y, *training.pipeline.parameters()]
+            with held_activations(ignored) as watch:
+                training()
             held[name] = watch.peak_bytes
         results[schedule] = seconds, held
     return results

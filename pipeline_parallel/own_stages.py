@@ -129,7 +129,7 @@ class OwnStages(nn.Module):
         if len(x) != rows or len(y) != rows:
             raise WorkbookError(
                 f"The pipeline was made for x and y of {rows} rows, in {self.microbatches} microbatches, "
-                f"and got {len(x)} and {len(y)} (a DataLoader's last batch is smaller without drop_last=True)."
+                f"and got {len(x)} and {len(y)} (a DataLoader's last batch may be smaller: drop_last=True)."
             )
         tied = [copy.grad for copy, _ in self.tied if copy.grad is not None]
         if self._is_complete and any(gradient.any() for gradient in tied):

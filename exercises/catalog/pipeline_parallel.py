@@ -6,14 +6,14 @@ SCHEDULES = "tests/pipeline_parallel/test_schedules.py::"
 ONE_STAGE = SCHEDULES + "test_schedules_with_one_stage_a_rank_are_valid_and_hold_what_they_say"
 
 NARRATED = "tests/pipeline_parallel/test_narrated.py::"
-SPLIT = "tests/pipeline_parallel/test_split.py::"
+SPLIT = "tests/pipeline_parallel/test_stage.py::"
 
 EXERCISES = (
     Exercise(
         name="splitter",
         title="Dividing layers into stages",
         notebook="08_pipelines",
-        target="pipeline_parallel.split.cut",
+        target="pipeline_parallel.stage.cut",
         tests=(
             SPLIT + "test_no_cut_has_a_cheaper_dearest_stage",
             SPLIT + "test_layers_that_stages_do_not_divide_are_spread_evenly",
@@ -26,18 +26,18 @@ EXERCISES = (
             Return the parts of each stage as ranges: neighbouring parts, at least one for each stage.
 
             Of all cuts take one whose most expensive stage is as cheap as can be; among these, one whose sum
-            of squared costs is the smallest, so that stages are even; among these, one with the fewest
-            stages, the first left out, that begin with a part that costs nothing. If there are fewer parts
-            than stages, raise WorkbookError: {n} parts cannot be cut into {stages} stages: take fewer ranks
-            or --chunks, or more --layers.
+            of squared costs is the smallest, so that stages are even; among these, the one whose stages end
+            as late as can be, so that a part that costs nothing goes with the part before it. If there are
+            fewer parts than stages, raise WorkbookError: {n} parts cannot be cut into {stages} stages: take
+            fewer ranks or --chunks, or more --layers.
         """,
         hints=(
             "If the first stage ends at part e, the rest is the same problem with fewer parts and one stage "
             "less. So try every e, and take the best: a recursive function of where a stage starts and how "
             "many stages are left.",
             "Let it return a tuple that can be compared: the largest cost of a stage, the sum of squared "
-            "costs, how many later stages begin with a part that costs nothing, and where the stages end. "
-            "min() then takes the best one.",
+            "costs, and where the stages end, with a minus so that later is smaller. min() then takes the "
+            "best one.",
             "Decorate it with functools.cache, because it is called with the same arguments again and "
             "again. until = [0, *accumulate(costs)] gives the cost of a stage as until[end] - until[start]. "
             "The last stage ends at n; any other must leave a part for each stage after it.",
@@ -70,7 +70,7 @@ EXERCISES = (
         target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
         tests=(
             NARRATED + "test_gpipe_by_hand_equals_one_process",
-            "tests/pipeline_parallel/test_by_hand.py::test_by_hand_and_by_table_agree_gradient_by_gradient_and_message_by_message[2]",
+            "tests/pipeline_parallel/test_equivalence.py::test_the_steps_by_hand_have_the_gradients_and_messages_of_their_tables[2]",
         ),
         difficulty=4,
         minutes=50,
@@ -78,13 +78,13 @@ EXERCISES = (
         doc="""
             Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
 
-            The first rank gets the batch's input `x`, and the last rank its targets `y`; the others ignore
-            both. Each is divided along dim 0 into `self.microbatches`. `self.stage` are this rank's layers,
-            and `self.loss_of(output, targets)` the mean loss of a microbatch. `self.post_receives(like,
-            peer)` posts the receives of all microbatches from a rank, and returns pairs of a buffer, like
-            `self.input_like` or `self.output_like`, and a transfer. `self.messages.isend(tensor, peer)`
-            starts a send. Compute each forward in `with self.action(f"F{i}")`, and each backward in `with
-            self.action(f"B{i}")`.
+            The first rank uses the batch's input `x`, and the last rank its targets `y`. Both are divided
+            along dim 0 into `self.microbatches`, after `self.begin_step(x, y)` has validated them.
+            `self.stages[str(self.rank)]` is this rank's stage: `stage(x)` is its output, and on the last rank
+            `stage(x, target)` the mean loss. `self.boundaries[self.rank]` has the shape and dtype of what it
+            receives. `isend(tensor, peer)` starts a send, and `recv(tensor, peer)` receives. Compute in
+            `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
+            forward, "backward" and "B" for a backward.
         """,
         hints=(
             "First all forwards. For each microbatch a rank needs its input, a chunk of x or what the rank "

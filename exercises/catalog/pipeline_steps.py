@@ -50,52 +50,44 @@ EXERCISES = (
         title="Receives in time, and no deadlock",
         shows_introduction=True,
         notebook="08_pipelines",
-        target="pipeline_parallel.messages.with_messages",
+        target="pipeline_parallel.messages.receives_before",
         tests=(
             MESSAGES + "test_two_ranks_of_gpipe",
             MESSAGES + "test_without_looking_ahead_a_receive_is_posted_just_before_it_is_needed",
             MESSAGES + "test_receives_stand_in_the_senders_order_even_where_another_one_is_needed_first",
-            MESSAGES + "test_receives_of_a_neighbour_are_posted_in_its_order_and_exactly_as_early_as_asked",
-            MESSAGES + "test_sent_stands_before_the_first_action_that_needs_a_proof_of_it_or_at_the_end",
+            MESSAGES + "test_receives_from_a_rank_are_posted_in_its_order_and_exactly_as_early_as_asked",
             MESSAGES + "test_ranks_that_go_on_in_any_order_come_to_the_end",
-            MESSAGES + "test_a_negative_number_of_actions_ahead_is_refused",
         ),
-        difficulty=5,
-        minutes=75,
+        difficulty=4,
+        minutes=45,
         needs=("derive_the_sends",),
         doc="""
-            Return each rank's actions, sends and receives in order. ValueError if `ahead` is negative.
+            Return, for each action of the rank's row, the messages whose receives are posted before it.
 
-            The three rules above say where Receive, Send and
-            WaitForSend stand. Send(message, peer) follows the action that makes the message. Receive(message,
-            peer) stands before the action that is `ahead` actions before the one that needs the message, or
-            earlier, so that the receives from a rank are posted in the order of its sends. WaitForSend stands
-            before the first action that needs an answer: a message that its receiver sends after it has used
-            this one; without an answer, at the end. Stages of one rank send each other nothing. The error: A
-            receive cannot be posted {-ahead} actions late: make `ahead` 0 or more.
+            The rules stand above. A receive is posted before the action that is `ahead` actions before the
+            one that needs the message, or earlier, so that the receives from a rank are posted in the order
+            of its sends. Stages of one rank send each other nothing. `placement(table)` has the rank of each
+            stage.
         """,
         hints=(
-            "First go through the table once, and note for each message between two ranks where it is made "
-            "and where it is needed, as positions in the rows, and for each pair of ranks their messages in "
-            "the order of sending.",
-            "Then make each rank's steps, action by action: receives for what the next `ahead` actions "
-            "need, waits for sends that the action's own message proves, the action, its send. To post a "
-            "receive, post first all earlier ones from the same rank.",
-            "A message of this rank to a peer is proven by an answer from that peer if the peer needs it at "
-            "or before the position where it sends the answer. Sort this rank's messages to a peer by where "
-            "they are needed, and take them from the left.",
+            "First go through the table once, and note for each other rank the messages that it sends to "
+            "this one, in the order of its row: sent_by(action, last stage) is what an action sends.",
+            "Then go through this rank's row. Before an action stand the receives of what it and the next "
+            "`ahead` actions need: received_by(action, last stage).",
+            "To post a receive, post first all earlier ones from the same rank: take messages from the left "
+            "of that rank's queue until the wanted one is out. If it is no longer there, it was posted "
+            "before.",
         ),
     ),
     Exercise(
         name="deferred_weight_gradients",
         title="A backward in two halves",
         notebook="08_pipelines",
-        target="pipeline_parallel.deferred._Linear.forward",
-        also=("pipeline_parallel.deferred._Linear.backward",),
+        target="pipeline_parallel.deferred.SplitLinear.forward",
+        also=("pipeline_parallel.deferred.SplitLinear.backward",),
         tests=(
             DEFERRED + "test_a_linear_layers_gradients_are_autograds_for_any_number_of_dimensions",
             DEFERRED + "test_only_weights_wait_and_norms_and_embeddings_have_their_gradients_at_once",
-            DEFERRED + "test_layers_with_other_functions_between_them_and_one_used_twice",
             DEFERRED + "test_what_is_frozen_keeps_nothing_for_later",
             NARRATED + "test_zero_bubble_equals_one_process",
         ),
@@ -105,19 +97,18 @@ EXERCISES = (
         doc="""
             Return F.linear(x, weight, bias), and keep in `ctx` what the backward needs.
 
-            Under torch.autocast the product has another dtype: `_autocast_dtype(x)`, or None. `_cast(tensor,
-            dtype)` casts where both are given. Do not pass the weight to save_for_backward: with
-            recomputation a copy would come back, but the parameter itself must get the gradient.
+            Do not pass the weight to save_for_backward: with recomputation a copy would come back, but the
+            parameter itself must get the gradient.
         """,
         docs={
             "backward": """
-                Return the gradients for `deferred`, x, weight and bias; all but that of x are None.
+                Return the gradients for `later`, x, weight and bias; all but that of x are None.
 
-                If the weight or the bias needs a gradient, do not compute it, but call
-                `deferred.add(computation, x, dy)`: the computation is a function without arguments that runs
-                later and adds to the gradients of weight and bias. `_add_to(parameter, gradient)` adds to a
-                gradient or begins it. The gradient of x is None if x needs none: ctx.needs_input_grad tells,
-                in the order of forward's arguments after `ctx`.
+                If the weight or the bias needs a gradient, do not compute it, but append a function without
+                arguments to the list `ctx.later`. The function runs later, and adds to the gradients of
+                weight and bias. `add_to(parameter, gradient)` adds to a gradient or begins it. The gradient
+                of x is None if x needs none: ctx.needs_input_grad tells, in the order of forward's arguments
+                after `ctx`.
             """,
         },
         hints=(
@@ -125,9 +116,9 @@ EXERCISES = (
             "stage before waits for.",
             "The gradient of W is dy^T x, where x and dy have one row for each token: flatten(0, -2) makes "
             "rows of any number of dims. The gradient of b is the sum of dy's rows.",
-            "Define a function in the backward that computes both and gives them to _add_to, each only if "
-            "that parameter requires a gradient. Return None, dx, None, None: forward has deferred, x, "
-            "weight and bias.",
+            "Define a function in the backward that computes both and gives them to add_to, each only if "
+            "that parameter requires a gradient. Return None, dx, None, None: forward has later, x, weight "
+            "and bias.",
         ),
     ),
     Exercise(

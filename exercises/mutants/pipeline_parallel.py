@@ -1,11 +1,9 @@
 """Wrong implementations of pipelines."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -17,16 +15,13 @@ from pipeline_parallel.deferred import add_to
 from pipeline_parallel.messages import Message, received_by
 from training.clipping import clip_grad_norm_
 
-KILLERS = "tests.pipeline_parallel.test_mutant_killers."
-NARRATED = "tests.pipeline_parallel.test_narrated."
-PIPELINE = "pipeline_parallel.pipeline.Pipeline."
-OWN_STAGES = "pipeline_parallel.own_stages.OwnStages."
-
 
 @mutant(
-    target=PIPELINE + "input_gradient_of",
-    killer=KILLERS + "test_1f1b_holds_no_more_microbatches_than_ranks_come_after",
-    cause="kept",
+    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_1f1b_holds_no_more_microbatches_than_ranks_come_after"
+    ),
 )
 def pipeline_activations_kept(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
     """1F1B needs as much memory as GPipe: activations are kept after the backward that has used them."""
@@ -38,7 +33,10 @@ def pipeline_activations_kept(self, microbatch: int, stage: int, dy: Tensor | No
 
 @mutant(
     target="pipeline_parallel.deferred.SplitLinear.backward",
-    killer=KILLERS + "test_a_split_backward_computes_every_weights_gradient_once",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_a_split_backward_computes_every_weights_gradient_once"
+    ),
     cause="is it not computed",
 )
 def pipeline_bias_not_deferred(ctx, dy):
@@ -50,8 +48,7 @@ def pipeline_bias_not_deferred(ctx, dy):
 
 @mutant(
     target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
-    killer=NARRATED + "test_gpipe_by_hand_equals_one_process",
-    cause="in the same order of microbatches",
+    killer="tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process",
     symptom="With GPipe by hand the loss is right, and the gradients are wrong.",
 )
 def pipeline_by_hand_gradients_in_reverse(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -90,7 +87,7 @@ def pipeline_by_hand_gradients_in_reverse(self, x: Tensor, y: Tensor) -> Tensor 
 
 @mutant(
     target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
-    killer=NARRATED + "test_gpipe_by_hand_equals_one_process",
+    killer="tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process",
     cause="where a mean is due",
 )
 def pipeline_by_hand_loss_not_divided(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -129,8 +126,7 @@ def pipeline_by_hand_loss_not_divided(self, x: Tensor, y: Tensor) -> Tensor | No
 
 @mutant(
     target="pipeline_parallel.train_model_parallel.ModelParallel.step",
-    killer=NARRATED + "test_model_parallel_equals_one_process",
-    cause="and not the activation",
+    killer="tests.pipeline_parallel.test_narrated.test_model_parallel_equals_one_process",
 )
 def pipeline_by_hand_sends_the_activation_back(self, x: Tensor, y: Tensor) -> Tensor | None:
     """All stages but the last learn nonsense: an activation is sent back instead of its gradient."""
@@ -161,9 +157,8 @@ def pipeline_by_hand_sends_the_activation_back(self, x: Tensor, y: Tensor) -> Te
 
 
 @mutant(
-    target=OWN_STAGES + "clip_grad_norm_",
-    killer=KILLERS + "test_the_norm_is_that_of_all_stages",
-    cause="one rank's part",
+    target="pipeline_parallel.own_stages.OwnStages.clip_grad_norm_",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_the_norm_is_that_of_all_stages",
 )
 def pipeline_clipped_by_the_local_norm(self, max_norm: float) -> Tensor:
     """Layers learn at different rates: each rank clips its stages by the norm of their gradients only."""
@@ -187,8 +182,11 @@ def pipeline_costs_too_few_drop_layers(model, parts, costs):
 
 
 @mutant(
-    target=OWN_STAGES + "finish_gradient_sync",
-    killer=KILLERS + "test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even",
+    target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even"
+    ),
     cause="deadlock",
     fails_with="waited until the timeout",
 )
@@ -210,22 +208,8 @@ def pipeline_deadlock_on_an_even_number_of_ranks(self) -> None:
 
 
 @mutant(
-    target="lab.evaluation.evaluating",
-    killer=KILLERS + "test_training_goes_on_with_dropout_after_an_evaluation",
-    cause="training mode again",
-)
-@contextmanager
-def pipeline_evaluation_mode_stays(model: nn.Module) -> Iterator[None]:
-    """After the first evaluation training continues without dropout, and the model overfits."""
-    model.eval()
-    with torch.no_grad():
-        yield
-
-
-@mutant(
-    target=OWN_STAGES + "finish_gradient_sync",
-    killer=KILLERS + "test_a_frozen_embedding_gets_no_gradient",
-    cause="Zeros stand where no gradient should be",
+    target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_a_frozen_embedding_gets_no_gradient",
 )
 def pipeline_frozen_gets_zeros(self) -> None:
     """Weight decay shrinks a frozen tied embedding: its gradient is zeros instead of none."""
@@ -241,8 +225,8 @@ def pipeline_frozen_gets_zeros(self) -> None:
 
 
 @mutant(
-    target=PIPELINE + "compute",
-    killer=KILLERS + "test_full_backwards_may_stand_beside_split_ones",
+    target="pipeline_parallel.pipeline.Pipeline.compute",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_full_backwards_may_stand_beside_split_ones",
     cause="is it not computed",
 )
 def pipeline_full_backward_forgets_weights(self, action, given, xs, ys):
@@ -260,9 +244,11 @@ def pipeline_full_backward_forgets_weights(self, action, given, xs, ys):
 
 
 @mutant(
-    target=PIPELINE + "input_gradient_of",
-    killer=KILLERS + "test_a_stage_between_others_hands_back_the_gradient_of_its_own_input",
-    cause="to which the next one is added",
+    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_a_stage_between_others_hands_back_the_gradient_of_its_own_input"
+    ),
 )
 def pipeline_input_gradient_piles_up(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
     """A stage sends gradients that are too large: those of earlier microbatches are added to each of them."""
@@ -275,9 +261,11 @@ def pipeline_input_gradient_piles_up(self, microbatch: int, stage: int, dy: Tens
 
 
 @mutant(
-    target=PIPELINE + "input_gradient_of",
-    killer=KILLERS + "test_a_backward_uses_the_activations_of_its_own_microbatch",
-    cause="what its own microbatch's forward has kept",
+    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_a_backward_uses_the_activations_of_its_own_microbatch"
+    ),
 )
 def pipeline_last_microbatchs_activations(
     self, microbatch: int, stage: int, dy: Tensor | None
@@ -290,8 +278,8 @@ def pipeline_last_microbatchs_activations(
 
 
 @mutant(
-    target=PIPELINE + "forward_of",
-    killer=KILLERS + "test_the_loss_is_the_mean_over_all_microbatches",
+    target="pipeline_parallel.pipeline.Pipeline.forward_of",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_over_all_microbatches",
     cause="where a mean is due",
 )
 def pipeline_loss_not_divided(self, microbatch: int, stage: int, x: Tensor, target: Tensor | None) -> Tensor:
@@ -303,8 +291,8 @@ def pipeline_loss_not_divided(self, microbatch: int, stage: int, x: Tensor, targ
 
 
 @mutant(
-    target=PIPELINE + "hand_over",
-    killer=KILLERS + "test_the_loss_is_the_mean_over_all_microbatches",
+    target="pipeline_parallel.pipeline.Pipeline.hand_over",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_the_loss_is_the_mean_over_all_microbatches",
     cause="only the last one used",
     symptom="The printed loss is noisy and too small, and training is right.",
 )
@@ -319,9 +307,8 @@ def pipeline_loss_of_the_last_microbatch(self, message: Message | None, made: Te
 
 
 @mutant(
-    target=OWN_STAGES + "clip_grad_norm_",
-    killer=KILLERS + "test_the_norm_is_that_of_all_stages",
-    cause="counted on each",
+    target="pipeline_parallel.own_stages.OwnStages.clip_grad_norm_",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_the_norm_is_that_of_all_stages",
     symptom="With tied weights clipping is too strong.",
 )
 def pipeline_norm_counts_tied_copies(self, max_norm: float) -> Tensor:
@@ -333,8 +320,9 @@ def pipeline_norm_counts_tied_copies(self, max_norm: float) -> Tensor:
 
 @mutant(
     target="pipeline_parallel.messages.receives_before",
-    killer=KILLERS + "test_messages_meet_the_receives_that_are_meant_for_them",
-    cause="receives must be posted in that order",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers.test_messages_meet_the_receives_that_are_meant_for_them"
+    ),
 )
 def pipeline_receives_in_order_of_need(table: Table, rank: int, ahead: int = 2) -> list[list[Message]]:
     """Stages receive the wrong tensors of the right shape: receives are not in the order of the sends."""
@@ -345,8 +333,7 @@ def pipeline_receives_in_order_of_need(table: Table, rank: int, ahead: int = 2) 
 
 @mutant(
     target="pipeline_parallel.stage.Stage.forward",
-    killer=KILLERS + "test_recomputation_drops_out_the_same",
-    cause="must draw the same mask",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_recomputation_drops_out_the_same",
 )
 def pipeline_recomputed_with_other_masks(self, x: Tensor, target: Tensor | None = None, later=None) -> Tensor:
     """With recomputation and dropout gradients are wrong: the second forward draws other dropout masks."""
@@ -356,8 +343,10 @@ def pipeline_recomputed_with_other_masks(self, x: Tensor, target: Tensor | None 
 
 
 @mutant(
-    target=OWN_STAGES + "finish_gradient_sync",
-    killer=KILLERS + "test_both_copies_of_a_tied_embedding_get_both_gradients",
+    target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers.test_both_copies_of_a_tied_embedding_get_both_gradients"
+    ),
     cause="divided by their number once too often",
 )
 def pipeline_tied_averaged(self) -> None:
@@ -373,8 +362,8 @@ def pipeline_tied_averaged(self) -> None:
 
 
 @mutant(
-    target=OWN_STAGES + "_make_copies_equal",
-    killer=KILLERS + "test_tied_copies_are_equal_before_the_first_step",
+    target="pipeline_parallel.own_stages.OwnStages._make_copies_equal",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_tied_copies_are_equal_before_the_first_step",
     cause="not started from rank 0's values",
     symptom="The two copies of a tied weight differ from the first step on.",
 )
@@ -382,21 +371,27 @@ def pipeline_tied_copies_differ(self) -> None:
     """Tied weights differ from the first step on, because only the first rank has loaded pretrained
     weights.
     """
+    pass
 
 
 @mutant(
-    target=OWN_STAGES + "finish_gradient_sync",
-    killer=KILLERS + "test_both_copies_of_a_tied_embedding_get_both_gradients",
-    cause="both copies",
+    target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers.test_both_copies_of_a_tied_embedding_get_both_gradients"
+    ),
     symptom="The embedding and the head share a weight, and after some steps they do not.",
 )
 def pipeline_tied_not_synchronised(self) -> None:
     """The embedding and the head share a weight in the model, but each rank trains its own copy."""
+    pass
 
 
 @mutant(
     target="pipeline_parallel.deferred.compute_gradients",
-    killer=KILLERS + "test_a_split_backward_computes_every_weights_gradient_once",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_a_split_backward_computes_every_weights_gradient_once"
+    ),
     cause="is it not computed",
 )
 @torch.no_grad()
@@ -409,7 +404,10 @@ def pipeline_weight_gradient_of_the_last_layer(later) -> None:
 
 @mutant(
     target="pipeline_parallel.deferred.SplitLinear.backward",
-    killer=KILLERS + "test_a_split_backward_computes_every_weights_gradient_once",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_a_split_backward_computes_every_weights_gradient_once"
+    ),
     cause="added up twice",
 )
 def pipeline_weight_gradient_twice(ctx, dy):
@@ -430,8 +428,10 @@ def pipeline_weight_gradient_twice(ctx, dy):
 
 @mutant(
     target="pipeline_parallel.deferred.compute_gradients",
-    killer=KILLERS + "test_when_weight_gradients_are_computed_nothing_they_needed_is_left",
-    cause="keep its graph",
+    killer=(
+        "tests.pipeline_parallel.test_mutant_killers."
+        "test_when_weight_gradients_are_computed_nothing_they_needed_is_left"
+    ),
 )
 def pipeline_weight_gradient_with_a_graph(later) -> None:
     """Memory grows in every step: weight gradients are computed with a graph, which keeps their inputs."""
@@ -440,8 +440,8 @@ def pipeline_weight_gradient_with_a_graph(later) -> None:
 
 
 @mutant(
-    target=PIPELINE + "input_gradient_of",
-    killer=KILLERS + "test_gradients_of_the_microbatches_add_up",
+    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_gradients_of_the_microbatches_add_up",
     cause="cleared",
     symptom="With more microbatches the gradients of a batch become smaller.",
 )

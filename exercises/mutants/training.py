@@ -158,7 +158,7 @@ def resumes_with_the_first_batches(self: Run, step: int) -> int:
 
 @mutant(
     target="lab.evaluation.evaluating",
-    killer="tests.pipeline_parallel.test_forward_only.test_training_goes_on_with_dropout_after_an_evaluation",
+    killer="tests.pipeline_parallel.test_mutant_killers.test_training_goes_on_with_dropout_after_an_evaluation",
 )
 @contextmanager
 def pipeline_evaluation_mode_stays(model: nn.Module) -> Iterator[None]:

@@ -5,17 +5,22 @@ solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
-    self.action: Callable[[str], AbstractContextManager[Any]]
-    self.input_like: Tensor | None
-    self.loss_of: Callable[[Tensor, Tensor], Tensor]
-    self.messages: Any
-    self.microbatches: int
-    self.output_like: Tensor | None
-    self.post_receives(like: Tensor, peer: int) -> list[tuple[Tensor, Any]]
-        Post the receives of all microbatches at once, so that they arrive while this rank computes.
-    self.rank: int
-    self.ranks: int
-    self.stage: Callable[[Tensor], Tensor]
+    any_transfer.wait() -> None
+        Block until the message has arrived, or has left so that its tensor may be changed.
+    isend(tensor: torch.Tensor, dst: int, group: Group = None) -> AnyTransfer
+        Start to send a contiguous tensor to rank `dst` of the group.
+    recv(tensor: torch.Tensor, src: int, group: Group = None) -> None
+        Receive, and wait.
+    self.begin_step(x: Tensor, y: Tensor) -> None
+        Validate a batch, and refuse a step after the tied gradients were added up.
+    self.boundaries
+    self.device
+    self.last
+    self.microbatches
+    self.rank
+    self.stages
+    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
+        Record the time of a `with` block, also if it raises.
 
 Check it with `python -m exercises check gpipe_by_hand`.
 """
@@ -23,16 +28,19 @@ Check it with `python -m exercises check gpipe_by_hand`.
 import torch
 from torch import Tensor
 
+from comm.point_to_point import isend, recv
+from lab.trace.timeline import span
 
-def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+
+def step(self, x: Tensor, y: Tensor) -> Tensor | None:
     """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
 
-    The first rank gets the batch's input `x`, and the last rank its targets `y`; the others ignore
-    both. Each is divided along dim 0 into `self.microbatches`. `self.stage` are this rank's layers,
-    and `self.loss_of(output, targets)` the mean loss of a microbatch. `self.post_receives(like,
-    peer)` posts the receives of all microbatches from a rank, and returns pairs of a buffer, like
-    `self.input_like` or `self.output_like`, and a transfer. `self.messages.isend(tensor, peer)`
-    starts a send. Compute each forward in `with self.action(f"F{i}")`, and each backward in `with
-    self.action(f"B{i}")`.
+    The first rank uses the batch's input `x`, and the last rank its targets `y`. Both are divided
+    along dim 0 into `self.microbatches`, after `self.begin_step(x, y)` has validated them.
+    `self.stages[str(self.rank)]` is this rank's stage: `stage(x)` is its output, and on the last rank
+    `stage(x, target)` the mean loss. `self.boundaries[self.rank]` has the shape and dtype of what it
+    receives. `isend(tensor, peer)` starts a send, and `recv(tensor, peer)` receives. Compute in
+    `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
+    forward, "backward" and "B" for a backward.
     """
     raise NotImplementedError("GPipe by hand is not written yet: `AllForwardAllBackward.step` has no body.")

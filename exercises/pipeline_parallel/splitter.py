@@ -1,6 +1,6 @@
-"""Dividing layers into stages. Write `cut` of pipeline_parallel/split.py.
+"""Dividing layers into stages. Write `cut` of pipeline_parallel/stage.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/split.py yet: it contains the
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/stage.py yet: it contains the
 solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
@@ -22,9 +22,9 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
     """Return the parts of each stage as ranges: neighbouring parts, at least one for each stage.
 
     Of all cuts take one whose most expensive stage is as cheap as can be; among these, one whose sum
-    of squared costs is the smallest, so that stages are even; among these, one with the fewest
-    stages, the first left out, that begin with a part that costs nothing. If there are fewer parts
-    than stages, raise WorkbookError: {n} parts cannot be cut into {stages} stages: take fewer ranks
-    or --chunks, or more --layers.
+    of squared costs is the smallest, so that stages are even; among these, the one whose stages end
+    as late as can be, so that a part that costs nothing goes with the part before it. If there are
+    fewer parts than stages, raise WorkbookError: {n} parts cannot be cut into {stages} stages: take
+    fewer ranks or --chunks, or more --layers.
     """
     raise NotImplementedError("Dividing layers into stages is not written yet: `cut` has no body.")

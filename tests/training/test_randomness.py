@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-import pipeline_parallel.run
 from lab.cluster import Cluster
 from lab.models.model import SIZES
 from lab.ranks import run_ranks
+from pipeline_parallel import script
 from tests.data_parallel.test_scripts import train
 from training.arguments import Args
 from training.run import Run
@@ -33,8 +33,8 @@ def run_of(cluster: Cluster, whole_batch: bool = False, seed: int = 0) -> Run:
 
 
 def stages_of(cluster: Cluster, seed: int = 0) -> Run:
-    args = pipeline_parallel.run.Args(size="tiny", batch_size=12, microbatches=2, seed=seed)
-    return pipeline_parallel.run.Run(cluster, args, "test")
+    args = script.Args(size="tiny", batch_size=12, microbatches=2, seed=seed)
+    return script.begin(cluster, args, "test")[0]
 
 
 def test_ranks_with_examples_of_their_own_draw_different_masks():

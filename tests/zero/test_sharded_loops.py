@@ -11,7 +11,7 @@ from lab.check import assert_same, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
-from pipeline_parallel.deferred import DeferredGradients, deferring
+from pipeline_parallel.deferred import Later, compute_gradients, deferring
 from tests.data_parallel.equivalence import mean_square, mine
 from tests.data_parallel.small_models import HasNone, X, layers
 from tests.zero.sharded import BOTH, averaged
@@ -140,13 +140,13 @@ def test_missing_gradients_and_gradients_after_the_backward_are_right():
             optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
             for _ in range(2):
                 optimizer.zero_grad()
-                deferred = DeferredGradients()
+                later: Later = []
                 for i, part in enumerate(x.chunk(2)):
                     with optimizer.no_sync() if i == 0 else contextlib.nullcontext():
-                        with deferring(deferred):
+                        with deferring(later):
                             loss = mean_square(model, part) / 2
                         loss.backward()
-                        deferred.run()
+                        compute_gradients(later)
                 optimizer.finish_gradient_sync()
                 assert_same(averaged(model, optimizer), expected, what=f"gradient, {cls.__name__}, deferred,")
 
