@@ -205,8 +205,12 @@ class OwnStages(nn.Module):
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of the full model and of the optimizer's state, for a checkpoint."""
-        named = [(name, parameter) for parameter, name in self.first_names.items()]
-        return [shard for name, parameter in named for shard in shards_of(name, parameter, optimizer)]
+        copies = self.later_copies()
+        return [
+            shard
+            for parameter, name in self.first_names.items()
+            for shard in shards_of(name, parameter, optimizer, is_copy=parameter in copies)
+        ]
 
     def traffic_per_step(self) -> Traffic:
         """Return what this rank sends in a step.

@@ -23,7 +23,7 @@ from lab.trace import timeline
 from lab.trace.gantt import Event
 from lab.trace.memory import held_activations
 from pipeline_parallel.own_stages import OwnStages
-from pipeline_parallel.run import Run
+from training.run import Run
 from training.validate import tick_seconds
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
