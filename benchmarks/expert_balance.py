@@ -22,10 +22,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.side_by_side import leave_gloo_as_it_is
-from expert_parallel.config import MoEConfig
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.expected_traffic import tokens_between
-from expert_parallel.groups import form_groups
-from expert_parallel.run import Args as TrainArgs
+from expert_parallel.train_moe import Args as TrainArgs
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig, loss_of

@@ -7,9 +7,8 @@ import torch
 
 from benchmarks import side_by_side
 from comm.wire import slow_link
-from expert_parallel.config import MoEConfig
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.expected_traffic import traffic_per_step
-from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig, loss_of

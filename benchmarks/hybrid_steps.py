@@ -14,8 +14,7 @@ from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from expert_parallel.config import MoEConfig
-from expert_parallel.groups import form_groups
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.train_moe import ExpertParallel
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel

@@ -11,12 +11,15 @@ bytes, and there are E experts.
 The router decides what s and u are, so the formula takes them from the counts.
 """
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic, header_traffic, pairwise_traffic
-from expert_parallel.groups import ExpertGroups
+from expert_parallel.config import ExpertGroups
 from lab.trace.ledger import Traffic
 
 
@@ -65,3 +68,20 @@ def traffic_per_step(model: nn.Module) -> Traffic:
     layers = (layer_traffic(layer.sent_rE, width, itemsize, model.groups) for layer in model.layers)
     dense = gradient_traffic(model.dense, model.groups.everyone)
     return sum(layers, dense + gradient_traffic(model.experts, model.groups.replicas))
+
+
+def router_figures(model: nn.Module) -> dict[str, Any]:
+    """Return what the routers of all ranks have decided in the last step; the bytes are this rank's."""
+    chosen_bE = torch.stack([layer.chosen_rE.sum(0) for layer in model.layers])
+    sent_bE = torch.stack([layer.sent_rE.sum(0) for layer in model.layers])
+    imbalance = chosen_bE.max(1).values / chosen_bE.double().mean(1)
+    rank, tokens = model.groups.rank, 0  # to other ranks, and from them to be sent back
+    for between in (tokens_between(layer.sent_rE, model.groups) for layer in model.layers):
+        tokens += int(between[rank].sum() + between[:, rank].sum() - 2 * between[rank, rank])
+    return {
+        "least_balanced_block": int(imbalance.argmax()),
+        "tokens_per_expert": chosen_bE[imbalance.argmax()].tolist(),
+        "imbalance": round(float(imbalance.max()), 3),
+        "dropped_tokens": int((chosen_bE - sent_bE).sum()),
+        "dispatch_bytes": 2 * tokens * model.module.config.width * model.dense[0].element_size(),
+    }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from comm.functions import InFlightAllGather
-from expert_parallel.groups import ExpertGroups
+from expert_parallel.config import ExpertGroups
 
 _EXPERT = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
 

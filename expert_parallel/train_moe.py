@@ -20,8 +20,11 @@ expert gets is not known in advance, and the slowest rank sets the time of all. 
 experts, and without any the block's MLP adds nothing to it.
 
 All gradients are means over ranks, but an expert's arrives as a *sum* over the ranks of its expert group,
-which send it tokens: divided by their number, and averaged over the replicas of the expert (groups.py), it is
+which send it tokens: divided by their number, and averaged over the replicas of the expert (config.py), it is
 exactly that of one process.
+
+The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
+experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
 
 After Shazeer et al., "Outrageously Large Neural Networks", 2017, https://arxiv.org/abs/1701.06538 (experts
 and router); Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668 (dispatch and capacity); Fedus,
@@ -32,24 +35,38 @@ Shapes by suffix: t this rank's tokens, d width, k chosen experts of a token, E 
 a assignments of a token to an expert (t * k of them, without those that are dropped), r ranks.
 """
 
-from collections.abc import Iterable
+import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.collectives import Group, all_gather, all_reduce, broadcast, chosen_pattern
+import training.arguments
+from comm.collectives import all_gather, broadcast, chosen_pattern, use_pattern
 from comm.functions import exchange_shards
 from comm.in_flight import InFlightExchange
 from comm.script import start
 from expert_parallel.balancing import auxiliary_loss, move_bias
-from expert_parallel.config import MoEConfig, make_expert, random_numbers_of
-from expert_parallel.expected_traffic import traffic_per_step
-from expert_parallel.groups import ExpertGroups
-from expert_parallel.run import Args, Run
+from expert_parallel.config import (
+    ExpertGroups,
+    MoEConfig,
+    form_groups,
+    make_expert,
+    random_numbers_of,
+    validate,
+)
+from expert_parallel.expected_traffic import router_figures, traffic_per_step
+from expert_parallel.full_state import full_state, own_state
+from expert_parallel.run import Run
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.timeline import span
+from training.arguments import NotOffered
+from training.checkpoint import Shard, shards_of
+from training.gradients import average_gradients
 
 
 class Router(nn.Module):
@@ -199,25 +216,74 @@ class ExpertParallel(nn.Module):
     def finish_gradient_sync(self) -> None:
         """Average gradients over all ranks, and those of an expert over its replicas."""
         average_gradients(self.dense, self.groups.everyone)
-        for parameter in average_gradients(self.experts, self.groups.replicas):
-            parameter.grad /= self.groups.num_expert_ranks  # it was a sum over the tokens of these ranks
+        average_gradients(self.experts, self.groups.replicas)
+        for parameter in self.experts:
+            if parameter.requires_grad:
+                parameter.grad /= self.groups.num_expert_ranks  # it was a sum over the tokens of these ranks
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state with the experts of all ranks, on every rank; every rank must call it."""
+        return full_state(self.module.state_dict(), self.groups)
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what this rank holds of the state with all experts."""
+        self.module.load_state_dict(own_state(state, self.module.state_dict()))
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return what this rank holds of the full model and of the optimizer's state."""
+        found = [Shard(f"model/{name}", buffer) for name, buffer in self.module.named_buffers()]
+        for name, parameter in self.module.named_parameters():
+            found += shards_of(name, parameter, optimizer)
+        return found
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> list[nn.Parameter]:
-    """Average the gradients over the group, in one message. Return the parameters that have one."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if trained:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        all_reduce(flat, "mean", group, pattern=chosen_pattern("all_reduce", group))
-        for parameter, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
-            parameter.grad = mean.view_as(parameter)
-    return trained
+@dataclass
+class Args(training.arguments.Args):
+    """Train a small GPT with a mixture of experts in each block, the experts divided among the ranks."""
+
+    experts: int = 8
+    """Number of experts in each block."""
+    top_k: int = 2
+    """Number of experts that each token passes."""
+    expert_ranks: int | None = None
+    """Number of ranks among which the experts are divided. With fewer than all, each expert has replicas.
+    None: as many as divide both the ranks and the experts."""
+    capacity: float | None = None
+    """Let a rank send an expert at most this number times the mean, its tokens * top_k / experts, and drop
+    the others. None: no token is dropped."""
+    balance: Literal["aux", "bias", "none"] = "aux"
+    """How all experts are kept busy (balancing.py). aux: by a term of the loss. bias: by a bias of the
+    router's choice."""
+    aux_weight: float = 0.01
+    """Number by which --balance aux multiplies the term of the loss that it adds, summed over blocks."""
+    bias_rate: float = 0.001
+    """Number by which --balance bias moves each bias after a step."""
+    shared: bool = False
+    """Let all tokens pass one more expert, which every rank holds and computes while tokens travel."""
+    metronome: NotOffered = None  # it runs no layer, so there is nothing to dispatch
+
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError unless experts can be divided, and tokens dispatched, as asked."""
+        validate(self.moe, self.expert_ranks_of(world_size), world_size)
+        for option, number in (("--aux-weight", self.aux_weight), ("--bias-rate", self.bias_rate)):
+            if not 0 <= number < math.inf:
+                raise WorkbookError(f"{option} {number:g}: it is a number from 0, such as 0.01.")
+
+    @property
+    def moe(self) -> MoEConfig:
+        return MoEConfig(self.experts, self.top_k, self.capacity, self.shared)
+
+    def expert_ranks_of(self, world_size: int) -> int:
+        """Return among how many ranks the experts are divided."""
+        return math.gcd(world_size, self.experts) if self.expert_ranks is None else self.expert_ranks
 
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "expert_parallel")
-    model = ExpertParallel(run.model(), run.moe, run.groups, args.seed)
+    groups = form_groups(args.expert_ranks_of(cluster.world_size))
+    for group in (groups.everyone, groups.experts, groups.replicas):
+        use_pattern(args.pattern, group)
+    model = ExpertParallel(run.model(), args.moe, groups, args.seed)
     optimizer = run.optimizer(model)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
@@ -225,10 +291,9 @@ def main(cluster: Cluster, args: Args) -> None:
             with run.step() as record:
                 optimizer.zero_grad()
                 with span("forward", "forward"):
-                    loss = loss_of(model(x), y)
-                    balanced = (
-                        loss + args.aux_weight * model.auxiliary_loss() if args.balance == "aux" else loss
-                    )
+                    loss = balanced = loss_of(model(x), y)
+                    if args.balance == "aux":
+                        balanced = loss + args.aux_weight * model.auxiliary_loss()
                 with span("backward", "backward"):
                     balanced.backward()
                 model.finish_gradient_sync()
@@ -240,7 +305,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(traffic_per_step(model))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, **router_figures(model))
 
 
 if __name__ == "__main__":

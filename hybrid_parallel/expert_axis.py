@@ -26,9 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from comm.collectives import use_pattern
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
-from expert_parallel.config import MoEConfig
+from expert_parallel.config import ExpertGroups, MoEConfig
 from expert_parallel.expected_traffic import exchange_traffic, tokens_between
-from expert_parallel.groups import ExpertGroups
 from expert_parallel.train_moe import MixtureOfExperts
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from comm.wire.wire import name_axis
-from expert_parallel.groups import ExpertGroups
+from expert_parallel.config import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.launch.gloo_threads import keep_from_preempting

@@ -66,8 +66,8 @@ EXERCISES = (
             Give each parameter the gradient that one process has for the batch of all ranks.
 
             `self.dense` are the parameters that every rank holds, and `self.experts` those of this rank's
-            experts. `average_gradients(parameters, group)` replaces gradients by their mean over a group,
-            and returns the parameters that have one. `self.groups` has `everyone`, all ranks; `experts`,
+            experts. `average_gradients(parameters, group)` replaces gradients by their mean over a group.
+            Frozen parameters have none. `self.groups` has `everyone`, all ranks; `experts`,
             the ranks that share the experts; `replicas`, those that hold the same ones; and
             `num_expert_ranks`. Each rank's loss is the mean over its own tokens.
         """,

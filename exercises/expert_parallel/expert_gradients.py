@@ -6,8 +6,8 @@ solution. All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
-    average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> list[nn.Parameter]
-        Average the gradients over the group, in one message.
+    average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None
+        Replace each gradient by the mean over the group.
     self.dense
     self.experts
     self.groups: ExpertGroups
@@ -15,15 +15,15 @@ You may use:
 Check it with `python -m exercises check expert_gradients`.
 """
 
-from expert_parallel.train_moe import average_gradients
+from training.gradients import average_gradients
 
 
 def finish_gradient_sync(self) -> None:
     """Give each parameter the gradient that one process has for the batch of all ranks.
 
     `self.dense` are the parameters that every rank holds, and `self.experts` those of this rank's
-    experts. `average_gradients(parameters, group)` replaces gradients by their mean over a group,
-    and returns the parameters that have one. `self.groups` has `everyone`, all ranks; `experts`,
+    experts. `average_gradients(parameters, group)` replaces gradients by their mean over a group.
+    Frozen parameters have none. `self.groups` has `everyone`, all ranks; `experts`,
     the ranks that share the experts; `replicas`, those that hold the same ones; and
     `num_expert_ranks`. Each rank's loss is the mean over its own tokens.
     """

@@ -12,7 +12,7 @@ from comm.cost import Link
 from comm.exchange import exchange
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from exercises.mutants import mutant
-from expert_parallel.groups import ExpertGroups
+from expert_parallel.config import ExpertGroups
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import BalancedExperts, ExpertAxis, Experts, ReplicatedExperts, experts_of

@@ -127,7 +127,7 @@ factor = predict("How many times too large is an expert's gradient?", example=1,
 # %%
 # %%ranks
 from expert_parallel.config import MoEConfig
-from expert_parallel.groups import form_groups
+from expert_parallel.config import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.models.text import global_batch, load_corpus, rank_slice
@@ -148,7 +148,7 @@ left_by_backward = dict(model.module.named_parameters())[name].grad.clone()
 # %%ranks
 import torch.distributed as dist
 
-from expert_parallel.groups import ExpertGroups
+from expert_parallel.config import ExpertGroups
 
 alone = dist.new_subgroups_by_enumeration([[0], [1]])[0]
 one = ExpertParallel(GPT(config).double(), moe, ExpertGroups(alone, alone, alone))

@@ -25,7 +25,7 @@ from benchmarks.table_runs import (
     run_job,
     tokens_per_step,
 )
-from expert_parallel.groups import form_groups
+from expert_parallel.config import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

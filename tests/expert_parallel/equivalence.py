@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expert_parallel.config import MoEConfig
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.full_state import full_state
-from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.check import assert_same, module_digest
 from lab.cluster import Cluster

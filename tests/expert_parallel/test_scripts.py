@@ -5,14 +5,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tyro
 
 from comm.cost import Link
 from expert_parallel import train_moe
-from expert_parallel.run import Args, Run
+from expert_parallel.train_moe import Args
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
+from training.run import Run
 
 
 def summary(cluster: Cluster, **changes: Any) -> dict[str, Any]:
@@ -57,18 +57,6 @@ def test_a_run_reports_its_bytes_and_what_the_router_has_decided():
         assert len({str(reports[0][key]) for reports in by_rank}) == 1
 
 
-def test_the_number_of_ranks_does_not_change_what_is_learned():
-    def losses(cluster: Cluster) -> tuple[float, float, list[int]]:
-        one = summary(cluster, balance="aux")
-        return one["last_loss"], one["validation_loss"], one["tokens_per_expert"]
-
-    expected = run_ranks(losses, 1)[0]
-    for n in (2, 4):
-        actual = run_ranks(losses, n)[0]
-        assert actual[:2] == pytest.approx(expected[:2], rel=1e-5)
-        assert actual[2] == expected[2]
-
-
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     options = {"balance": "bias", "bias_rate": 0.01, "shared": True}
     folder = str(tmp_path / "checkpoint")
@@ -84,12 +72,6 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
     in_one_go = run_ranks(lambda cluster: summary(cluster, steps=4, **options), 1)[0]
     assert in_two_parts["last_loss"] == pytest.approx(in_one_go["last_loss"], rel=1e-5)
     assert in_two_parts["tokens_per_expert"] == in_one_go["tokens_per_expert"]
-
-    def other_experts(cluster: Cluster) -> None:
-        with pytest.raises(WorkbookError, match="top_k"):
-            summary(cluster, steps=6, checkpoint=folder, resume=True, top_k=1, **options)
-
-    run_ranks(other_experts, 1)
 
 
 def test_invalid_arguments_are_refused_in_one_sentence(tmp_path):
@@ -114,18 +96,3 @@ def test_invalid_arguments_are_refused_in_one_sentence(tmp_path):
         assert not (tmp_path / "new").exists()
 
     run_ranks(refuse, 2)
-
-
-def test_different_arguments_are_refused_and_listed_by_rank():
-    def refuse(cluster: Cluster) -> None:
-        with pytest.raises(WorkbookError, match=r"^--top-k is 2 on rank 0 and 1 on rank 1: start"):
-            summary(cluster, top_k=2 - cluster.rank)
-
-    run_ranks(refuse, 2, timeout=30)
-
-
-def test_the_metronome_is_not_offered(capsys):
-    with pytest.raises(SystemExit):
-        tyro.cli(Args, args=["--help"])
-    offered = capsys.readouterr().out
-    assert "--capacity" in offered and "--metronome" not in offered

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from comm.collectives import use_pattern
-from expert_parallel.config import MoEConfig
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.expected_traffic import traffic_per_step
-from expert_parallel.groups import form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
 from lab.models.model import loss_of

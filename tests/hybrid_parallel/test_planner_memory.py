@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_parallel.config import MoEConfig
-from expert_parallel.groups import form_groups
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.train_moe import ExpertParallel
 from hybrid_parallel.planner.memory import (
     experts_of,
