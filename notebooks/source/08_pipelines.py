@@ -141,7 +141,7 @@ if rank < 2:
 outcome
 
 # %% [markdown]
-# In the lesson, a pass derives all sends and receives of a schedule, and the receives are posted early:
+# In the lesson, all sends and receives are derived from a schedule, and the receives are posted early:
 # [pipeline_parallel/messages.py](../pipeline_parallel/messages.py).
 #
 # ## One rank at a time
@@ -154,9 +154,9 @@ outcome
 # %%
 # %%ranks
 from lab.trace import timeline
-from pipeline_parallel.analysis.from_events import bubble, makespan
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
+from pipeline_parallel.script import bubble, makespan
 
 TICK = 0.05
 features, targets = torch.randn(48, 8), torch.randn(48, 8)
@@ -308,8 +308,8 @@ ticks = predict("How many ticks does 1F1B take?", example=20, unit="ticks")
 held = predict("How many microbatches does rank 0 hold at most?", example=1)
 
 # %% [markdown]
-# The ticks are measured with the metronome, and what a rank holds with real layers: after each action we look which of the
-# saved tensors are still in memory.
+# The ticks are measured with the metronome, and what a rank holds with real layers: we look which of the tensors that
+# autograd saves are in memory at the same time, and divide by what one microbatch needs.
 
 # %%
 # %%ranks
@@ -318,18 +318,19 @@ ticks = round(makespan(one_f_one_b) / TICK) if rank == 0 else None
 
 # %%
 # %%ranks
-from pipeline_parallel.activations import ActivationWatch
+from lab.trace.memory import held_activations
 
 
-def most_held(schedule):
+def most_bytes(schedule):
+    """Return the most bytes that this rank keeps for its backwards at a time."""
     pipeline = pipeline_of(schedule, microbatches=6)
-    watch = pipeline.executor.watch = ActivationWatch()
-    watch.ignore([features, targets, *pipeline.parameters()])
-    pipeline.step(features, targets)
-    return watch.peak_held
+    with held_activations([features, targets, *pipeline.parameters()]) as held:
+        pipeline.step(features, targets)
+    return held.peak_bytes
 
 
-held_gpipe, held_1f1b = most_held("gpipe"), most_held("1f1b")
+one_microbatch = most_bytes("naive")
+held_gpipe, held_1f1b = (round(most_bytes(name) / one_microbatch) for name in ("gpipe", "1f1b"))
 held_gpipe, held_1f1b
 
 # %%
@@ -376,13 +377,12 @@ uneven.compare(round(slow.makespan / 0.05))
 # Only one stage of three became slower, and the step takes 40 ticks instead of 24: in each round the ranks wait for the
 # slowest stage. The same work divided evenly, 4/3 of a tick for each stage, would take
 # (6 + 2) · 4 = 32 ticks. So where you cut the model matters more than the schedule.
-# [pipeline_parallel/split.py](../pipeline_parallel/split.py) cuts by the number of blocks or parameters, by the measured time
+# [pipeline_parallel/stage.py](../pipeline_parallel/stage.py) cuts by the number of blocks or parameters, by the measured time
 # of each part, or by your own numbers. For a GPT of ten blocks:
 
 # %%
 from lab.models.model import GPT, GPTConfig
-from pipeline_parallel.split import costs_of, cut
-from pipeline_parallel.stage import parts_of
+from pipeline_parallel.stage import costs_of, cut, parts_of
 
 gpt = GPT(GPTConfig.named("tiny", num_layers=10))
 parts = parts_of(gpt)
@@ -437,8 +437,8 @@ idle.compare(pull("idle")[0])
 # [ZB-V](../pipeline_parallel/schedules.py) places two stages on each rank, down the ranks and up again, and needs the memory
 # of 1F1B. DualPipe (DeepSeek-V3, 2024) lets microbatches enter from both ends, and hides the messages behind computing.
 # And one can search: given the seconds of each action, an integer program finds a good table (Qi et al., 2023, section 3).
-# What they change is the order of the same actions, F, I and W. In this lesson such an order is a table, and its executor runs
-# any table that is valid.
+# What they change is the order of the same actions, F, I and W. In this lesson such an order is a table, and one loop runs any
+# table that is valid.
 #
 # ## "With pipelines training gets faster"
 #
@@ -537,7 +537,7 @@ loss_alone.backward()
 expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
 
 pipeline = Pipeline(GPT(config).double(), table_of("1f1b", world_size, 8), loss_of, example=x[:1])
-loss, _ = pipeline.step(x, y)
+loss = pipeline.step(x, y)
 pipeline.finish_gradient_sync()
 own = pipeline.named_own_parameters()
 errors = [float((own[name].grad - expected[name]).abs().max()) for name in own if name in expected]
