@@ -103,7 +103,6 @@ def alternate(
         slow = None if link == "loopback" else slow_link.parse(link)
         keys = {name: (name, name == "fsdp2" and slow is not None) for name in names}
         new = {key: start(cluster, *key) for key in keys.values() if key not in trainings}
-        # Buckets are rebuilt after the first step, so warm up twice; FSDP2 through comm needs it once.
         side_by_side.alternate({str(key): new[key] for key in new}, runs=0, warmup=1 if trainings else warmup)
         trainings |= new
         variants = {name: trainings[key] for name, key in keys.items()}
@@ -119,7 +118,7 @@ def peak(cluster: Cluster, name: str) -> tuple[int, int]:
     meter.reset_peak_memory(cluster.device)
     before = meter.peak_memory(cluster.device)
     training = start(cluster, name, module=GPT(CONFIG))  # a model without other references
-    training()  # after this step there is optimizer state, and zero3 knows which block to prefetch
+    training()  # after this step there is optimizer state
     meter.reset_peak_memory(cluster.device)
     training()
     return meter.peak_memory(cluster.device), before
@@ -151,12 +150,11 @@ def zero3_at_its_peak(cluster: Cluster) -> tuple[int, int]:
     seen: list[tuple[int, int]] = []
 
     def look(*_: Any) -> None:
-        shards = [unit.gradients.shard for unit in model.units if unit.gradients]
         sizes = live_bytes(
             {
                 "data": (x, y),
                 "parameters": [tensor for unit in model.units for tensor in (unit.shard, unit.full)],
-                "gradients": [*shards, *(piece.grad for piece in model.parameters())],
+                "gradients": [shard.grad for shard in model.parameters()],
                 "optimizer_state": [t for state in optimizer.state.values() for t in state.values()],
             }
         )
@@ -164,13 +162,13 @@ def zero3_at_its_peak(cluster: Cluster) -> tuple[int, int]:
         seen.append((lasting, lasting + sizes["other"]))
 
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(look)  # before the wrapper's hook takes the gradient
+        parameter.register_post_accumulate_grad_hook(look)
     model = FullyShardedDataParallel(module, pattern="pipelined_ring")
     for block in module.blocks:
         block.register_forward_pre_hook(look)  # after the wrapper's hook has gathered the block
     optimizer = AdamW(model.parameters(), **OPTIONS)
     for _ in range(2):
-        seen.clear()  # only the second step counts: it prefetches blocks and has optimizer state
+        seen.clear()  # only the second step counts: it has optimizer state
         optimizer.zero_grad()
         with model.no_sync():
             loss_of(model(x), y).backward()

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import all_reduce, chosen_pattern, use_pattern
-from data_parallel.flat import Piece
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.full_state import full_state
 from hybrid_parallel.clipping import clip_over, counted_elsewhere
@@ -48,10 +47,10 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.checkpoint import Shard
-from zero.run import recompute_blocks
+from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
-from zero.train_zero3 import FullyShardedDataParallel
+from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
 
 OptimizerClass = type[torch.optim.Optimizer]
 
@@ -204,9 +203,9 @@ class HybridParallel:
         return torch.autocast(self.mesh.device_mesh.device_type, torch.bfloat16)
 
     @property
-    def pieces(self) -> list[Piece]:
-        """Return, with ZeRO, this rank's pieces of the parameters that its stages train."""
-        return list(self.data.pieces.values() if self.sizes.zero == 3 else self.data.pieces)
+    def pieces(self) -> list[ParameterShard]:
+        """Return, with ZeRO, this rank's shards of the parameters that its stages train."""
+        return self.data.parameter_shards
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict, full on every rank, with all experts. All ranks must call it."""

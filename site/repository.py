@@ -28,7 +28,13 @@ from pages import PAGES, lessons, write_pages
 MENU = (
     (
         "Lessons",
-        *("comm/index", "data_parallel/index", "tensor_parallel/index", "pipeline_parallel/index"),
+        *(
+            "comm/index",
+            "data_parallel/index",
+            "zero/index",
+            "tensor_parallel/index",
+            "pipeline_parallel/index",
+        ),
         r"\w+_parallel/index",
     ),
     ("Notebooks", "notebooks/.*"),

@@ -12,29 +12,37 @@ that are being sent. After Rajbhandari et al., "ZeRO: Memory Optimizations Towar
 Parameter Models", 2020, https://arxiv.org/abs/1910.02054, figure 1.
 
 A rank cannot own a fraction of a number, so a shard may differ from an n-th by a few numbers, and shards of
-equal length need padding (flat.py). The report counts both, to the byte.
+equal length need padding (shards.py). The report counts both, to the byte.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from comm.exchange import exchange
-from data_parallel.flat import Flat
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.trace.memory import gradient_of, live_bytes, saved_activations
+from lab.trace.memory import live_bytes, saved_activations
 from lab.trace.meter import peak_memory
 from lab.units import show_bytes
+from training.arguments import AccumulationArgs, ClipArgs, NotOffered, ShardPattern
+from zero.shards import FlatLayout
 
+# By the name of --optimizer: its class, its options, and how many numbers it keeps for each trained number.
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], int]] = {
+    "adamw": (torch.optim.AdamW, {}, 2),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, 1),
+    "sgd": (torch.optim.SGD, {}, 0),
+}
 FORMULAS = ("P+G+O", "P+G+O/n", "P+G/n+O/n", "(P+G+O)/n")  # by stage
 
 
@@ -62,16 +70,17 @@ class Share:
     trained: bool = True
 
 
-def flat_share(flat: Flat, itemsize: int = 4, trained: bool = True) -> Share:
-    """Return this rank's share of a flat tensor."""
-    full = flat.numel - flat.padding
-    mine = max(0, min(flat.mine.stop, full) - flat.mine.start)
-    return Share(full, mine, flat.shard_numel - mine, flat.padding, itemsize, trained)
-
-
-def replicated(parameter: Tensor) -> Share:
-    """Return the share of a frozen parameter that every rank holds in full."""
-    return Share(parameter.numel(), parameter.numel(), itemsize=parameter.itemsize, trained=False)
+def shares_of(model: nn.Module, layouts: Sequence[FlatLayout]) -> list[Share]:
+    """Return this rank's share of each flat tensor; it has all of the frozen parameters in none of them."""
+    shares = []
+    for layout in layouts:
+        numel = layout.numel - layout.padding
+        mine = max(0, min(layout.mine.stop, numel) - layout.mine.start)
+        padding = layout.mine.stop - layout.mine.start - mine
+        shares.append(Share(numel, mine, padding, layout.padding, layout.itemsize, layout.is_trained))
+    inside = {parameter for layout in layouts for parameter in layout.parameters}
+    outside = [parameter for parameter in model.parameters() if parameter not in inside]
+    return shares + [Share(p.numel(), p.numel(), itemsize=p.itemsize, trained=False) for p in outside]
 
 
 def formula(stage: int, full: Held, ranks: int) -> Held:
@@ -88,7 +97,7 @@ def formula(stage: int, full: Held, ranks: int) -> Held:
 
 
 def of_one_process(shares: Sequence[Share], states: int) -> Held:
-    """Return P, G and O; the optimizer keeps `states` numbers for each trained one (`states_of`)."""
+    """Return P, G and O; the optimizer keeps `states` numbers for each trained one."""
     trained = sum(share.full * share.itemsize for share in shares if share.trained)
     return Held(sum(share.full * share.itemsize for share in shares), trained, states * trained)
 
@@ -106,7 +115,7 @@ def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
 
 
 def padding_of(stage: int, shares: Sequence[Share]) -> Held:
-    """Return the padding of what this rank holds. Pieces have none, so the optimizer's state has none."""
+    """Return the padding of what this rank holds. Shards of parameters and their state have none."""
 
     def padding(shares: Iterable[Share], is_divided: bool) -> int:
         return sum((s.padding if is_divided else s.full_padding) * s.itemsize for s in shares)
@@ -114,16 +123,6 @@ def padding_of(stage: int, shares: Sequence[Share]) -> Held:
     if stage == 0:
         return Held(0, 0, 0)
     return Held(padding(shares, stage >= 3), padding((s for s in shares if s.trained), stage >= 2), 0)
-
-
-def states_of(optimizer_class: type[Optimizer], **defaults: Any) -> int:
-    """Return how many numbers an optimizer keeps for each number of a parameter, found by a trial step."""
-    parameter = nn.Parameter(torch.zeros(7))
-    parameter.grad = torch.ones(7)
-    optimizer = optimizer_class([parameter], **defaults)
-    optimizer.step()
-    state, _ = _state_of(optimizer)
-    return sum(tensor.numel() for tensor in state) // parameter.numel()
 
 
 def _state_of(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -181,7 +180,10 @@ class MemoryReport:
 
     def _of_modules(self) -> Iterator[Tensor]:
         for module in self._model.modules():
-            yield from module.parameters(recurse=False)
+            for parameter in module.parameters(recurse=False):
+                # Where stage 3 has freed a parameter, one number stands for all of its.
+                if isinstance(parameter, DTensor) or parameter.untyped_storage().nbytes() >= parameter.nbytes:
+                    yield parameter
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -202,7 +204,7 @@ class MemoryReport:
         sizes = live_bytes(
             {
                 "parameters": parameters,
-                "gradients": [gradient_of(parameter) for parameter in parameters],
+                "gradients": [parameter.grad for parameter in parameters],
                 "optimizer_state": state,
                 "step_counters": steps,
                 "aside": aside,
@@ -266,3 +268,26 @@ class MemoryReport:
             "Parameters, gradients and optimizer state are equal to the formula to the byte, "
             f"with {padding:,} bytes of padding; step counters take {steps:,} more (all ranks)."
         )
+
+
+@dataclass
+class ZeroArgs(ClipArgs, AccumulationArgs):
+    """Train a small GPT on the source of Python's standard library, with the training state sharded."""
+
+    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
+    """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
+    pattern: Literal[ShardPattern, None] = None
+    """Algorithm of the collectives: who sends what to whom. ring is the textbook's; pipelined_ring sends each
+    chunk in pieces; tree sends all data through rank 0; torch is PyTorch's own. None: ring on gloo,
+    torch on nccl."""
+    metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
+
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Return the class of the optimizer, and its options."""
+        optimizer_class, options, _ = OPTIMIZERS[self.optimizer]
+        return optimizer_class, {**options, "lr": self.lr}
+
+    @property
+    def states(self) -> int:
+        """Return how many numbers the optimizer keeps for each trained number."""
+        return OPTIMIZERS[self.optimizer][2]

@@ -11,14 +11,14 @@
       reduce-scatter of (n-1)/n of the bytes       gloo's is an all-reduce and a slice: twice as many bytes
       gradients are sent in each microbatch        set_requires_gradient_sync(False): full gradients add up
                                                    on each rank, and are sent once
-      zeros for a parameter that some ranks did    without set_reduce_scatter_unused_params(True) messages
-      not use, no gradient if no rank used it      do not match; with it all ranks get zeros
-      reshard_after_forward                        the same for a block; the root stays full, because
-                                                   the backward begins with it
+      zeros for a parameter that a rank did        without set_reduce_scatter_unused_params(True) messages
+      not use                                      do not match; with it all ranks get zeros
+      root and last block stay full, because       the root stays full
+      the backward begins with them
       compute_dtype                                MixedPrecisionPolicy: the dtypes of compute, reductions,
                                                    and of outputs
       a checkpoint has ranges of flat parameters   the rows of a DTensor are such a range, so each can load
-                                                   the other's checkpoint (sharded_checkpoint.py)
+                                                   the other's checkpoint
 
 Ours does not have: meshes that shard along one axis and replicate along the other (HSDP), shards in CPU
 memory, and parameters that are DTensors already, as in tensor parallelism.
@@ -57,9 +57,9 @@ from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from training.arguments import ShardPattern
+from training.run import Run
 from training.validate import validate_nccl
-from zero.memory import MemoryReport, Share, states_of
-from zero.run import ZeroArgs, ZeroRun
+from zero.memory import MemoryReport, Share, ZeroArgs
 
 
 @dataclasses.dataclass
@@ -214,15 +214,16 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
 
 def main(cluster: Cluster, args: Args) -> None:
     validate_nccl(cluster, "FSDP2")
-    run = ZeroRun(cluster, args, "fsdp", args.model)
+    run = Run(cluster, args, "fsdp")
     if cluster.device.type == "cuda":
         run.not_measured = "FSDP2 waits on CUDA streams of its own, which no span records"
     model = shard(
         run.model(), cluster.device, args.pattern, args.bf16, args.recompute, args.reshard_after_forward
     )
-    optimizer = run.optimizer_class(model.parameters(), **run.options)
+    optimizer_class, options = args.optimizer_class()
+    optimizer = optimizer_class(model.parameters(), **options)
     shares = shares_of(model, cluster.rank, cluster.world_size)
-    memory = MemoryReport(cluster, 3, model, optimizer, shares, states_of(run.optimizer_class, **run.options))
+    memory = MemoryReport(cluster, 3, model, optimizer, shares, args.states)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -243,6 +244,7 @@ def main(cluster: Cluster, args: Args) -> None:
                 record.loss = run.mean_loss(total)
             run.expect_traffic(traffic_per_step(cluster, args, model))
             run.evaluate(step, model)
+            model.reshard()  # a root that stays gathered after an evaluation would not be gathered again
             run.stop_if_asked(step)
     held = memory.finish(as_json=args.json)
     full = run.model()

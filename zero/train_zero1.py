@@ -12,56 +12,79 @@ stands between the two. So nothing hides the all-gather, but as many bytes are s
       memory of a rank    P + G + O/n      bytes that a rank sends in a step    (n-1)/n (G + P)
       P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
 
-The trick is in the memory (flat.py). The model's parameters become views of flat buckets, and an n-th of
-each bucket is this rank's shard. Here n is 3:
-
-      bucket.full     |     weight 0     | bias 0 |       weight 1       |     what the model computes with
-      bucket.shard                     |     rank 1     |                      an n-th, which rank 1 updates
-      pieces                           |w| bias 0 | w 1 |                      its part of each parameter
-
-The inner optimizer is an ordinary one, and the pieces are its parameters. Because they share the bucket's
-memory, its step writes into the shard, and an all-gather of the shards into `bucket.full` changes the
-model. Gradients have a flat tensor of their own for each bucket, in the same layout.
+The trick is in the memory (shards.py). The model's parameters become views of flat buckets, and an n-th of
+each bucket is this rank's shard. The inner optimizer is an ordinary one that trains this rank's shards of
+the parameters. Because they share the bucket's memory, its step writes into the bucket, and an all-gather of
+the shards changes the model. Gradients have a flat tensor of their own for each bucket, in the same layout.
 
 The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
-reduce-scattered while the backward goes on (`_reduce_scatter`), the pieces get their gradients
-(`finish_gradient_sync`, which first sends what is left), and the update follows (`step`). State dicts,
-clipping and refusals are in sharded_optimizer.py.
+reduce-scattered while the backward goes on (`_launch`), what is left is sent and awaited
+(`finish_gradient_sync`), and the update follows (`step`). Its parts are shards.py, the layout, and memory.py,
+the report.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comm.collectives import Group, Work, all_gather, reduce_scatter
+from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
+from comm.cost import expected_traffic
 from comm.script import start
-from data_parallel.flat import ParameterBucket
-from data_parallel.guard import replace_hook
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.models.text import microbatches
+from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from zero.run import BucketedZeroArgs, ZeroRun
-from zero.sharded_optimizer import ShardedOptimizer
+from training.checkpoint import Shard
+from training.clipping import clip_grad_norm_
+from training.guard import Guard, refuse_unless_elementwise
+from training.run import Run
+from zero.memory import MemoryReport, ZeroArgs, shares_of
+from zero.shards import FlatLayout, ParameterShard, checkpoint_shards, fill_buckets
 
 
-class ZeroOptimizer(ShardedOptimizer):
+class Bucket:
+    """Has some parameters in one flat tensor, and their gradients in another; this rank updates a shard.
+
+      full         |     weight 0     | bias 0 |       weight 1       |.|     what the model computes with
+      gradients    |     weight 0     | bias 0 |       weight 1       |.|
+      shards                          |w| bias 0 | w 1 |                      what rank 1 of 3 updates
+
+    `missing` holds the parameters whose gradient is not there yet.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
+        self.layout = FlatLayout(parameters, rank, ranks)
+        self.full = parameters[0].new_zeros(self.layout.numel)
+        self.gradients = torch.zeros_like(self.full)
+        for parameter, view in zip(parameters, self.layout.views(self.full), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.shards = self.layout.parameter_shards(self.full[self.layout.mine])
+        self.gradient_views = dict(zip(parameters, self.layout.views(self.gradients), strict=True))
+        self.missing = set(parameters)
+
+
+class ZeroOptimizer(Optimizer):
     """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
 
     The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
     through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
-    not. Call `finish_gradient_sync()` after the last backward, or let `step()` call it. With several
-    microbatches, divide each loss by their number, and run all but the last inside `no_sync()`.
+    not. Call `finish_gradient_sync()` after the last backward. With several microbatches, divide each loss
+    by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros.
 
-    Gradients do not stay in the model: clip with `clip_grad_norm_` of this class. shard_guard.py and
-    step_guard.py say what is refused.
+    Gradients do not stay in the model: clip with `clip_grad_norm_` of this class.
     """
 
     def __init__(
@@ -74,106 +97,170 @@ class ZeroOptimizer(ShardedOptimizer):
         first_mb: float = 0.25,
         **defaults: Any,
     ) -> None:
-        self._gradients: dict[ParameterBucket, Tensor] = {}  # a flat tensor of gradients for each bucket
-        self._views: dict[Tensor, Tensor] = {}  # the place of each parameter's gradient in them
-        self._in_flight: list[Work] = []
-        caps = first_mb, bucket_mb
-        super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
+        refuse_unless_elementwise(optimizer_class, defaults)
+        self.group, self.pattern = group, pattern
+        self.buckets: list[Bucket] = []
+        groups = optimizer_class(params, **defaults).param_groups  # `params` can have several forms
+        self._guard = Guard(nn.ParameterList(p for options in groups for p in options["params"]))
+        place = dist.get_rank(group), dist.get_world_size(group)
+        for options in groups:
+            for parameter in options["params"]:
+                broadcast(parameter.data, root=0, group=group)
+            buckets = [Bucket(some, *place) for some in fill_buckets(options["params"], first_mb, bucket_mb)]
+            options["params"] = [shard.tensor for bucket in buckets for shard in bucket.shards]
+            options.pop("param_names", None)
+            self.buckets += buckets
+        self.inner = optimizer_class(groups, **defaults)
+        super().__init__(self.inner.param_groups, defaults)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.layout.parameters}
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self._to_launch, self._in_flight = deque(self.buckets), deque[tuple[Bucket, Work]]()
+        self._is_synchronised = False  # from finish_gradient_sync() to zero_grad()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters, too. Torch's constructor calls it; later, all ranks must call it."""
-        for bucket in self._divide(param_group):
-            self._gradients[bucket] = torch.zeros_like(bucket.full)
-            views = bucket.flat.views(self._gradients[bucket])
-            self._views |= zip(bucket.flat.parameters, views, strict=True)
-            for parameter in bucket.flat.parameters:
-                replace_hook(parameter, self._on_gradient)
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Run all backwards but the last inside: gradients add up in the buckets, and nothing is sent."""
+        return self._guard.no_sync()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Run as a hook in the backward: move the gradient into its bucket, which may now be complete."""
-        if not self._has_arrived(parameter):
+        """Run as a hook in the backward: move the gradient into its bucket, and send complete buckets."""
+        if self._is_synchronised:
+            raise WorkbookError("A backward came after finish_gradient_sync(): call zero_grad() in between.")
+        if self._guard.gradient_of(parameter) is None:
             return
-        self._move_in(parameter)
-        if self._steps.is_synchronising:
-            # The gradient may be in flight from here on, so a placeholder refuses every use of it.
-            parameter.grad = self._guard.placeholder(parameter)
-            self._arrivals.add(parameter)  # calls _reduce_scatter when a bucket is complete
+        bucket = self._bucket_of[parameter]
+        self._move_in(parameter, bucket)
+        if self._guard.is_synchronising:
+            bucket.missing.discard(parameter)
+            # Ranks pair messages by their order: a complete bucket waits for those before it.
+            while self._to_launch and not self._to_launch[0].missing:
+                self._launch(self._to_launch.popleft())
 
-    def _move_in(self, parameter: Tensor) -> None:
-        """Copy a new gradient into its bucket; autograd will add the next microbatch's to it there."""
-        view = self._views[parameter]
-        if parameter.grad is not view:
+    def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
+        """Copy a new gradient into its bucket; a gradient that this rank does not have is zero."""
+        view = bucket.gradient_views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
             view.copy_(parameter.grad)
-            parameter.grad = view
+        # Inside no_sync() autograd adds the gradient of the next microbatch to this one.
+        parameter.grad = None if self._guard.is_synchronising else view
 
-    def _reduce_scatter(self, bucket: ParameterBucket) -> None:
-        """Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks."""
-        gradients = self._gradients[bucket]
-        shard = gradients[bucket.flat.mine]
-        with span(bucket.name, "launch", lane="launches", bytes=gradients.nbytes):
-            handle = reduce_scatter(
-                shard, gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
+    def _launch(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket: this rank's part of the gradients becomes the mean."""
+        mine = bucket.gradients[bucket.layout.mine]
+        with span("reduce-scatter", "launch", lane="launches", bytes=bucket.gradients.nbytes):
+            work = reduce_scatter(
+                mine, bucket.gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
             )
-        self._in_flight.append(handle)
+        self._in_flight.append((bucket, work))
 
-    def _complete_buckets(self) -> None:
-        """Send what no hook has sent: gradients of earlier microbatches, or zeros. Wait for all buckets."""
-        for parameter in self._arrivals.missing():
-            if self._has_unsent_gradient(parameter):
-                self._move_in(parameter)
-            else:
-                self._views[parameter].zero_()
-            self._arrivals.add(parameter)
-        for handle in self._in_flight:
-            handle.wait()
-        self._in_flight.clear()
-        self._arrivals.reset()
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest reduce-scatter, and give each shard its part of the mean gradient."""
+        bucket, work = self._in_flight.popleft()
+        work.wait()
+        bucket.layout.add_gradient(bucket.shards, bucket.gradients[bucket.layout.mine])
+
+    def _reduce_all(self) -> None:
+        """Send the buckets that are left, with zeros for unused parameters, and wait for all."""
+        while self._to_launch:
+            bucket = self._to_launch.popleft()
+            for parameter in bucket.missing:
+                self._move_in(parameter, bucket)
+            self._launch(bucket)
+        while self._in_flight:
+            self._wait_for_oldest()
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.layout.parameters)
+        self._to_launch.extend(self.buckets)
 
     def finish_gradient_sync(self) -> None:
-        """Give each piece its part of the mean gradient, after the last backward.
+        """Wait, after the last backward, until each shard has its part of the mean gradient."""
+        if not self._is_synchronised:
+            self._guard.before_forward()
+            self._reduce_all()
+            self._guard.synchronised()
+            self._is_synchronised = True
 
-        Where a rank did not use a parameter, it contributes zeros. A parameter that no rank used has no
-        gradient, and the optimizer leaves it alone.
-        """
-        if self._steps.is_synced:
-            return
-        self._complete_buckets()
-        used = self._agree_on_used()
-        for bucket in self.buckets:
-            self._give_gradients(bucket, self._gradients[bucket][bucket.flat.mine], used)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard of the parameters, and gather the shards of all ranks."""
-        result = None if closure is None else closure()
-        if not self._steps.is_synced:
-            self.finish_gradient_sync()
-        self._before_step()
+    def step(self, closure: None = None) -> None:
+        """Update this rank's shards, and gather those of all ranks: the model has all new parameters."""
+        self._guard.before_step()
         self.inner.step()
         self.gather_parameters()
-        return result
 
     def gather_parameters(self) -> None:
-        """Collect the shards of all ranks in `bucket.full` on every rank."""
-        handles = [
-            all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
-            for bucket in self.buckets
+        """Collect the shards of all ranks in the buckets, which the model computes with."""
+        works = [
+            all_gather(b.full, b.full[b.layout.mine], self.group, async_op=True, pattern=self.pattern)
+            for b in self.buckets
         ]
-        for handle in handles:
-            handle.wait()
+        for work in works:
+            work.wait()
 
-    def _drop_gradients(self) -> None:
-        """End a backward that no step has followed: send what other ranks wait for, and wait for it."""
-        if self._arrivals:
-            self._complete_buckets()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None, so that the next backward can begin."""
+        for shard in self.parameter_shards:
+            shard.parameter.grad = shard.tensor.grad = None
+        self._is_synchronised = False
+
+    @property
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return this rank's shard of each parameter that is trained."""
+        return [shard for bucket in self.buckets for shard in bucket.shards]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        self._guard.before_step()
+        shards = [shard.tensor for shard in self.parameter_shards]
+        return clip_grad_norm_(shards, max_norm, self.group, self.pattern)
+
+    def traffic_per_step(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
+        """Return the traffic to expect of a step with so many reduce-scatters of each bucket."""
+        pattern, group = self.pattern, self.group
+        total = expected_traffic("all_reduce", pattern, 1, 8, group) if is_clipped else Traffic()
+        for bucket in self.buckets:
+            size = bucket.full.numel(), bucket.full.itemsize
+            total += expected_traffic("all_gather", pattern, *size, group)
+            total += sum([expected_traffic("reduce_scatter", pattern, *size, group)] * reductions, Traffic())
+        return total
+
+    def shards(self, model: nn.Module) -> list[Shard]:
+        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        mine = checkpoint_shards(names, self.parameter_shards, self)
+        full = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        in_full = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full.items()]
+        return in_full + [shard for shard in mine if not shard.name.startswith("model/")]
+
+    def state_dict(self) -> NoReturn:
+        """Refuse: each rank has the state of its own shards only."""
+        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Let torch's constructor add its groups, and refuse later ones."""
+        if hasattr(self, "_bucket_of"):
+            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
+        super().add_param_group(param_group)
 
 
-def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
-    run = ZeroRun(cluster, args, "zero1")
+@dataclasses.dataclass
+class Args(ZeroArgs):
+    """Train a small GPT on the source of Python's standard library, with the training state sharded."""
+
+    bucket_mb: float = 4.0
+    """Size in MiB at which a bucket takes no more parameters. For the first bucket it is at most 0.25."""
+
+
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "zero1")
     model = run.model()
+    optimizer_class, options = args.optimizer_class()
     optimizer = ZeroOptimizer(
-        model.parameters(), run.optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **run.options
+        model.parameters(), optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **options
     )
-    memory = run.memory(1, model, optimizer, [bucket.flat for bucket in optimizer.buckets])
+    layouts = [bucket.layout for bucket in optimizer.buckets]
+    memory = MemoryReport(cluster, 1, model, optimizer, shares_of(model, layouts), args.states)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -194,11 +281,11 @@ def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(optimizer.traffic_per_step(1, args.clip is not None))
+            run.expect_traffic(optimizer.traffic_per_step(is_clipped=args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, **memory.finish(as_json=args.json))
 
 
 if __name__ == "__main__":
-    start(main, BucketedZeroArgs)
+    start(main, Args)

@@ -17,166 +17,86 @@ With several microbatches that has a price, because each of them sends its gradi
 
 A parameter that is unused, or whose gradient comes late, holds up its bucket and those after it, because
 all ranks must send the buckets in one order. In the worst case all buckets stay in memory until the end of
-the backward, as in stage 1.
+the backward, as in stage 1. The memory that is freed is that of the flat tensor's storage: the tensor and
+its views stay, and are valid again when the storage gets memory for the next backward.
 
-Parameters are views of flat buckets, and the inner optimizer updates this rank's shard of them, as in stage
-1 (the picture is in train_zero1.py). What differs is where a gradient lives until it is sent (`_view`),
-that only its shard is kept (`_wait_for_oldest`), and that every microbatch sends its gradients (`no_sync`).
+All the rest is as in stage 1, so this class is stage 1's (train_zero1.py, a part of this technique as are its
+own parts) with other methods: a bucket's gradients get memory (`_move_in`) and lose it (`_wait_for_oldest`),
+at most two are in flight (`_launch`), and every microbatch sends its gradients (`no_sync`).
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
 """
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from comm.collectives import Group, Work, all_gather, reduce_scatter
 from comm.script import start
-from data_parallel.flat import ParameterBucket
-from data_parallel.guard import replace_hook
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.timeline import span
-from zero.run import BucketedZeroArgs, ZeroRun
-from zero.sharded_optimizer import ShardedOptimizer
+from training.run import Run
+from zero.memory import MemoryReport, shares_of
+from zero.train_zero1 import Args, Bucket, ZeroOptimizer
 
 MOST_IN_FLIGHT = 2  # without a limit, all buckets would wait in memory for a slow link
 
 
-class ZeroGradientOptimizer(ShardedOptimizer):
-    """Trains as train_zero1.ZeroOptimizer does, with the same arguments; no gradient stays in the model."""
+class ZeroGradientOptimizer(ZeroOptimizer):
+    """Trains a model as ZeroOptimizer does; each rank also keeps only its shard of the gradients.
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: type[Optimizer],
-        group: Group = None,
-        pattern: str | None = None,
-        bucket_mb: float = 4.0,
-        first_mb: float = 0.25,
-        **defaults: Any,
-    ) -> None:
-        self._bucket: dict[Tensor, ParameterBucket] = {}  # of each parameter
-        self._filling: dict[ParameterBucket, Tensor] = {}  # buckets that miss a gradient
-        self._views: dict[Tensor, Tensor] = {}  # the places of gradients that they miss
-        self._in_flight: deque[tuple[ParameterBucket, Tensor, Tensor, Work]] = deque()
-        self._shards: dict[ParameterBucket, Tensor] = {}  # of the gradients: what this rank keeps
-        caps = first_mb, bucket_mb
-        super().__init__(params, optimizer_class, defaults, group, pattern, caps, self._reduce_scatter)
+    Every microbatch sends its gradients, so with several divide each loss by their number, and run all but
+    the last inside `no_sync()`, as in stage 1.
+    """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train these parameters, too. Torch's constructor calls it; later, all ranks must call it."""
-        for bucket in self._divide(param_group):
-            for parameter in bucket.flat.parameters:
-                self._bucket[parameter] = bucket
-                replace_hook(parameter, self._on_gradient)
-
-    def _on_gradient(self, parameter: Tensor) -> None:
-        """Run as a hook in the backward: move the gradient into its bucket, which may now be complete."""
-        if not self._has_arrived(parameter):
-            return
-        if parameter in self._arrivals:  # a second backward inside one no_sync(): send the rest of the first
-            self._complete_buckets()
-        self._view(parameter).copy_(parameter.grad)
-        parameter.grad = self._guard.placeholder(parameter) if self._steps.is_synchronising else None
-        self._arrivals.add(parameter)
-
-    def _view(self, parameter: Tensor) -> Tensor:
-        """Return the parameter's place in its bucket, which gets its memory with its first gradient."""
-        bucket = self._bucket[parameter]
-        if bucket not in self._filling:
-            full = self._filling[bucket] = torch.empty_like(bucket.full)
-            full[bucket.flat.numel - bucket.flat.padding :].zero_()
-            self._views |= zip(bucket.flat.parameters, bucket.flat.views(full), strict=True)
-        return self._views.pop(parameter)  # no reference may keep the bucket's memory
-
-    def _reduce_scatter(self, bucket: ParameterBucket) -> None:
-        """Start the reduce-scatter of a complete bucket, when fewer than two others are in flight."""
-        while len(self._in_flight) >= MOST_IN_FLIGHT:
-            self._wait_for_oldest()
-        full = self._filling.pop(bucket)
-        shard = full.new_empty(bucket.flat.shard_numel)
-        with span(bucket.name, "launch", lane="launches", bytes=full.nbytes):
-            handle = reduce_scatter(
-                shard, full, op="mean", group=self.group, async_op=True, pattern=self.pattern
-            )
-        self._in_flight.append((bucket, full, shard, handle))
-
-    def _wait_for_oldest(self) -> None:
-        """Wait for the oldest reduce-scatter, and add its shard to that of earlier microbatches."""
-        bucket, _, shard, handle = self._in_flight.popleft()  # the last reference to the full bucket
-        handle.wait()
-        self._shards[bucket] = self._shards[bucket].add_(shard) if bucket in self._shards else shard
-
-    def _complete_buckets(self) -> None:
-        """Send what no hook has sent: gradients that came after the backward, or zeros. Wait for all."""
-        for parameter in self._arrivals.missing():
-            if self._has_unsent_gradient(parameter):
-                self._view(parameter).copy_(parameter.grad)
-                parameter.grad = None
-            else:
-                self._view(parameter).zero_()
-            self._arrivals.add(parameter)
-        while self._in_flight:
-            self._wait_for_oldest()
-        self._arrivals.reset()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for bucket in self.buckets:
+            bucket.gradients.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run all backwards but the last one inside: their gradients are sent, and add up in the shards."""
-        with super().no_sync():
-            yield
-            self._complete_buckets()
+        """Send the gradients of this microbatch, too: they add up in the shards."""
+        yield
+        self._reduce_all()
+        self._guard.synchronised()
 
-    def finish_gradient_sync(self) -> None:
-        """Give each piece its part of the mean gradient, or none where no rank used the parameter."""
-        if self._steps.is_synced:
-            return
-        self._complete_buckets()
-        used = self._agree_on_used()
-        for bucket in self.buckets:
-            self._give_gradients(bucket, self._shards[bucket], used)
+    def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
+        """Copy a gradient into its bucket, which gets memory with its first gradient."""
+        memory = bucket.gradients.untyped_storage()
+        if memory.size() == 0:
+            memory.resize_(bucket.gradients.nbytes)
+            bucket.gradients[bucket.layout.numel - bucket.layout.padding :] = 0  # the padding
+        ZeroOptimizer._move_in(self, parameter, bucket)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's shard of the parameters, and gather the shards of all ranks."""
-        result = None if closure is None else closure()
-        if not self._steps.is_synced:
-            self.finish_gradient_sync()
-        self._before_step()
-        self.inner.step()
-        self.gather_parameters()
-        return result
+    def _launch(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of a bucket, when fewer than MOST_IN_FLIGHT are in flight."""
+        if len(self._in_flight) == MOST_IN_FLIGHT:
+            self._wait_for_oldest()
+        ZeroOptimizer._launch(self, bucket)
 
-    def gather_parameters(self) -> None:
-        """Collect the shards of all ranks in `bucket.full` on every rank."""
-        handles = [
-            all_gather(bucket.full, bucket.shard, group=self.group, async_op=True, pattern=self.pattern)
-            for bucket in self.buckets
-        ]
-        for handle in handles:
-            handle.wait()
-
-    def _drop_gradients(self) -> None:
-        """End a backward that no step has followed: send what other ranks wait for, and free the shards."""
-        if self._arrivals:
-            self._complete_buckets()
-        self._shards.clear()
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest reduce-scatter, keep this rank's shard of it, and free the bucket's memory."""
+        bucket, work = self._in_flight.popleft()
+        work.wait()
+        bucket.layout.add_gradient(bucket.shards, bucket.gradients[bucket.layout.mine].clone())
+        bucket.gradients.untyped_storage().resize_(0)
 
 
-def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
-    run = ZeroRun(cluster, args, "zero2")
+def main(cluster: Cluster, args: Args) -> None:
+    run = Run(cluster, args, "zero2")
     model = run.model()
+    optimizer_class, options = args.optimizer_class()
     optimizer = ZeroGradientOptimizer(
-        model.parameters(), run.optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **run.options
+        model.parameters(), optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **options
     )
-    memory = run.memory(2, model, optimizer, [bucket.flat for bucket in optimizer.buckets])
+    layouts = [bucket.layout for bucket in optimizer.buckets]
+    memory = MemoryReport(cluster, 2, model, optimizer, shares_of(model, layouts), args.states)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -197,11 +117,11 @@ def main(cluster: Cluster, args: BucketedZeroArgs) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(optimizer.traffic_per_step(args.grad_acc_steps, args.clip is not None))
+            run.expect_traffic(optimizer.traffic_per_step(len(parts), args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, **memory.finish(as_json=args.json))
 
 
 if __name__ == "__main__":
-    start(main, BucketedZeroArgs)
+    start(main, Args)

@@ -1,36 +1,33 @@
 """ZeRO, stage 3 (fully sharded): a rank keeps an n-th of everything, and gathers the rest when it is needed.
 
       forward    compute                | first  | block 0 | block 1 | block 2 | last   |
-                 all-gather      root   | 0      | 1       | 2       |         | 2      |
+                 all-gather      root   | 0      | 1       | 2       |         |        |
 
       backward   compute                | last   | block 2 | block 1 | block 0 | first  |
                  all-gather             |        | 1       | 0       |         |        |
-                 reduce-scatter         |        |  2      |  1      |  0      |        | root
+                 reduce-scatter         |        |         | 2       | 1       | 0      | root
 
 Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
 example) are needed only while the block computes, twice in a step. In between they are freed. While one
-block computes, the next one is gathered (prefetched), in the order of the previous forward; so the first
-forward prefetches nothing.
+block computes, the next one is gathered (prefetched): the one that the model has registered after it.
 
 The root has the parameters of no block or of several: embeddings (first in the picture), the last norm and
 the head (last). It stays full from the start of the forward to the end of the backward, which begins and
-ends with it.
+ends with it. So does the last block, with which the backward of the blocks begins.
 
       memory of a rank    (P + G + O)/n, and for a time full parameters and gradients of root and two blocks
-      bytes sent          (n-1)/n (3 P - root) for each backward: two gathers (root: one), one reduce-scatter
+      bytes sent          (n-1)/n (3 P - root - last block) for each backward: two gathers, one reduce-scatter
       P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
 
 `reshard_after_forward=False` keeps the blocks full between forward and backward. That takes up to P more
-memory, and saves their second gather. `no_sync()` changes nothing: there is no memory for full gradients, so
-each microbatch sends its own.
+memory, and saves their second gather. `no_sync()` changes nothing but the bookkeeping: there is no memory for
+full gradients, so each microbatch sends its own.
 
-The algorithm is in two classes. A `Unit` is a flat tensor of parameters that are gathered, freed and
-reduce-scattered together. A block has one unit or several, of about `unit_mb`, so that a block's first
-gradients are sent while others are computed (blocks.py). The hooks of `FullyShardedDataParallel` decide
-when. A `Turn` is one forward of a block and the backward that follows it. At the end of a backward,
-any_loop.py reduces the root and waits for all reductions; then the pieces have this rank's part of the mean
-gradient. freed.py (`Notes`) has hooks that keep autograd from saving full parameters. State dicts, and the
-uses that raise an error, are in sharded_module.py.
+A block's parameters are one flat tensor, a `Unit`, that is gathered, freed and reduce-scattered as a whole.
+The memory of its `full` comes and goes, but it is always that of one storage. So what autograd has saved in
+it for the backward is there again after the next gather. The hooks of `FullyShardedDataParallel` decide when.
+A block's gradients are sent when the backward reaches the block before it. This moment is the same on all
+ranks, also where a rank does not use all parameters. Parts: shards.py, the layout; memory.py, the report.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
@@ -38,90 +35,133 @@ on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.1
 
 import contextlib
 import dataclasses
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from comm.collectives import Group, all_gather, reduce_scatter
+from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
+from comm.cost import expected_traffic
 from comm.script import start
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.models.nested import map_tensors, tensors_in
 from lab.models.text import microbatches
+from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from zero.any_loop import AnyLoop, Turn
-from zero.blocks import ShardedBlock
-from zero.freed import Notes, hook_gradient, is_in_a_backward, take_gradient
-from zero.run import ZeroArgs, ZeroRun, recompute_blocks
-from zero.unit import ShardedUnit
+from training.checkpoint import Shard
+from training.clipping import clip_grad_norm_
+from training.guard import Guard
+from training.run import Run
+from zero.memory import MemoryReport, ZeroArgs, shares_of
+from zero.shards import FlatLayout, ParameterShard, checkpoint_shards
+
+MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link
 
 
-class Unit(ShardedUnit):
-    """Parameters in one flat tensor: this rank keeps its `shard`, and has `full` while it is needed."""
+class Unit:
+    """Has some parameters in one flat tensor `full` while they are needed; this rank keeps its `shard`.
+
+    freed ── start_gather ──► on their way ── gather ──► full: the module's parameters are views of `full`
+      ▲                                                    │
+      └────────────────────── free ────────────────────────┘
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], group: Group, pattern: str | None, dtype: torch.dtype
+    ) -> None:
+        self.group, self.pattern = group, pattern
+        self.layout = FlatLayout(parameters, dist.get_rank(group), dist.get_world_size(group))
+        values = parameters[0].new_zeros(self.layout.numel)
+        for parameter, view in zip(parameters, self.layout.views(values), strict=True):
+            view.copy_(parameter.detach())
+        broadcast(values, root=0, group=group)
+        self.shard = values[self.layout.mine].clone()
+        self.shards = self.layout.parameter_shards(self.shard)
+        self.full = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device)
+        self._gathering: Work | None = None
+        self._version = 0  # of the shard when it was gathered; an optimizer step changes it
+        self.free()
+
+    @property
+    def is_freed(self) -> bool:
+        return self.full.untyped_storage().size() == 0
+
+    @property
+    def is_full(self) -> bool:
+        return not self.is_freed and self._gathering is None
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether the shard has changed since the last gather."""
+        return self._version != self.shard._version
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that has been done."""
-        if self.full is not None:
-            return
-        self._version = self.shard._version  # an optimizer step changes it, and makes `full` stale
-        self.full = torch.empty(self.flat.numel, dtype=self.dtype, device=self.shard.device)
-        mine = self.full[self.flat.mine]
-        mine.copy_(self.shard)
-        self._gathering = all_gather(self.full, mine, group=self.group, async_op=True, pattern=self.pattern)
+        if self.is_stale and not self.is_freed:  # after a forward without a backward
+            self.free()
+        if self.is_freed:
+            self._version = self.shard._version
+            self.full.untyped_storage().resize_(self.full.nbytes)
+            mine = self.full[self.layout.mine].copy_(self.shard)
+            self._gathering = all_gather(self.full, mine, self.group, async_op=True, pattern=self.pattern)
 
     def gather(self) -> None:
         """Wait until all of `full` is there, and make the module's parameters views of it."""
         self.start_gather()
         if self._gathering is not None:
-            self._wait_for_gather()
-            self._show()
+            self._gathering.wait()
+            self._gathering = None
+            for parameter, view in zip(self.layout.parameters, self.layout.views(self.full), strict=True):
+                parameter.data = view
 
     def free(self) -> None:
-        """Free the memory of the full parameters."""
-        if self._gathering is not None:  # prefetched, but not used: no parameter is a view of it yet
-            self._wait_for_gather()
-        elif self.full is not None:
-            self._hide()
-        self.full = None
-
-    def _wait_for_gather(self) -> None:
-        """Wait for the gather that is in flight. After an error the unit is not full."""
-        handle, self._gathering = self._gathering, None
-        try:
-            handle.wait()
-        except BaseException:
-            self.full = None
-            raise
+        """Free the memory of the full parameters. Code that reads one sees NaN."""
+        if self._gathering is not None:  # prefetched, but not used
+            self._gathering.wait()
+            self._gathering = None
+        nan = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
+        for parameter in self.layout.parameters:
+            parameter.data = nan.expand(parameter.shape)
+        self.full.untyped_storage().resize_(0)
 
     def reduce_scatter(self) -> None:
-        """Start the reduce-scatter of the full gradients: this rank gets the mean of its shard."""
-        gradients = self.gradients.full
-        shard = gradients.new_empty(self.flat.shard_numel)
-        with span(self.name, "launch", lane="launches", bytes=gradients.nbytes):
-            handle = reduce_scatter(
-                shard, gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
-            )
-        self._reducing = shard, handle
+        """Take the gradients out of the model, and start to average them; unused parameters have zeros."""
+        gradients = self.full.new_zeros(self.full.shape)
+        for parameter, view in zip(self.layout.parameters, self.layout.views(gradients), strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        mine = gradients[self.layout.mine]
+        with span("reduce-scatter", "launch", lane="launches", bytes=gradients.nbytes):
+            work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True, pattern=self.pattern)
+        self._reducing = mine, work
 
     def wait_for_gradients(self) -> None:
-        """Wait for the shard of the gradients, add it to earlier ones, and free the full gradients."""
-        (shard, handle), self._reducing = self._reducing, None
-        handle.wait()
-        self.gradients.keep(shard)
+        """Wait for this rank's part of the mean gradients, and add it to that of earlier microbatches."""
+        mine, work = self._reducing
+        del self._reducing  # the last reference to the full gradients
+        work.wait()
+        self.layout.add_gradient(self.shards, mine.to(self.shard.dtype, copy=True))
 
 
-class FullyShardedDataParallel(AnyLoop):
-    """Wraps a module. Its `parameters()` are pieces: what this rank's shards have of each parameter.
+class FullyShardedDataParallel(nn.Module):
+    """Wraps a module. Its `parameters()` are what this rank's shards have of each parameter.
 
     Give them to any optimizer that updates each number on its own, such as SGD or Adam. `blocks` are
-    gathered and freed one by one; by default they are the members of each ModuleList, ModuleDict and
-    Sequential. Every rank must run the same blocks in the same order. With `compute_dtype`, parameters and
-    inputs are cast to it for computing and for sending, and outputs are cast back; shards and optimizer
-    keep the dtype that the parameters had.
+    gathered and freed one by one; by default they are the members of each ModuleList and Sequential. All
+    ranks must run the same blocks. With `compute_dtype`, parameters and inputs are cast to it for computing
+    and for sending, and outputs are cast back; shards and optimizer keep the dtype of the parameters.
 
-    With several microbatches, divide each loss by their number. Call `finish_gradient_sync()` after the last
-    backward: then the `grad` of each piece is the mean over ranks. sharded_module.py says what is refused.
+    With several microbatches, divide each loss by their number, and run all but the last inside `no_sync()`.
+    Call `finish_gradient_sync()` after the last backward: then the `grad` of each shard is the mean over
+    ranks, with zeros for an unused parameter.
     """
 
     def __init__(
@@ -132,89 +172,223 @@ class FullyShardedDataParallel(AnyLoop):
         pattern: str | None = None,
         reshard_after_forward: bool = True,
         blocks: list[nn.Module] | None = None,
-        unit_mb: float = 4.0,
     ) -> None:
-        super().__init__(module, group, pattern, compute_dtype, blocks, unit_mb, reshard_after_forward, Unit)
-        for block, inner in zip(self.blocks, self._block_modules, strict=True):
-            inner.register_forward_pre_hook(lambda *_, block=block: self._before_forward(block))
-            inner.register_forward_hook(lambda _, inputs, out, block=block: self._after_forward(block, out))
-        for parameter in self._place:
-            hook_gradient(parameter, self._on_gradient)
-        self._seen: list[ShardedBlock] = []  # the blocks that this forward has run
-        self._order: list[ShardedBlock] = []  # those of the forward before, which tell what to prefetch
+        super().__init__()
+        self.module, self.group, self.pattern, self.compute_dtype = module, group, pattern, compute_dtype
+        self._reshards = reshard_after_forward
+        for buffer in module.buffers():
+            broadcast(buffer, root=0, group=group)
+        self._names: dict[Tensor, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
+        modules = blocks_of(module) if blocks is None else blocks
+        divided = divide(module, modules)
+        self.blocks = [self._units(parameters) for parameters in divided]  # the root is number 0
+        self.units = [unit for block in self.blocks for unit in block]
+        self._guard = Guard(module)
+        self._current: list[Unit] = []  # the block that the backward has reached
+        self._in_flight = deque[Unit]()
+        self._expects_backward = self._has_backward = False  # before the next finish_gradient_sync()
+        for i, part in enumerate([module, *modules]):
+            part.register_forward_pre_hook(partial(self._before_forward, i))
+            part.register_forward_hook(partial(self._after_forward, i))
+
+    def _units(self, parameters: list[nn.Parameter]) -> list[Unit]:
+        """Return the units of a block: usually one; frozen parameters and other dtypes need their own."""
+        kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+        for p in parameters:
+            kinds.setdefault((p.requires_grad, p.dtype), []).append(p)
+        return [
+            Unit(kind, self.group, self.pattern, self.compute_dtype or dtype)
+            for (_, dtype), kind in kinds.items()
+        ]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Gather the root, and run the module, whose hooks gather the blocks one by one."""
-        self._seen = []
-        with self._in_forward():
-            self.root.start_gather()
-            if self._order:
-                self._order[0].start_gather()
-            self.root.gather()
-            # Instead of a full parameter autograd saves a note, which gathers the parameter in the backward.
-            with Notes(self._full_units, self._begin_backward):
-                inputs, options = map_tensors((inputs, options), self._as_computed)
-                output = map_tensors(self.module(*inputs, **options), self._as_given)
-        self._order = self._seen
-        self._free_touched()
-        self._await_backward(output)
-        return output
+        """Run the module, whose hooks gather the root and the blocks."""
+        self._guard.before_forward()
+        if self._has_backward and torch.is_grad_enabled():
+            raise WorkbookError(
+                "Call finish_gradient_sync() after the last backward, and run the others inside no_sync()."
+            )
+        self._expects_backward |= torch.is_grad_enabled()
+        if self.compute_dtype is None:
+            return self.module(*inputs, **options)
+        inputs, options = map_tensors((inputs, options), partial(cast, dtype=self.compute_dtype))
+        given = self.units[0].shard.dtype
+        return map_tensors(self.module(*inputs, **options), partial(cast, dtype=given))
 
-    def _before_forward(self, block: ShardedBlock) -> None:
+    def _before_forward(self, i: int, *_: Any) -> None:
         """Wait for the block's parameters, and prefetch those of the next block."""
-        if is_in_a_backward():  # which recomputes activations
-            block.gather()
-            return
-        self._begin_turn(block)
-        block.gather()
-        self._seen.append(block)
-        so_far = len(self._seen)
-        if self._order[:so_far] == self._seen and so_far < len(self._order):
-            self._order[so_far].start_gather()
+        for unit in self.blocks[i]:
+            unit.gather()
+        if i + 1 < len(self.blocks) and not is_in_backward():  # which recomputes activations
+            for unit in self.blocks[i + 1]:
+                unit.start_gather()
 
-    def _after_forward(self, block: ShardedBlock, output: Any) -> None:
-        """Free the block, and register what the backward does when it comes back to the block."""
-        if is_in_a_backward():
+    def _after_forward(self, i: int, _: nn.Module, inputs: Any, output: Any) -> None:
+        """Free the block, unless the backward begins with it. Notice when the backward reaches its output."""
+        if is_in_backward():
             return
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _, turn=block.turn: self._before_backward(turn))
-        if self._reshards or not torch.is_grad_enabled():
-            block.free()
-            if torch.is_grad_enabled() and self._seen == self._order:
-                block.start_gather()  # the last block, for its backward (keeping it would save this gather)
+        passed_on = list(tensors_in(inputs))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not any(tensor is other for other in passed_on):
+                tensor.register_hook(partial(self._before_backward, i))
+        is_needed = not self._reshards or i in (0, len(self.blocks) - 1)
+        if not (is_needed and torch.is_grad_enabled()):
+            for unit in self.blocks[i]:
+                unit.free()
 
-    def _before_backward(self, turn: Turn) -> None:
-        """Finish the blocks whose backward has ended, wait for this block's parameters, and prefetch."""
-        self._begin_backward()
-        if turn.has_begun or turn not in self._turns:
-            return  # another output has begun it, or the graph has a second backward, where notes gather
-        turn.has_begun, at = True, self._turns.index(turn)
-        still_needed = {other.block for other in self._turns if not other.has_begun} | {turn.block}
-        for later in self._turns[at + 1 :]:
-            if later.block not in still_needed:
-                later.block.finish(self._reductions)  # frees it, and sends zeros for gradients that it misses
-        turn.block.gather()
-        if at > 0:
-            self._turns[at - 1].block.start_gather()
+    def _before_backward(self, i: int, _: Tensor) -> None:
+        """Wait for the block's parameters, prefetch, and send the gradients of the block before it."""
+        if not self._expects_backward:
+            raise WorkbookError("A backward came after finish_gradient_sync(), without a forward before it.")
+        if any(unit.is_stale for unit in self.blocks[i]):
+            raise WorkbookError("The optimizer has stepped between a forward and its backward.")
+        self._has_backward, done = True, []
+        if i > 0 and self._current is not self.blocks[i]:
+            done, self._current = self._current, self.blocks[i]
+        for unit in done:
+            unit.free()
+        for unit in self.blocks[i]:
+            unit.gather()
+        for unit in self.blocks[i - 1] if i > 1 else []:
+            unit.start_gather()
+        self._reduce(done)
 
     @torch.no_grad()
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Move a gradient out of the model, and reduce-scatter each unit that is complete with it."""
-        self._begin_backward()
-        gradient = take_gradient(parameter)
-        if gradient is None:
-            return  # autograd also calls the hook where a backward has returned None
-        block, unit, position = self._place[parameter]
-        self._used.add(parameter)
-        if block.is_reduced:  # an earlier block's forward has used the parameter: any_loop.py sends it later
-            self._late.append((unit, position, gradient))
+    def _reduce(self, block: list[Unit]) -> None:
+        """Start to average the block's gradients, when fewer than MOST_IN_FLIGHT units are in flight."""
+        for unit in block:
+            if unit.layout.is_trained:
+                if len(self._in_flight) == MOST_IN_FLIGHT:
+                    self._in_flight.popleft().wait_for_gradients()
+                unit.reduce_scatter()
+                self._in_flight.append(unit)
+
+    def finish_gradient_sync(self) -> None:
+        """Free all, and average what is left; then the `grad` of each shard is the mean over ranks."""
+        if not self._has_backward:
             return
-        unit.gradients.put(position, gradient)
-        # Gradients of the root come between those of blocks, not always at one point: they are sent last.
-        if block is not self.root and block.reduce_complete(self._reductions):
-            block.free_trained()
+        for unit in self.units:
+            unit.free()
+        self._reduce(self._current)
+        self._reduce(self.blocks[0])
+        self._current = []
+        while self._in_flight:
+            self._in_flight.popleft().wait_for_gradients()
+        self._expects_backward = self._has_backward = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run all microbatches but the last inside: each sends its gradients, which add up in the shards."""
+        yield
+        self.finish_gradient_sync()
+
+    @property
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return this rank's shard of each parameter."""
+        return [shard for unit in self.units for shard in unit.shards]
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's shard of each parameter, by the parameter's name in the wrapped module."""
+        yield from ((self._names[shard.parameter][0], shard.tensor) for shard in self.parameter_shards)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the plain module, on every rank. All ranks must call it."""
+        state = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        for unit in self.units:
+            full = unit.shard.new_empty(unit.full.shape)
+            all_gather(full, unit.shard, self.group, pattern=self.pattern)
+            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
+                state |= {name: view.clone() for name in self._names[parameter]}
+        return state
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take this rank's shards of a plain module's state dict."""
+        for unit in self.units:
+            full = unit.shard.new_zeros(unit.full.shape)
+            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
+                view.copy_(state[self._names[parameter][0]])
+            unit.shard.copy_(full[unit.layout.mine])
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state.get(name, buffer))
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Give the module its full parameters, in the dtype in which it computes, for the `with` block."""
+        for unit in self.units:
+            unit.gather()
+        yield self.module
+        for unit in self.units:
+            unit.free()
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the module's parameters are freed."""
+        raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
+        names = {parameter: names[0] for parameter, names in self._names.items()}
+        buffers = [Shard(f"model/{name}", buffer) for name, buffer in self.module.named_buffers()]
+        return checkpoint_shards(names, self.parameter_shards, optimizer) + buffers
+
+    def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
+        """Return the traffic to expect of a step: a block is gathered twice in each microbatch."""
+        norm = expected_traffic("all_reduce", self.pattern, 1, 8, self.group)
+        total = norm if is_clipped else Traffic()
+        for i, block in enumerate(self.blocks):
+            gathers = 2 if self._reshards and 0 < i < len(self.blocks) - 1 else 1
+            for unit in block:
+                size = unit.full.numel(), unit.full.itemsize
+                gather = expected_traffic("all_gather", self.pattern, *size, self.group)
+                reduction = expected_traffic("reduce_scatter", self.pattern, *size, self.group)
+                total += sum([gather] * (gathers * microbatches), Traffic())
+                total += sum([reduction] * (unit.layout.is_trained * microbatches), Traffic())
+        return total
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the members, with parameters, of the outermost lists. A list in a list has no forward itself."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return [block for child in module.children() for block in blocks_of(child)]
+    members = [blocks_of(member) if isinstance(member, nn.ModuleList) else [member] for member in module]
+    return [block for some in members for block in some if any(True for _ in block.parameters())]
+
+
+def divide(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter]]:
+    """Return the parameters of the root, and then those of each block.
+
+    The root has those that are used outside of all blocks, or in several blocks.
+    """
+    in_blocks = {part for block in blocks for part in block.modules()}
+    outside = {
+        p for part in module.modules() if part not in in_blocks for p in part.parameters(recurse=False)
+    }
+    uses = Counter(parameter for block in blocks for parameter in block.parameters())
+    root = {p for p in module.parameters() if p in outside or uses[p] > 1}
+    own = [[p for p in block.parameters() if p not in root] for block in blocks]
+    return [[p for p in module.parameters() if p in root], *own]
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of floating point numbers in another dtype, and others as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def recompute_blocks(module: nn.Module) -> None:
+    """Keep only the inputs of the blocks in module lists; the backward computes what is in them again."""
+    for block in blocks_of(module):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 @dataclasses.dataclass
@@ -230,18 +404,16 @@ class Args(ZeroArgs):
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = ZeroRun(cluster, args, "zero3")
+    run = Run(cluster, args, "zero3")
     module = run.model()
     if args.recompute:
         recompute_blocks(module)
-    model = FullyShardedDataParallel(
-        module,
-        compute_dtype=torch.bfloat16 if args.bf16 else None,
-        pattern=run.pattern,
-        reshard_after_forward=args.reshard_after_forward,
-    )
-    optimizer = run.optimizer_class(model.parameters(), **run.options)
-    memory = run.memory(3, model, optimizer, [unit.flat for unit in model.units])
+    dtype = torch.bfloat16 if args.bf16 else None
+    model = FullyShardedDataParallel(module, None, dtype, run.pattern, args.reshard_after_forward)
+    optimizer_class, options = args.optimizer_class()
+    optimizer = optimizer_class(model.parameters(), **options)
+    layouts = [unit.layout for unit in model.units]
+    memory = MemoryReport(cluster, 3, model, optimizer, shares_of(module, layouts), args.states)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -265,9 +437,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(model.traffic_per_step(len(parts), args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    held = memory.finish(as_json=args.json)
-    with model.gathered() as full:
-        run.finish(full, **held)
+    run.finish(model, **memory.finish(as_json=args.json))
 
 
 if __name__ == "__main__":

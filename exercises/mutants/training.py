@@ -1,6 +1,5 @@
 """Wrong implementations of what all lessons share: data, clipping, evaluation and checkpoints."""
 
-import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 
 from exercises.mutants import mutant
 from lab.launch.errors import WorkbookError
-from lab.ranges import Items, LoadPlanner, Range, Reader
 from training import checkpoint_storage as storage
 from training.checkpoint import Checkpoints, Shard, already_there
 from training.checkpoint_storage import Boxes, Found
 from training.data import VALIDATION_BATCHES, TrainingData
-from training.range_checkpoint import Found as RangesFound
 from training.run import Run
 
 
@@ -215,68 +212,3 @@ def validation_counts_repeated_images(outputs: Tensor, y: Tensor, counts: Tensor
     """The validation loss and accuracy of digits change with the batch size: a few images count twice."""
     losses = F.cross_entropy(outputs.flatten(0, -2), y.flatten(), reduction="sum")
     return torch.stack([losses, (outputs.argmax(-1) == y).sum()]).double()
-
-
-@mutant(
-    target="training.gradient_part.GradientPart.norm_of_one",
-    killer="tests.zero.test_zero3_torch_tools.test_torchs_own_clipping_uses_the_norm_over_all_ranks",
-    cause="one rank's part",
-)
-def zero3_clipped_by_the_norm_of_a_part(part, ord=2, **_):
-    """torch's clip_grad_norm_ scales each rank's shards of a stage 3 model by a different factor."""
-    return torch.linalg.vector_norm(part, ord)
-
-
-@mutant(
-    target="training.gradient_part.GradientPart.unscale",
-    killer="tests.zero.test_zero3_torch_tools.test_a_grad_scaler_skips_a_step_on_all_ranks_or_on_none",
-)
-def zero3_inf_found_by_one_rank(parts, found_inf, inverse_scale) -> None:
-    """With a GradScaler one rank skips a step that another takes, so their shards and scales drift apart."""
-    torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
-
-
-@mutant(
-    target="training.clipping.clip_grad_norm_",
-    killer="tests.zero.test_zero_mutant_killers.test_gradients_are_clipped_by_the_norm_over_all_shards",
-    cause="one rank's part",
-)
-def zero_clipped_by_the_local_norm(pieces: list[nn.Parameter], max_norm: float, group, pattern) -> Tensor:
-    """Clipped gradients are too long and change direction: each rank clips by the norm of its own shard."""
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-    for gradient in gradients:
-        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-@mutant(
-    target="training.gradient_part.GradientPart.of",
-    killer="tests.zero.test_sharded_clipping.test_a_grad_scaler_skips_the_step_on_all_ranks_when_one_has_inf",
-    cause="what only that rank has seen",
-    symptom="With fp16 and a GradScaler the ranks' scales drift apart.",
-    fails_with="all_gather",
-)
-def zero_scaler_asks_one_rank(part: Tensor, group, pattern: str | None) -> Tensor:
-    """With fp16 and a GradScaler the ranks' scales drift apart: each rank looks for inf in its own shard
-    only.
-    """
-    return part
-
-
-@mutant(
-    target="training.range_checkpoint.read",
-    killer="tests.zero.test_zero_mutant_killers.test_a_rank_loads_the_optimizer_state_of_its_own_shards",
-)
-def zero_state_of_the_first_shard(found: RangesFound, items: Items) -> None:
-    """After a resume the loss jumps: all ranks have loaded the optimizer state of a parameter's first
-    shard.
-    """
-    wrong = {
-        key: dataclasses.replace(item, start=0)
-        if key.startswith("optimizer/") and isinstance(item, Range)
-        else item
-        for key, item in items.items()
-    }
-    reader = Reader(found.folder, found.metadata)
-    dcp.load(wrong, storage_reader=reader, planner=LoadPlanner(False, False))

@@ -29,11 +29,11 @@ from zero.memory import FORMULAS, Held, Share
 def formula(stage: int, full: Held, ranks: int) -> Held:
     """Return what one of `ranks` ranks holds by formula, if one process holds `full`.
 
-    Held has three fields, in bytes: `parameters`, `gradients` and `optimizer_state`. Stage 0 is plain
-    data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2 also the gradients,
-    and stage 3 also the parameters. The quotients may be fractions. For another stage raise
-    WorkbookError with the text "ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no
-    stage {stage}." FORMULAS has an entry for each stage that exists.
+    Held has three fields, in bytes: `parameters`, `gradients` and `optimizer_state`. Stage 0 is
+    plain data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2 also the
+    gradients, and stage 3 also the parameters. The quotients may be fractions. For another stage
+    raise WorkbookError with the text "ZeRO has the stages 1, 2 and 3, and 0 is without it; there is
+    no stage {stage}." FORMULAS has an entry for each stage that exists.
     """
     raise NotImplementedError("The memory of each stage is not written yet: `formula` has no body.")
 
@@ -51,7 +51,7 @@ def of_one_process(shares: Sequence[Share], states: int) -> Held:
 def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
     """Return what this rank should hold, to the byte, without padding.
 
-    Of each share this rank owns `mine` numbers. What a stage does not divide, every rank holds in
-    full.
+    Of each share this rank owns `mine` numbers. What a stage does not divide, every rank holds
+    in full.
     """
     raise NotImplementedError("The memory of each stage is not written yet: `owned` has no body.")

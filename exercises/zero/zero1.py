@@ -1,4 +1,4 @@
-"""ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._reduce_scatter`, `ZeroOptimizer.step` and
+"""ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._launch`, `ZeroOptimizer.step` and
 `ZeroOptimizer.gather_parameters` of zero/train_zero1.py.
 
 Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it contains the solution.
@@ -8,26 +8,18 @@ You may use:
 
     all_gather(full, shard, group=None, async_op=False, pattern=None) -> Work
         Write all shards, in rank order, to each rank's `full`.
-    bucket.flat.mine
-    bucket.flat: Flat
-    bucket.full
-    bucket.name: str
-    bucket.shard
+    bucket.gradients
+    bucket.layout.mine
+    bucket.layout: FlatLayout
     reduce_scatter(shard, full, op='sum', group=None, async_op=False, pattern=None) -> Work
         Write this rank's part of the reduction of all ranks' `full` to `shard`.
-    self._before_step() -> None
-        Raise WorkbookError if there is no gradient to train with; remove the placeholders in the
-        model.
-    self._gradients: dict[ParameterBucket, Tensor]
-        A flat tensor of gradients for each bucket.
-    self._in_flight: list[Work]
-    self._steps.is_synced
-    self._steps: StepGuard
-    self.buckets: list[ParameterBucket]
-    self.finish_gradient_sync() -> None
-        Give each piece its part of the mean gradient, after the last backward.
+    self._guard.before_step() -> None
+        Raise WorkbookError if the gradients of a backward have not been averaged yet.
+    self._guard: Guard
+    self._in_flight
+    self.buckets: list[Bucket]
     self.group: Group
-    self.inner: Optimizer | None
+    self.inner
     self.pattern: str | None
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
@@ -37,33 +29,29 @@ You may use:
 Check it with `python -m exercises check zero1`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from comm.collectives import all_gather, reduce_scatter
-from data_parallel.flat import ParameterBucket
 from lab.trace.timeline import span
+from zero.train_zero1 import Bucket
 
 
-def _reduce_scatter(self, bucket: ParameterBucket) -> None:
-    """Start the reduce-scatter of a complete bucket: this rank's shard becomes the mean over ranks.
+def _launch(self, bucket: Bucket) -> None:
+    """Start the reduce-scatter of a complete bucket: this rank's part of it becomes the mean over
+    ranks.
 
-    `self._gradients[bucket]` is the flat tensor of the bucket's gradients, and the slice
-    `bucket.flat.mine` of it this rank's shard. Use `self.group` and `self.pattern`, and append the
-    handle to `self._in_flight`: the backward must go on.
+    `bucket.gradients` is the flat tensor of the bucket's gradients, and the slice
+    `bucket.layout.mine` of it this rank's part. Use `self.group` and `self.pattern`, and append
+    (bucket, handle) to `self._in_flight`: the backward must go on.
     """
     raise NotImplementedError(
-        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer._reduce_scatter` has no body."
+        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer._launch` has no body."
     )
 
 
-def step(self, closure: Callable[[], Any] | None = None) -> Any:
+def step(self, closure: None = None) -> None:
     """Update this rank's shard of the parameters, and gather the shards of all ranks.
 
-    Return what `closure`, if there is one, returns: it computes the gradients. If not
-    `self._steps.is_synced`, call `self.finish_gradient_sync()`. Then call `self._before_step()`,
-    which refuses wrong use, and step with `self.inner`, an ordinary optimizer of this rank's
-    shard.
+    First call `self._guard.before_step()`, which refuses wrong use. `self.inner` is an ordinary
+    optimizer of this rank's shards.
     """
     raise NotImplementedError(
         "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer.step` has no body."
@@ -73,7 +61,7 @@ def step(self, closure: Callable[[], Any] | None = None) -> Any:
 def gather_parameters(self) -> None:
     """Collect the shards of all ranks in `bucket.full`, for all of `self.buckets`, on every rank.
 
-    `bucket.shard` is this rank's part of `bucket.full`, in the same memory.
+    The slice `bucket.layout.mine` of `bucket.full` is this rank's shard.
     """
     raise NotImplementedError(
         "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer.gather_parameters` has no body."

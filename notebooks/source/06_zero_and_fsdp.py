@@ -2,6 +2,11 @@
 # jupyter:
 #   jupytext:
 #     formats: ipynb,source//py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -171,9 +176,8 @@ weights
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
-from zero.train_zero3 import FullyShardedDataParallel
+from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
 from zero.memory import MemoryReport
-from zero.run import recompute_blocks
 from lab.trace.ledger import LEDGER
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.models.text import rank_slice
@@ -344,8 +348,9 @@ stage_3 = predict("How many times the bytes, stage 3?", example=2, unit="times")
 stage_3.compare(round(sent[4, 3] / sent[4, 0], 2))
 
 # %% [markdown]
-# Two all-gathers and one reduce-scatter are 3 P instead of 2 P: 1.5 times as much. It is a little less here, because some
-# parameters (the embeddings and the last norm, the **root**) are not freed between forward and backward, and are gathered once.
+# Two all-gathers and one reduce-scatter are 3 P instead of 2 P: 1.5 times as much. It is less here, because some parameters are
+# not freed between forward and backward, and are gathered once: the last block, with which the backward begins, and the **root**
+# (the embeddings and the last norm).
 #
 # Two P or three P is the price. Whether you feel it depends on the link, because most of these bytes travel while the blocks
 # compute. Here are a forward and a backward of stage 3 with 8 blocks, on a simulated link of 1 Gbit/s (the shortest of four):
@@ -402,13 +407,13 @@ for name, stage in (("shortest", 3), ("plain", 0)):
 # (The black marks are the launches of these reduce-scatters.) The grey row is the rank that waits: for a block that is
 # not there yet, and at the end for the last gradients. The orange piece on the right is the rest, after the backward.
 # The last two lines compare the time with that of stage 0, which sends less: the difference is what you pay on this
-# link. The table in [data_parallel/README.md](../data_parallel/README.md) has step times beside those of FSDP2.
+# link. The table in [zero/README.md](../zero/README.md) has step times beside those of FSDP2.
 #
 # ## Stage 3 from inside
 #
 # How can a rank compute with weights that it does not have? It gathers a **block** (one layer, or several) just before
-# the block computes, and frees it right after. In memory a block's parameters are one flat tensor, a **unit**, or a few
-# of them. While one block computes, the next one is already being gathered. Let us watch BabyCNN, the network of
+# the block computes, and frees it right after. In memory a block's parameters are one flat tensor, a **unit**. While one
+# block computes, the next one is already being gathered. Let us watch BabyCNN, the network of
 # notebook 04, with each of its four layers as a block. The next cell notes at each step which blocks are full, and
 # which are on their way.
 
@@ -421,30 +426,26 @@ images, labels, *_ = load_digits()
 x, y = rank_slice(images[:64], rank, world_size), rank_slice(labels[:64], rank, world_size)
 
 
-def watch(parallel, names, x, y):
-    """Run two steps; return for each moment of the second what computes, what is full, and what is gathered."""
+def watch(parallel, modules, x, y):
+    """Return for each moment of a step what computes, what is full, what is on its way, and the size of all."""
     moments = []
 
     def note(what):
-        blocks = dict(zip(("root", *names), (parallel.root, *parallel.blocks), strict=True))
-        blocks = {name: block for name, block in blocks.items() if block.units}
-        full = [name for name, block in blocks.items() if all(unit.is_full for unit in block.units)]
-        coming = [
-            n for n, block in blocks.items() if n not in full and any(u.full is not None for u in block.units)
-        ]
-        size = sum(unit.full.numel() for unit in parallel.units if unit.full is not None)
-        moments.append((what, full, coming, size))
+        blocks = dict(zip(("root", *modules), parallel.blocks, strict=True))
+        blocks = {name: units for name, units in blocks.items() if units}
+        full = [name for name, units in blocks.items() if all(unit.is_full for unit in units)]
+        gathered = [name for name, units in blocks.items() if not any(unit.is_freed for unit in units)]
+        size = sum(unit.full.numel() for unit in parallel.units if not unit.is_freed)
+        moments.append((what, full, [name for name in gathered if name not in full], size))
 
     def after_forward(name, output):
         output.register_hook(lambda _: note(f"backward {name}"))
 
-    for name, block in zip(names, parallel._block_modules, strict=True):
+    for name, block in modules.items():
         block.register_forward_pre_hook(lambda *_, name=name: note(f"forward {name}"))
         block.register_forward_hook(lambda _, __, output, name=name: after_forward(name, output))
-    for _ in range(2):
-        moments.clear()
-        loss_of(parallel(x), y).backward()
-        parallel.finish_gradient_sync()
+    loss_of(parallel(x), y).backward()
+    parallel.finish_gradient_sync()
     note("after the step")
     return moments
 
@@ -452,7 +453,7 @@ def watch(parallel, names, x, y):
 cnn = BabyCNN(seed=0)
 layers = dict(cnn.named_children())
 parallel = FullyShardedDataParallel(cnn, blocks=list(layers.values()))
-moments = watch(parallel, list(layers), x, y)
+moments = watch(parallel, layers, x, y)
 
 # %%
 moments = pull("moments", [0])[0]
@@ -462,8 +463,8 @@ for what, full, coming, _ in moments:
 
 # %% [markdown]
 # Read it from top to bottom. In the forward the next layer is always on its way. In the backward it goes the other way
-# round. After the step no layer is full: the rank has its shards and nothing else. (In the first step nothing is
-# gathered ahead, because the order of the layers is not known yet.)
+# round. The last layer stays full in between, because the backward begins with it. After the step no layer is full: the
+# rank has its shards and nothing else.
 #
 # ## What to wrap
 #
@@ -474,7 +475,7 @@ for what, full, coming, _ in moments:
 peak = predict("Which share of all parameters is gathered at the worst moment?", example=0.5)
 
 # %%
-number = pull("sum(unit.flat.numel - unit.flat.padding for unit in parallel.units)", [0])[0]
+number = pull("sum(unit.layout.numel - unit.layout.padding for unit in parallel.units)", [0])[0]
 peak.compare(round(max(size for *_, size in moments) / number, 2))
 
 # %% [markdown]
@@ -500,9 +501,10 @@ def watch_gpt(wrap):
     parallel = FullyShardedDataParallel(gpt, blocks=blocks)
     batch = rank_slice((torch.arange(8 * 65).view(8, 65) * 7) % 256, rank, world_size)
     before = LEDGER.total()
-    seen = watch(parallel, [f"block {i}" for i in range(len(blocks))], batch[:, :-1], batch[:, 1:])
-    messages = (LEDGER.total() - before).messages_sent // 2
-    return [size / sum(u.flat.numel for u in parallel.units) for *_, size in seen], messages
+    modules = {f"block {i}": block for i, block in enumerate(blocks)}
+    seen = watch(parallel, modules, batch[:, :-1], batch[:, 1:])
+    messages = (LEDGER.total() - before).messages_sent
+    return [size / sum(u.layout.numel for u in parallel.units) for *_, size in seen], messages
 
 
 linears = lambda gpt: [layer for layer in gpt.blocks.modules() if isinstance(layer, torch.nn.Linear)]

@@ -79,8 +79,8 @@ def test_helpers_come_with_their_parameters_and_the_first_sentence_of_their_docs
 
 def test_attributes_are_found_through_the_class_of_their_object():
     text = "\n".join(listed("zero2"))
-    assert "bucket.flat.views(full: Tensor) -> list[Tensor]" in text  # of Flat, which ParameterBucket makes
-    assert "work.wait()" in text  # of what reduce_scatter returns
+    assert "bucket.layout.add_gradient(shards: list[ParameterShard]" in text  # of what Bucket makes
+    assert "work.wait()" in "\n".join(listed("zero1"))  # of what all_gather returns
 
 
 def test_a_helper_that_does_not_exist_is_an_error():

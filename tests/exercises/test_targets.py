@@ -63,7 +63,7 @@ def test_one_backward_for_all_microbatches_is_right_but_keeps_all_activations(tm
 
 
 def test_a_shard_that_is_a_view_of_its_bucket_is_right_but_keeps_the_bucket(tmp_path):
-    own = ("shard = full.new_empty(bucket.flat.shard_numel)", "shard = full[bucket.flat.mine]")
+    own = (".clone())\n    bucket.gradients.untyped_storage().resize_(0)", ")")
     outcome = outcome_with(tmp_path, "zero2", own)
     assert not outcome.is_met
     assert "and holds 3.0 times these bytes; 1.0 and 2.5 are possible." in outcome.sentence

@@ -13,7 +13,7 @@ from lab.ranks import run_ranks
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt, text
 from training.randomness import seed_step
-from zero.run import recompute_blocks
+from zero.train_zero3 import recompute_blocks
 
 
 def model_of(

@@ -22,7 +22,7 @@ from tensor_parallel import train_dtensor
 from tests.data_parallel import test_scripts
 from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts
-from tests.zero import test_zero_scripts
+from tests.zero import test_scripts as zero_scripts
 from training.evaluation import held_out_means, sums_of
 
 SAME: dict[str, Any] = {"steps": 2, "batch_size": 24, "size": "tiny", "lr": 3e-3, "seed": 0}
@@ -30,7 +30,7 @@ DIGITS: dict[str, Any] = {"model": "baby_cnn", "batch_size": 120, "lr": 1e-2}
 
 
 def data_parallel(name: str, cluster: Cluster, **changes: Any) -> dict[str, Any]:
-    return test_zero_scripts.train(cluster, name, **SAME | changes)
+    return zero_scripts.train(cluster, name, **SAME | changes)
 
 
 def tensor_parallel(name: str, cluster: Cluster, **changes: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def native(module: Any, args: Any, cluster: Cluster, **changes: Any) -> dict[str
 
 MODES = {
     **{name: functools.partial(data_parallel, name) for name in test_scripts.GPTS},
-    **{name: functools.partial(data_parallel, name) for name in test_zero_scripts.SCRIPTS},
+    **{name: functools.partial(data_parallel, name) for name in zero_scripts.SCRIPTS},
     **{name: functools.partial(tensor_parallel, name) for name in tensor_scripts.SCRIPTS},
     "dtensor": functools.partial(native, train_dtensor, train_dtensor.Args()),
     "dtensor by tokens": functools.partial(native, train_dtensor, train_dtensor.Args(sequence_parallel=True)),

@@ -11,7 +11,7 @@ from lab.trace.ledger import Entry, Traffic
 from tests.data_parallel import test_scripts
 from tests.pipeline_parallel import test_scripts as pipeline_scripts
 from tests.tensor_parallel import test_scripts as tensor_scripts
-from tests.zero import test_zero_scripts
+from tests.zero import test_scripts as zero_scripts
 from training.report import median, pattern_and_transport
 
 OURS = "shared_memory" if segment.is_possible() else "sockets"
@@ -36,11 +36,11 @@ def test_the_pattern_that_was_asked_for_has_run_and_is_named_with_its_transport(
 
 def test_without_a_pattern_it_is_the_default_and_the_transport_that_was_asked_for_is_named():
     def work(cluster: Cluster) -> list[tuple[str, str]]:
-        names_by_default = names(test_zero_scripts.train(cluster, "zero3", steps=1))
+        names_by_default = names(zero_scripts.train(cluster, "zero3", steps=1))
         transports = ("sockets", "gloo", "auto")  # "auto" names all that have been used
         return [
             names_by_default,
-            *(names(test_zero_scripts.train(cluster, "zero3", steps=1, transport=one)) for one in transports),
+            *(names(zero_scripts.train(cluster, "zero3", steps=1, transport=one)) for one in transports),
         ]
 
     for by_default, sockets, gloo, _ in run_ranks(work, 2):

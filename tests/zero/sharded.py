@@ -8,16 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from comm.collectives import Group, all_reduce, broadcast
-from data_parallel.flat import Piece
-from lab.check import assert_same, gradients, parameters
+from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
 from tests.data_parallel.equivalence import Loss, mine
+from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
-BOTH = (ZeroOptimizer, ZeroGradientOptimizer)
 STAGES = ["zero1", "zero2", "zero3"]
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -25,6 +24,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # The gradient of a key's bias is zero except for rounding, which AdamW would magnify with a smaller eps.
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
 }
+SMALL_BUCKETS = {"bucket_mb": 1e-6}  # one for each parameter
 
 
 def deep_gpt(seed: int) -> GPT:
@@ -32,14 +32,12 @@ def deep_gpt(seed: int) -> GPT:
     return GPT(config, seed=seed).double()
 
 
-def total(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
-    return model(x).sum()
-
-
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    """Three layers of equal size, each a block."""
+
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -56,16 +54,17 @@ class Sharded:
         if stage == "zero3":
             self.model = self.syncing = FullyShardedDataParallel(module, group, **options)
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
-            self.pieces = self.model.pieces
-            return
-        wrap = {"zero1": ZeroOptimizer, "zero2": ZeroGradientOptimizer}[stage]
-        self.model = module
-        for buffer in module.buffers():  # an optimizer does not see them
-            broadcast(buffer, group=group)
-        self.optimizer = wrap(module.named_parameters(), optimizer_class, group=group, **options, **defaults)
-        self.syncing = self.optimizer
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.pieces = {names[id(piece.parameter)]: piece for piece in self.optimizer.pieces}
+        else:
+            wrap = {"zero1": ZeroOptimizer, "zero2": ZeroGradientOptimizer}[stage]
+            self.model = module
+            for buffer in module.buffers():  # an optimizer does not see them
+                broadcast(buffer, group=group)
+            self.optimizer = wrap(
+                module.named_parameters(), optimizer_class, group=group, **options, **defaults
+            )
+            self.syncing = self.optimizer
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.shards = {names[shard.parameter]: shard for shard in self.syncing.parameter_shards}
 
     def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
         """Compute the gradients of a step, as the lessons do."""
@@ -75,36 +74,46 @@ class Sharded:
                 (loss(self.model, x, y) / microbatches).backward()
         self.syncing.finish_gradient_sync()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the full mean gradients, on all ranks."""
+        trained = {name: shard for name, shard in self.shards.items() if shard.tensor.requires_grad}
+        return full_tensors(trained, lambda shard: shard.tensor.grad)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the full parameters, on all ranks."""
+        return full_tensors(self.shards, lambda shard: shard.tensor)
+
 
 def full_tensors(
-    pieces: dict[str, Piece], what: Callable[[Piece], Tensor | None]
-) -> dict[str, Tensor | None]:
-    """Return the full tensor of each parameter's pieces on all ranks, or None if a rank's piece has none."""
-    names = sorted(pieces)
-    sizes = [pieces[name].parameter.shape.numel() for name in names]
-    # For each number: its value, and how many ranks have it. For each parameter: how many ranks have none.
-    device = pieces[names[0]].tensor.device
+    shards: dict[str, ParameterShard], what: Callable[[ParameterShard], Tensor]
+) -> dict[str, Tensor]:
+    """Return the full tensors of which each rank has shards. Every number must be in one rank's."""
+    names = sorted(shards)
+    sizes = [shards[name].parameter.shape.numel() for name in names]
+    device = shards[names[0]].tensor.device
     values, owners = torch.zeros(2, sum(sizes), dtype=torch.float64, device=device)
-    missing = torch.zeros(len(names), dtype=torch.float64, device=device)
-    for name, value, owner, absent in zip(
-        names, values.split(sizes), owners.split(sizes), missing, strict=True
-    ):
-        part, start = what(pieces[name]), pieces[name].start
-        if part is None:
-            absent += 1
-        else:
-            value[start : start + part.numel()] = part.detach()
-            owner[start : start + part.numel()] = 1
-    message = torch.cat([values, owners, missing])
-    all_reduce(message)
-    values, owners, missing = message.split([sum(sizes), sum(sizes), len(names)])
-    result: dict[str, Tensor | None] = {}
-    for name, value, owner, absent in zip(
-        names, values.split(sizes), owners.split(sizes), missing, strict=True
-    ):
-        assert absent > 0 or (owner == 1).all(), f"{name}: the pieces overlap, or leave something out"
-        result[name] = None if absent > 0 else value.view(pieces[name].parameter.shape)
-    return result
+    for name, value, owner in zip(names, values.split(sizes), owners.split(sizes), strict=True):
+        part, start = what(shards[name]).detach(), shards[name].start
+        value[start : start + part.numel()] = part
+        owner[start : start + part.numel()] = 1
+    both = torch.cat([values, owners])
+    all_reduce(both)
+    values, owners = both.split(sum(sizes))
+    once = {name: torch.ones(size) for name, size in zip(names, sizes, strict=True)}
+    found = dict(zip(names, owners.split(sizes), strict=True))
+    assert_same(found, once, 0, "number of ranks that own each element of")
+    return {
+        name: value.view(shards[name].parameter.shape)
+        for name, value in zip(names, values.split(sizes), strict=True)
+    }
+
+
+def gradients_with_zeros(module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of what is trained, with zeros for an unused parameter."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def compare_with_one_process(
@@ -119,7 +128,7 @@ def compare_with_one_process(
     rtol: float = 1e-9,
     **options: Any,
 ) -> None:
-    """Compare every gradient and every parameter after each step."""
+    """Compare every gradient and every parameter after each step, one for each number of `microbatches`."""
     what = f"{stage}, {optimizer}, {cluster.world_size} ranks"
     reference = make(0)
     ours = Sharded(stage, make(cluster.rank), optimizer, **options)
@@ -128,35 +137,16 @@ def compare_with_one_process(
     for step, count in enumerate(microbatches):
         theirs.zero_grad()
         loss(reference, *batch).backward()
+        expected = gradients_with_zeros(reference)
         ours.optimizer.zero_grad()
         ours.accumulate(loss, mine(cluster, batch), count)
         if clip is not None:
-            expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            norm = ours.syncing.clip_grad_norm_(clip)
-            assert_same({"norm": norm}, {"norm": expected_norm}, rtol, what)
-        expected = {name: g for name, g in gradients(reference).items() if name in ours.pieces}
-        assert_same(
-            full_tensors(ours.pieces, lambda piece: piece.tensor.grad),
-            expected,
-            rtol,
-            f"gradient, {what}, step {step},",
-        )
+            norms = ours.syncing.clip_grad_norm_(clip), nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            assert_same({"norm": norms[0]}, {"norm": norms[1]}, rtol, what)
+        assert_same(ours.gradients(), expected, rtol, f"gradient, {what}, step {step},")
         theirs.step()
         ours.optimizer.step()
-        kept = {name: p for name, p in parameters(reference).items() if name in ours.pieces}
-        assert_same(
-            full_tensors(ours.pieces, lambda piece: piece.tensor),
-            kept,
-            rtol,
-            f"parameter, {what}, step {step},",
-        )
-    if stage != "zero3":
-        assert_same(parameters(ours.module), parameters(reference), rtol, f"parameter, {what},")
-
-
-def averaged(model: nn.Module, optimizer: Any) -> dict[str, Tensor | None]:
-    """Return the mean gradients in full."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return full_tensors(
-        {names[piece.parameter]: piece for piece in optimizer.pieces}, lambda piece: piece.tensor.grad
-    )
+        kept = {name: p for name, p in parameters(reference).items() if name in ours.shards}
+        assert_same(ours.parameters(), kept, rtol, f"parameter, {what}, step {step},")
+    state = ours.model.full_state_dict() if stage == "zero3" else ours.module.state_dict()
+    assert_same(state, reference.state_dict(), rtol, f"state, {what},")

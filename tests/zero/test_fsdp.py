@@ -1,16 +1,12 @@
 """Test PyTorch's fully_shard as train_fsdp.py uses it. Its gradients are DTensors, so the loop is its own."""
 
 import functools
-import tempfile
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from comm.cost import Link
-from data_parallel.flat import Piece
 from lab.check import assert_same, gradients, parameters, reference_gradients
 from lab.cluster import Cluster
 from lab.models.model import BabyCNN
@@ -19,10 +15,7 @@ from lab.trace.ledger import LEDGER, Entry
 from lab.trace.memory import saved_activations
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
 from tests.dtensors import full_tensors
-from training.run import Run
-from zero import sharded_checkpoint, train_fsdp
 from zero.memory import MemoryReport
-from zero.sharded_checkpoint import pieces_of_dtensors
 from zero.train_fsdp import Args, full_state_dict, shard, shares_of, traffic_per_step
 
 
@@ -186,76 +179,3 @@ def test_a_rank_holds_the_bytes_of_stage_3s_formula_and_padding():
     # Only the last rank lacks rows, such as the last two of the embedding's 61: 21, 21 and 19.
     first, second, third = run_ranks(work, 3)
     assert first == second == 0 < third
-
-
-def train(cluster: Cluster, **options: Any) -> dict[str, Any]:
-    """Run `main` with a tiny model and known alpha and beta, and return this rank's summary."""
-    summaries = []
-    finish = Run.finish
-
-    def noting(*args: Any, **extras: Any) -> None:
-        summaries.append(finish(*args, **extras))
-
-    with (
-        mock.patch.object(Run, "finish", noting),
-        mock.patch("training.run.measure_all_reduce", lambda pattern, **_: Link(1e-4, 1e-9)),
-    ):
-        train_fsdp.main(cluster, Args(**{"size": "tiny", "batch_size": 12, "steps": 4, "lr": 3e-3} | options))
-    return summaries[0]
-
-
-def test_a_run_reports_its_memory_beside_the_formula_and_its_replicas_are_equal():
-    def work(cluster: Cluster) -> list[dict[str, Any]]:
-        options = (
-            {"grad_acc_steps": 2, "recompute": True, "clip": 0.1},
-            {"model": "baby_cnn", "batch_size": 240, "lr": 1e-2},
-        )
-        return [train(cluster, **each) for each in options]
-
-    for summary in run_ranks(work, 2)[0]:
-        assert summary["replicas_equal"] is True
-        assert summary["last_loss"] < summary["first_loss"]
-        assert summary["bytes_sent"] == summary["bytes_formula"] > 0
-        assert summary["messages_sent"] == summary["messages_formula"]
-        assert summary["hidden_share"] == 0  # on the CPU FSDP2 waits for all its communication
-        for name in ("parameters", "gradients", "optimizer_state"):
-            assert summary[f"{name}_bytes"] == summary[f"formula_{name}_bytes"] > 0
-        assert summary["activations_bytes"] > 0
-
-
-def test_a_checkpoint_of_dtensors_can_be_loaded_by_any_sharding_and_back():
-    def work(cluster: Cluster, folder: str) -> None:
-        model = shard(frozen_gpt(cluster.rank), cluster.device)
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        accumulate(model, text_loss, mine(cluster, text()))
-        optimizer.step()
-        buffers = dict(model.named_buffers())
-        sharded_checkpoint.save(cluster, folder, pieces_of_dtensors(model), optimizer, {"step": 1}, buffers)
-
-        plain = frozen_gpt(7)  # every rank reads full parameters
-        parts = {
-            name: Piece(p, 0, nn.Parameter(p.detach().reshape(-1), requires_grad=p.requires_grad))
-            for name, p in plain.named_parameters()
-        }
-        other = torch.optim.Adagrad([part.tensor for part in parts.values()], lr=0.1)
-        buffers = dict(plain.named_buffers())
-        assert sharded_checkpoint.load(cluster, folder, parts, other, buffers) == {"step": 1}
-        again = shard(frozen_gpt(8), cluster.device)
-        resumed = torch.optim.Adagrad(again.parameters(), lr=0.7)
-        buffers = dict(again.named_buffers())
-        sharded_checkpoint.load(cluster, folder, pieces_of_dtensors(again), resumed, buffers)
-        assert resumed.param_groups[0]["lr"] == 0.1
-
-        def sums(of: torch.optim.Optimizer) -> list[Tensor]:
-            states = full_tensors({str(i): state["sum"] for i, state in enumerate(of.state.values())})
-            return [one.reshape(-1) for one in states.values() if one is not None]
-
-        expected = full_tensors(parameters(model))
-        assert_same(full_tensors(parameters(again)), expected, rtol=0, what="parameter in DTensors")
-        loaded = {name: part.tensor.detach().view_as(part.parameter) for name, part in parts.items()}
-        assert_same(loaded, expected, rtol=0, what="parameter in pieces")
-        for first, *others in zip(sums(optimizer), sums(other), sums(resumed), strict=True):
-            assert all(torch.equal(first, one) for one in others)
-
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(work, 3, folder)

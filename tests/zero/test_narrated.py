@@ -38,10 +38,10 @@ def test_zero1_equals_one_process():
             optimizer.finish_gradient_sync()
 
             # Now this rank has the mean over all 12 examples, of the part that it owns of each parameter.
-            for piece, expected in zip(reversed(optimizer.pieces), one.parameters(), strict=True):
-                part = slice(piece.start, piece.start + piece.tensor.numel())
+            for shard, expected in zip(reversed(optimizer.parameter_shards), one.parameters(), strict=True):
+                part = slice(shard.start, shard.start + shard.tensor.numel())
                 torch.testing.assert_close(
-                    piece.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
+                    shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
                 )
 
             # The optimizer updates that part. After the all-gather every rank has all new parameters.
@@ -88,10 +88,10 @@ def test_zero2_equals_one_process():
             optimizer.finish_gradient_sync()
 
             # Now this rank has the mean over all 12 examples, of the part that it owns of each parameter.
-            for piece, expected in zip(reversed(optimizer.pieces), one.parameters(), strict=True):
-                part = slice(piece.start, piece.start + piece.tensor.numel())
+            for shard, expected in zip(reversed(optimizer.parameter_shards), one.parameters(), strict=True):
+                part = slice(shard.start, shard.start + shard.tensor.numel())
                 torch.testing.assert_close(
-                    piece.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
+                    shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
                 )
 
             # The optimizer updates that part. After the all-gather every rank has all new parameters.
@@ -118,14 +118,14 @@ def test_zero3_equals_one_process():
             for parameter in module.parameters():
                 nn.init.normal_(parameter)
         model = FullyShardedDataParallel(module)
-        first_layer, second_layer = model.blocks
+        _, [first_layer], [second_layer] = model.blocks  # a block has one unit; the root has none
         full_in_forward = []
         module[2].register_forward_hook(
-            lambda *_: full_in_forward.append((first_layer.units[0].is_full, second_layer.units[0].is_full)),
+            lambda *_: full_in_forward.append((first_layer.is_full, second_layer.is_full)),
             prepend=True,
         )
 
-        # `parameters()` yields the rank's piece of each parameter, and torch's optimizer needs nothing else.
+        # `parameters()` yields the rank's shard of each parameter, and torch's optimizer needs nothing else.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
 
@@ -136,16 +136,15 @@ def test_zero3_equals_one_process():
             (model(x[mine]) - y[mine]).square().mean().backward()
             model.finish_gradient_sync()
 
-            # Nothing is full now. The rank's pieces have the mean over all 12 examples.
-            assert all(unit.full is None for unit in model.units)
-            for name, expected in one.named_parameters():
-                piece = model.pieces[name]
-                part = slice(piece.start, piece.start + piece.tensor.numel())
+            # Nothing is full now. The rank's shards have the mean over all 12 examples.
+            assert all(unit.is_freed for unit in model.units)
+            for shard, expected in zip(model.parameter_shards, one.parameters(), strict=True):
+                part = slice(shard.start, shard.start + shard.tensor.numel())
                 torch.testing.assert_close(
-                    piece.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
+                    shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
                 )
 
-            # The optimizer updates the pieces. Put together again, they are what one process has.
+            # The optimizer updates the shards. Put together again, they are what one process has.
             optimizer_of_one.step()
             optimizer.step()
             with model.gathered() as full:

@@ -1,4 +1,4 @@
-"""Test the train scripts of ZeRO as users run them: summaries, memory, bytes sent, and refusals."""
+"""Test what is special to the train scripts of ZeRO: memory, equal bits, what options change, refusals."""
 
 import functools
 import gc
@@ -12,17 +12,16 @@ import pytest
 import tyro
 from torch import nn
 
-from lab.check import assert_same, parameters
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.data_parallel import test_scripts
-from tests.data_parallel.test_scripts import STEPS, rows_of
-from tests.summary import FIELDS
+from tests.data_parallel.test_scripts import rows_of
 from tests.training import attempts
 from tests.training.attempts import the_one_sentence
 from training.run import Run
 from zero import train_fsdp, train_zero1, train_zero2, train_zero3
-from zero.run import BucketedZeroArgs
+from zero.train_zero1 import Args as BucketedZeroArgs
 
 SCRIPTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "zero1": (train_zero1, BucketedZeroArgs, {"bucket_mb": 0.02}),
@@ -52,7 +51,8 @@ def train(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
     found, finish = {}, Run.finish
 
     def keeping(self: Run, model: nn.Module, **extras: Any) -> dict[str, Any]:
-        found.update({n.removeprefix("module."): p for n, p in parameters(model).items()})
+        state = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+        found.update({n.removeprefix("module."): tensor.detach().clone() for n, tensor in state.items()})
         return finish(self, model, **extras)
 
     with known(), mock.patch.object(Run, "finish", keeping):
@@ -70,28 +70,6 @@ def everyones_summaries(world_size: int) -> dict[str, list[dict[str, Any]]]:
     names = ["naive", *SCRIPTS]
     by_rank = run_ranks(lambda cluster: {name: train(cluster, name) for name in names}, world_size)
     return {name: [summaries[name] for summaries in by_rank] for name in names}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_summary_holds_what_was_measured(name, world_size):
-    for summary in everyones_summaries(world_size)[name]:
-        assert list(summary)[: len(FIELDS)] == FIELDS
-        assert (summary["run_mode"], summary["world_size"], summary["steps"]) == (name, world_size, STEPS)
-        assert summary["tokens_per_second"] > 0
-        assert 0 < summary["compute_seconds"] <= summary["step_seconds"]
-        assert 0 <= summary["hidden_share"] <= 1
-        assert summary["activations_bytes"] > 0
-        assert summary["peak_memory_bytes"] > sum(summary[f"{what}_bytes"] for what in HELD)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_rank_sends_exactly_what_the_formula_says(name, world_size):
-    for summary in everyones_summaries(world_size)[name]:
-        assert summary["bytes_sent"] == summary["bytes_formula"]
-        assert summary["messages_sent"] == summary["messages_formula"]
-        assert (summary["bytes_sent"] > 0) == (world_size > 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -117,18 +95,6 @@ def test_each_stage_shards_one_more_kind_of_tensor(world_size):
             assert by_name[name][f"{what}_bytes"] == pytest.approx(share, rel=2e-3), (name, what)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_all_ranks_end_with_equal_parameters_and_a_lower_loss(name, world_size):
-    summaries = everyones_summaries(world_size)[name]
-    assert all(summary["replicas_equal"] is True for summary in summaries)
-    assert len({summary["replica_digest"] for summary in summaries}) == 1
-    alone = everyones_summaries(1)["naive"][0]
-    assert summaries[0]["last_loss"] < 0.97 * summaries[0]["first_loss"]
-    for loss, rel in (("first_loss", 1e-5), ("last_loss", 1e-4)):
-        assert summaries[0][loss] == pytest.approx(alone[loss], rel=rel)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_one_and_two_ranks_every_stage_ends_with_the_bits_of_plain_data_parallelism(world_size):
     # a + b is b + a, both are halved exactly, and AdamW does not care how parameters are cut.
@@ -150,17 +116,6 @@ def test_three_ranks_end_close_to_one_with_momentum_clipping_and_microbatches():
             assert summary[f"{what}_sent"] == summary[f"{what}_formula"], name
 
 
-def test_every_stage_trains_with_trees_and_its_traffic_is_counted():
-    def work(cluster: Cluster) -> None:
-        for name in SCRIPTS:
-            summary = train(cluster, name, steps=2, pattern="tree")
-            for what in ("bytes", "messages"):
-                assert summary[f"{what}_sent"] == summary[f"{what}_formula"] > 0, name
-            assert summary["pattern"] == "tree" and summary["replicas_equal"], name
-
-    run_ranks(work, 3)
-
-
 def test_microbatches_add_traffic_in_stages_2_and_3_but_not_in_stage_1():
     def work(cluster: Cluster) -> dict[str, list[int]]:
         return {
@@ -169,8 +124,8 @@ def test_microbatches_add_traffic_in_stages_2_and_3_but_not_in_stage_1():
         }
 
     for by_name in run_ranks(work, 2):
-        # Reductions and gathers: 1 and 1 for stage 1 as before, 3 and 1 for stage 2, 3 and 6 for stage 3.
-        for name, times in (("zero1", 1), ("zero2", 4 / 2), ("zero3", 9 / 3)):
+        # Reductions and gathers: 1 and 1 for stage 1 as before, 3 and 1 for stage 2; all of stage 3.
+        for name, times in (("zero1", 1), ("zero2", 4 / 2), ("zero3", 3)):
             full, in_parts = by_name[name]
             assert in_parts == pytest.approx(times * full, rel=0.02), name
 
@@ -198,11 +153,8 @@ def test_bf16_and_recomputation_save_memory_and_gathered_blocks_save_traffic():
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("zero2", {"clip": 0.0}, ["--clip 0", "above 0"]),
-    ("zero3", {"clip": -1.0}, ["--clip -1", "above 0"]),
-    ("fsdp", {"clip": float("nan")}, ["--clip nan", "above 0"]),
     ("zero2", {"bucket_mb": 0.0}, ["--bucket-mb"]),
     ("zero3", {"grad_acc_steps": 5}, ["--grad-acc-steps", "6 examples"]),
-    ("zero3", {"resume": True}, ["--checkpoint"]),
 ]
 
 
@@ -225,32 +177,6 @@ def test_zero_scripts_offer_no_metronome(name, capsys):
         tyro.cli(args, args=["--help"])
     assert "--metronome" not in capsys.readouterr().out
     assert tyro.cli(args, args=["--clip", "1"]).clip == 1.0
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_pattern_that_cannot_gather_shards_is_refused_before_a_process_starts(name, capsys):
-    _, args, _ = SCRIPTS[name]
-    with pytest.raises(SystemExit):
-        tyro.cli(args, args=["--pattern", "recursive_doubling"])
-    assert "pipelined_ring" in (refused := capsys.readouterr().err) and "tree" in refused
-    assert tyro.cli(args, args=["--pattern", "tree"]).pattern == "tree"
-
-
-def test_different_arguments_are_refused_and_listed_by_rank():
-    def work(cluster: Cluster) -> list[str]:
-        return [
-            refusal(cluster, "zero1", clip=1.0 + cluster.rank),
-            refusal(cluster, "zero3", recompute=cluster.is_main),
-            refusal(cluster, "fsdp", clip=1.0 - 2 * cluster.rank),  # rank 1 alone would refuse
-        ]
-
-    words = [
-        "--clip is 1.0 on rank 0 and 2.0 on rank 1",
-        "--recompute is True on rank 0",
-        "--clip is 1.0 on rank 0 and -1.0 on rank 1",
-    ]
-    for start, *texts in zip(words, *run_ranks(work, 2, timeout=30), strict=True):
-        assert the_one_sentence(texts).startswith(start)
 
 
 def test_a_trace_shows_gathers_and_reductions_beside_compute(tmp_path: Path):

@@ -1,0 +1,162 @@
+"""Test that the bytes which each stage of ZeRO holds and sends equal the formulas."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comm.cost import Link
+from comm.wire import slow_link
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
+from lab.trace.memory import live_bytes
+from tests.data_parallel.equivalence import Odd, examples, mine, odd_loss, text, text_loss
+from tests.zero.sharded import STAGES, Blocks, Sharded, deep_gpt
+
+
+def total(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+    return model(x).sum()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_stages_send_2_2_and_nearly_3_times_the_parameters(n: int):
+    def count(cluster: Cluster) -> None:
+        for stage in STAGES:
+            module = Blocks()  # divisible by 4, so nothing is padded, and three equal blocks, without a root
+            num_bytes = sum(p.nbytes for p in module.parameters())
+            ours = Sharded(stage, module, "adamw")
+            for microbatches in (1, 3):
+                LEDGER.clear()
+                ours.optimizer.zero_grad()
+                ours.accumulate(total, (torch.ones(3, 8), torch.ones(3)), microbatches)
+                ours.optimizer.step()
+                sent = {"reduce_scatter": 0, "all_gather": 0}
+                for entry, traffic in LEDGER.rows().items():
+                    if entry.op in sent and entry.pattern != "header":
+                        sent[entry.op] += traffic.bytes_sent
+                each = num_bytes * (n - 1) // n
+                reductions = 1 if stage == "zero1" else microbatches
+                gathered = each * 5 // 3 * microbatches if stage == "zero3" else each
+                assert sent == {"reduce_scatter": each * reductions, "all_gather": gathered}
+
+    run_ranks(count, n)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_step_sends_exactly_what_the_formula_says(n: int):
+    def count(cluster: Cluster) -> None:
+        for stage in STAGES:
+            options = [{}, {"pattern": "tree"}]
+            options += [{"reshard_after_forward": False}, {"compute_dtype": torch.bfloat16}] * (
+                stage == "zero3"
+            )
+            for option in options:
+                ours = Sharded(stage, deep_gpt(0), "adamw", **option)
+                for microbatches, is_clipped in ((1, False), (3, True)):
+                    LEDGER.clear()
+                    ours.optimizer.zero_grad()
+                    ours.accumulate(text_loss, mine(cluster, text()), microbatches)
+                    if is_clipped:
+                        ours.syncing.clip_grad_norm_(1.0)
+                    ours.optimizer.step()
+                    reductions = 1 if stage == "zero1" else microbatches
+                    expected = ours.syncing.traffic_per_step(reductions, is_clipped)
+                    assert LEDGER.total() == expected, (stage, option, microbatches)
+
+    run_ranks(count, n)
+
+
+def test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else():
+    def measure(cluster: Cluster, stage: str) -> None:
+        module = Blocks()
+        P = sum(p.nbytes for p in module.parameters())
+        before = live_bytes({})["other"] - P
+        ours = Sharded(stage, module, "adamw")
+        x = torch.ones(2, 8)
+        for _ in range(2):
+            ours.optimizer.zero_grad()
+            ours.accumulate(total, (x, x), 1)
+            ours.optimizer.step()
+        stand_ins = 4 * len(module.blocks) if stage == "zero3" else 0  # a NaN for what is freed
+        counters = 4 * len(ours.shards)
+        held = live_bytes({})["other"] - before - x.nbytes - counters - stand_ins
+        n = cluster.world_size
+        divided = {"zero1": (1, 1, n), "zero2": (1, n, n), "zero3": (n, n, n)}[stage]
+        assert held == sum(size // by for size, by in zip((P, P, 2 * P), divided, strict=True)), stage
+
+    for stage in STAGES:
+        run_ranks(measure, 2, stage)
+
+
+def test_stage_2_keeps_only_its_shard_of_the_gradient():
+    def work(cluster: Cluster) -> None:
+        module = Blocks()
+        gradients = sum(parameter.nbytes for parameter in module.parameters())
+        x = torch.ones(2, 8)
+        before = live_bytes({})["other"]
+        ours = Sharded("zero2", module, "sgd")
+        for _ in range(2):
+            ours.optimizer.zero_grad()
+            ours.accumulate(total, (x, x), 1)
+            held = live_bytes({})["other"] - before
+            assert held == gradients // 2, f"{held} bytes, and a shard of the gradient has {gradients // 2}"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_at_most_three_buckets_of_gradients_are_alive():
+    def work(cluster: Cluster) -> None:
+        module = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(7))
+        ours = Sharded("zero2", module, "sgd", bucket_mb=1e-6)
+        alive: list[int] = []
+
+        def look(_: Tensor) -> None:
+            buckets = ours.optimizer.buckets
+            alive.append(sum(bucket.gradients.untyped_storage().size() > 0 for bucket in buckets))
+
+        for layer in module:
+            layer.weight.register_post_accumulate_grad_hook(look)
+        with slow_link.slowed(Link(0.003, 0.0)):
+            nn.Sequential(*module)(torch.ones(2, 8)).sum().backward()
+            ours.optimizer.finish_gradient_sync()
+        assert 1 <= max(alive) <= 3, f"{max(alive)} of {len(ours.optimizer.buckets)}"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_stage_3_has_at_most_two_full_blocks_and_the_gradients_of_three():
+    def work(cluster: Cluster) -> None:
+        module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        ours = Sharded("zero3", module, "sgd")
+        full, gradients = [], []
+        block = 64 * 64 * 4
+
+        def look(*_: object) -> None:
+            full.append(sum(not unit.is_freed for unit in ours.model.units))
+            held = live_bytes({"shards": [unit.shard for unit in ours.model.units]})["other"]
+            gradients.append((held - before) / block)
+
+        for layer in module:
+            layer.register_forward_hook(look, prepend=True)
+            layer.weight.register_post_accumulate_grad_hook(look)
+        with slow_link.slowed(Link(0.002, 0.0)):
+            x = torch.ones(4, 64)
+            before = live_bytes({"shards": [unit.shard for unit in ours.model.units]})["other"]
+            ours.accumulate(total, (x, x), 1)
+        assert max(full) == 2
+        # Two full blocks, the gradients of three, and half a gradient of each of eight blocks.
+        assert max(gradients) < 2 + 3 + 4 + 0.5, gradients
+
+    run_ranks(work, 2, timeout=30)
+
+
+def test_an_unused_parameter_does_not_change_what_is_sent():
+    def work(cluster: Cluster) -> None:
+        for stage in STAGES:
+            ours = Sharded(stage, Odd(0), "sgd")
+            LEDGER.clear()
+            ours.accumulate(odd_loss, mine(cluster, examples(2)), 1)
+            ours.optimizer.step()
+            assert LEDGER.total() == ours.syncing.traffic_per_step(), stage
+
+    run_ranks(work, 2)

@@ -1,0 +1,346 @@
+"""Test that every stage of ZeRO trains as one process does.
+
+The short tests are also run against the wrong implementations in exercises/mutants.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comm.cost import Link
+from comm.wire import slow_link
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from tests.data_parallel.equivalence import (
+    BATCH,
+    EitherWay,
+    Odd,
+    examples,
+    gpt,
+    mean_square,
+    mine,
+    odd_loss,
+    text,
+    text_loss,
+)
+from tests.zero.sharded import (
+    SMALL_BUCKETS,
+    STAGES,
+    Blocks,
+    Sharded,
+    compare_with_one_process,
+    deep_gpt,
+)
+from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
+
+
+class Layer(nn.Module):
+    """A block with an odd shape, and perhaps a layer that all blocks share and a frozen one."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared, self.frozen = nn.Linear(5, 5), shared, nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.own(x)) + self.shared(x) + self.frozen(x)
+
+
+class Layers(nn.Module):
+    """A layer before the blocks (stage 3's root), and blocks, of which the first one runs twice."""
+
+    def __init__(self, seed: int, shares: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        shared = nn.Linear(5, 5) if shares else nn.Identity()
+        self.enter, self.blocks = nn.Linear(7, 5), nn.ModuleList(Layer(shared) for _ in range(3))
+        self.register_buffer("scale", torch.full((1,), 1.0 + seed))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x * self.scale)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.blocks[-1](x) + self.blocks[0](x)
+
+
+def compare(*stages: str, make: Any = Layers, optimizer: str = "sgd", n: int = 2, **options: Any) -> None:
+    """Compare gradients and parameters with one process in float64; each rank has other initial weights."""
+
+    def work(cluster: Cluster) -> None:
+        for stage in stages:
+            batch = examples(cluster.world_size)
+            compare_with_one_process(
+                cluster, stage, optimizer, make, odd_loss, batch, **({"microbatches": (1, 1)} | options)
+            )
+
+    run_ranks(work, n, timeout=20)
+
+
+def test_every_number_of_every_parameter_is_in_one_ranks_shard():
+    compare("zero1", "zero3", n=3)
+
+
+def test_a_gradient_is_the_mean_over_ranks_not_their_sum():
+    compare(*STAGES)
+
+
+def test_after_a_step_all_ranks_compute_with_the_new_parameters():
+    compare(*STAGES, microbatches=(1, 1, 1))
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_shards():
+    compare("zero1", "zero3", clip=0.01)
+
+
+def test_the_gradients_of_all_microbatches_add_up_in_the_shards():
+    compare(*STAGES, microbatches=(3, 2))
+
+
+def test_a_layer_shared_by_blocks_is_gathered_in_each_of_them():
+    compare("zero3", make=lambda seed: Layers(seed, shares=True))
+
+
+def test_an_unused_parameter_gets_zeros_also_where_only_some_ranks_use_it():
+    compare(*STAGES, make=Odd, optimizer="adamw", microbatches=(1, 3))
+
+
+def test_the_backward_of_one_rank_may_run_in_another_order():
+    """All layers have one shape, so a message of one would fit where that of another is expected."""
+
+    def work(cluster: Cluster) -> None:
+        x = torch.arange(12.0).double().view(4, 3) / 12
+        for stage in ("zero1", "zero2"):
+            ours = Sharded(stage, EitherWay(0, backwards=cluster.rank == 1), "sgd", **SMALL_BUCKETS)
+            ours.accumulate(lambda model, x, _: mean_square(model, x), mine(cluster, (x, x)), 1)
+            reference = EitherWay(0, backwards=False)
+            mean_square(reference, x).backward()
+            for name, parameter in reference.named_parameters():
+                torch.testing.assert_close(
+                    ours.gradients()[name], parameter.grad, rtol=1e-9, atol=0, msg=name
+                )
+
+    run_ranks(work, 2, timeout=20)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_tied_frozen_unused_and_shared_parameters_are_right_on_any_number_of_ranks(n: int):
+    def work(cluster: Cluster) -> None:
+        odd = examples(cluster.world_size)
+        for stage in STAGES:
+            compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd)
+            compare_with_one_process(cluster, stage, "momentum", lambda s: Layers(s, True), odd_loss, odd)
+            compare_with_one_process(cluster, stage, "adamw", gpt, text_loss, text(), clip=0.01)
+        compare_with_one_process(cluster, "zero3", "sgd", lambda s: gpt(s, tied=False), text_loss, text())
+
+    run_ranks(work, n, timeout=120)
+
+
+def test_bucket_sizes_patterns_and_options_do_not_change_the_result():
+    def recomputed(seed: int) -> nn.Module:
+        model = deep_gpt(seed)
+        recompute_blocks(model)
+        return model
+
+    def work(cluster: Cluster) -> None:
+        odd = examples(cluster.world_size)
+        for stage in ("zero1", "zero2"):
+            for options in (SMALL_BUCKETS, {"bucket_mb": 4e-4, "pattern": "tree"}):
+                compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd, (2, 1), **options)
+        ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"pattern": "ring"}]
+        for make in (deep_gpt, recomputed):
+            for options in ways:
+                compare_with_one_process(
+                    cluster, "zero3", "adamw", make, text_loss, text(), (1, 2), **options
+                )
+
+    run_ranks(work, 3, timeout=60)
+
+
+def test_a_parameter_may_have_fewer_numbers_than_there_are_ranks():
+    def few(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(1, 1, bias=False)).double()
+
+    def work(cluster: Cluster) -> None:
+        batch = torch.arange(BATCH).double()[:, None] / BATCH, torch.ones(BATCH, 1).double()
+        for stage in STAGES:
+            compare_with_one_process(
+                cluster, stage, "momentum", few, lambda m, x, y: (m(x) - y).square().mean(), batch
+            )
+
+    run_ranks(work, 4)
+
+
+def test_stage_3_takes_any_choice_of_blocks_and_lists_in_lists():
+    class Nested(nn.Module):
+        """A list of lists: the inner ones have no forward."""
+
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            pairs = (nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)]) for _ in range(2))
+            self.layers = nn.ModuleList(pairs).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for first, second in self.layers:
+                x = x + second(torch.tanh(first(x)))
+            return x
+
+    def work(cluster: Cluster) -> None:
+        batch = examples(cluster.world_size)
+        compare_with_one_process(cluster, "zero3", "sgd", Nested, odd_loss, batch)
+        for choose in (
+            lambda gpt: [gpt],
+            lambda gpt: [],
+            lambda gpt: [layer for layer in gpt.blocks.modules() if isinstance(layer, nn.Linear)],
+        ):
+            module = deep_gpt(0)
+            ours = Sharded("zero3", module, "sgd", blocks=choose(module))
+            ours.accumulate(text_loss, mine(cluster, text()), 2)
+            reference = deep_gpt(0)
+            text_loss(reference, *text()).backward()
+            for name, parameter in reference.named_parameters():
+                torch.testing.assert_close(ours.gradients()[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+    run_ranks(work, 2, timeout=60)
+
+
+def test_an_evaluation_between_steps_changes_nothing_and_sees_the_new_parameters():
+    def work(cluster: Cluster) -> None:
+        batch = mine(cluster, text())
+        seen, watched = [], Sharded("zero3", deep_gpt(0), "adamw")
+        for _ in range(2):
+            watched.optimizer.zero_grad()
+            watched.accumulate(text_loss, batch, 1)
+            watched.optimizer.step()
+            watched.model.eval()
+            with torch.no_grad():
+                seen.append(text_loss(watched.model, *batch).item())
+            assert all(unit.is_freed for unit in watched.model.units)
+            text_loss(watched.model, *batch)  # a forward that no backward follows
+            watched.model.train()
+        plain = Sharded("zero3", deep_gpt(0), "adamw")
+        for expected in seen:
+            plain.optimizer.zero_grad()
+            plain.accumulate(text_loss, batch, 1)
+            plain.optimizer.step()
+            full = deep_gpt(5)
+            full.load_state_dict(plain.model.full_state_dict())
+            assert abs(text_loss(full, *batch).item() - expected) < 1e-12
+
+    run_ranks(work, 2)
+
+
+def test_a_full_state_goes_into_another_stage_3_model():
+    def work(cluster: Cluster) -> None:
+        state = Layers(3).state_dict()
+        model = FullyShardedDataParallel(Layers(cluster.rank))
+        model.load_full_state_dict(state)
+        found = model.full_state_dict()
+        assert list(found) == list(state)
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        with model.gathered() as full:
+            assert all(torch.equal(full.state_dict()[name], tensor) for name, tensor in state.items())
+
+    run_ranks(work, 3)
+
+
+def test_bf16_computes_in_16_bits_and_keeps_shards_in_full_precision():
+    def work(cluster: Cluster) -> None:
+        reference = deep_gpt(0).float()
+        ours = Sharded("zero3", deep_gpt(cluster.rank).float(), "sgd", compute_dtype=torch.bfloat16)
+        ours.accumulate(text_loss, mine(cluster, text()), 2)
+        tensors = [tensor for s in ours.shards.values() for tensor in (s.tensor, s.tensor.grad)]
+        assert {tensor.dtype for tensor in tensors} == {torch.float32}
+        assert {unit.full.dtype for unit in ours.model.units} == {torch.bfloat16}
+        text_loss(reference, *text()).backward()
+        for name, parameter in reference.named_parameters():
+            if not name.endswith("k_proj.bias"):  # rounding is all that is left of its gradient
+                difference = (ours.gradients()[name] - parameter.grad).norm() / parameter.grad.norm()
+                assert difference < 0.05, name
+
+    run_ranks(work, 2)
+
+
+def test_parameters_may_be_in_groups_with_their_own_options():
+    def work(cluster: Cluster) -> None:
+        def groups(named: Any) -> list[dict[str, Any]]:
+            named = list(named)
+            return [
+                {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
+                {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.5},
+            ]
+
+        def trained(model: nn.Module, optimizer: Any, syncing: Any, batch: Any) -> None:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            for _ in range(3):
+                optimizer.zero_grad()
+                text_loss(model, *batch).backward()
+                if syncing is not None:
+                    syncing.finish_gradient_sync()
+                optimizer.step()
+                scheduler.step()
+
+        reference, options = deep_gpt(0), {"lr": 0.01, "eps": 1e-3}
+        trained(reference, torch.optim.AdamW(groups(reference.named_parameters()), **options), None, text())
+        for stage in STAGES:
+            ours = Sharded(stage, deep_gpt(0), "adamw")
+            named = ours.model.named_parameters()
+            if stage == "zero3":
+                ours.optimizer = torch.optim.AdamW(groups(named), **options)
+            else:
+                module = deep_gpt(0)
+                named = module.named_parameters()
+                wrap = type(ours.optimizer)
+                ours.model, ours.optimizer = module, wrap(groups(named), torch.optim.AdamW, **options)
+                ours.syncing = ours.optimizer
+            trained(ours.model, ours.optimizer, ours.syncing, mine(cluster, text()))
+            state = ours.model.full_state_dict() if stage == "zero3" else ours.model.state_dict()
+            for name, tensor in reference.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-9, msg=f"{stage} {name}")
+
+    run_ranks(work, 2)
+
+
+def test_on_a_slow_link_all_is_right_too():
+    def work(cluster: Cluster) -> None:
+        with slow_link.slowed(Link(0.002, 0.0)):
+            for stage in STAGES:
+                batch = examples(cluster.world_size)
+                compare_with_one_process(cluster, stage, "sgd", Layers, odd_loss, batch, (2, 1))
+
+    run_ranks(work, 2, timeout=60)
+
+
+def test_blocks_are_not_needed():
+    compare("zero3", make=lambda seed: _seeded(seed), microbatches=(1, 2))
+
+
+def _seeded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(7, 3).double()
+
+
+def test_the_next_block_is_gathered_while_one_computes():
+    def work(cluster: Cluster) -> None:
+        model = FullyShardedDataParallel(Blocks())
+        here: list[tuple[str, int, set[int]]] = []
+
+        def look(when: str, k: int) -> None:
+            here.append((when, k, {i for i, unit in enumerate(model.units) if not unit.is_freed}))
+
+        for k, block in enumerate(model.module.blocks):
+            block.register_forward_hook(lambda *_, k=k: look("forward", k), prepend=True)
+            block.weight.register_post_accumulate_grad_hook(lambda _, k=k: look("backward", k))
+        for _ in range(2):
+            here.clear()
+            model(torch.ones(2, 8)).sum().backward()
+            model.finish_gradient_sync()
+        forward = [("forward", k, {k, min(k + 1, 2)}) for k in range(3)]
+        assert here == forward + [("backward", k, {k, max(k - 1, 0)}) for k in (2, 1, 0)], here
+        assert all(unit.is_freed for unit in model.units)
+
+    run_ranks(work, 2, timeout=20)

@@ -1,0 +1,115 @@
+"""Lay parameters out in one flat tensor, and divide it into equal shards: all stages of ZeRO do this.
+
+      full           |     weight 0      | bias 0 |      weight 1     |.|
+      shards         |     rank 0     |     rank 1     |     rank 2     |    equal, with padding at the end
+      in each one    |   weight 0     |w0| bias 0 |w 1 |   weight 1   |.|    the rank's shard of a parameter
+
+A shard may begin and end in the middle of a parameter, so any parameters fit on any number of ranks. An
+optimizer that updates each number on its own does the same to a rank's shards of parameters as to full ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lab.units import MIB
+from training.checkpoint import Shard, shards_of
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """Holds the elements of one parameter that this rank owns; there may be none.
+
+    `tensor` is flat, and `start` is the number of its first element in the parameter. An optimizer trains
+    `tensor`, whose `grad` is this rank's shard of the mean gradient.
+    """
+
+    parameter: nn.Parameter  # the full one, of the model
+    start: int
+    tensor: nn.Parameter
+
+
+class FlatLayout:
+    """Says where each of some parameters lies in a flat tensor, and which part of it this rank owns.
+
+    The parameters have one dtype, and all or none of them are trained.
+
+    The flat tensor has `numel` numbers, with `padding` at its end: less than one for each rank. The slice
+    `mine` of it is this rank's shard.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
+        self.parameters = parameters
+        self.itemsize, self.is_trained = parameters[0].itemsize, parameters[0].requires_grad
+        self.sizes = [parameter.numel() for parameter in parameters]
+        shard_numel = -(-sum(self.sizes) // ranks)  # rounded up
+        self.numel = ranks * shard_numel
+        self.padding = self.numel - sum(self.sizes)
+        self.mine = slice(rank * shard_numel, (rank + 1) * shard_numel)
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """Return the place of each parameter in a flat tensor, in the parameter's shape."""
+        *places, _ = full.split([*self.sizes, self.padding])
+        return [place.view(p.shape) for place, p in zip(places, self.parameters, strict=True)]
+
+    def split(self, shard: Tensor) -> list[tuple[int, Tensor]]:
+        """Return for each parameter at which element this rank's shard of it starts, and a view of it.
+
+        `shard` is this rank's part of a flat tensor. The view is empty, and starts at 0, if the parameter is
+        not in this rank's part.
+        """
+        parts, offset = [], 0
+        for size in self.sizes:
+            begin, end = max(self.mine.start, offset), min(self.mine.stop, offset + size)
+            if begin < end:
+                parts.append((begin - offset, shard[begin - self.mine.start : end - self.mine.start]))
+            else:
+                parts.append((0, shard[:0]))
+            offset += size
+        return parts
+
+    def parameter_shards(self, shard: Tensor) -> list[ParameterShard]:
+        """Return this rank's shard of each parameter; they share the memory of `shard`."""
+        return [
+            ParameterShard(parameter, start, nn.Parameter(part, requires_grad=self.is_trained))
+            for parameter, (start, part) in zip(self.parameters, self.split(shard), strict=True)
+        ]
+
+    def add_gradient(self, shards: list[ParameterShard], gradient: Tensor) -> None:
+        """Give each shard its part of `gradient`, this rank's part of a flat mean gradient, or add it."""
+        for one, (_, part) in zip(shards, self.split(gradient), strict=True):
+            one.tensor.grad = part if one.tensor.grad is None else one.tensor.grad + part
+
+
+def fill_buckets(
+    parameters: Sequence[nn.Parameter], first_mb: float, bucket_mb: float
+) -> list[list[nn.Parameter]]:
+    """Divide those parameters that are trained, last one first, into buckets of neighbours of one dtype.
+
+    That is about the order in which a backward computes their gradients. A bucket takes parameters until it
+    has `bucket_mb` MiB; the first one is small, so that sending begins early.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    space = 0.0
+    for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
+        if not buckets or space <= 0 or parameter.dtype != buckets[-1][-1].dtype:
+            space = MIB * (bucket_mb if buckets else min(first_mb, bucket_mb))
+            buckets.append([])
+        buckets[-1].append(parameter)
+        space -= parameter.nbytes
+    return buckets
+
+
+def checkpoint_shards(
+    names: Mapping[Tensor, str], shards: Sequence[ParameterShard], optimizer: Optimizer
+) -> list[Shard]:
+    """Return, for a checkpoint, what this rank holds of each parameter and of the optimizer's state."""
+    return [
+        shard
+        for one in shards
+        for shard in shards_of(
+            names[one.parameter], one.tensor, optimizer, tuple(one.parameter.shape), start=one.start
+        )
+    ]
