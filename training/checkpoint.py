@@ -48,6 +48,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -66,6 +68,8 @@ from lab.launch.gloo_threads import keep_from_preempting
 from training import checkpoint_storage as storage
 from training.checkpoint_storage import Boxes, Found, Ints
 from training.validate import validate_shared_folder
+
+_POLL = 0.05  # seconds between two looks at the store, while a save is awaited
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +209,7 @@ class Checkpoints:
         self._folder, self._cluster, self._keep = Path(folder), cluster, keep
         validate_shared_folder(cluster, "--checkpoint", str(folder), resume)
         self._token = on_main(cluster, f"save in {folder}", self._prepare)
+        self._lost = f"checkpoint/{self._token}/lost"  # a key of the store: why no save can be completed
         # Collectives of the thread that writes must not be mixed with those of the training.
         self._group = dist.new_group(backend="gloo")
         keep_from_preempting()
@@ -276,9 +281,12 @@ class Checkpoints:
             self._last_saved = step
         except BaseException as error:
             self._failure = self._failure or reason(error)
-            if self._cluster.is_main:
+            if self._cluster.is_main and isinstance(error.__cause__, CheckpointException):
                 print(f"{reason(error)}; training goes on", file=sys.stderr, flush=True)
                 storage.remove_leftovers(self._folder)
+            elif self._cluster.is_main:  # it has lost a rank, and the others wait for its answer
+                with suppress(RuntimeError):
+                    self._cluster.store.set(self._lost, reason(error))
 
     def wait(self) -> None:
         """Wait for the last save. Raise WorkbookError if a save has failed since `wait` was last called."""
@@ -288,9 +296,13 @@ class Checkpoints:
             raise WorkbookError(failure)
 
     def _finish_writing(self) -> None:
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        while self._writer is not None:
+            self._writer.join(_POLL)
+            if not self._writer.is_alive():
+                self._writer = None
+            elif self._cluster.store.check([self._lost]):
+                self._writer = None
+                raise WorkbookError(self._cluster.store.get(self._lost).decode())
 
     def abandon(self) -> None:
         """Leave a save that is under way to its thread, without waiting: another rank has died."""

@@ -398,7 +398,8 @@ def test_a_folder_that_cannot_be_used_is_refused_by_all_ranks_at_once_and_one_th
         checkpoints, x = Checkpoints(tmp_path / "run", cluster), [Shard("model/x", torch.zeros(3))]
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoints.save(1, x, {"rng": torch.zeros(2)})
-        with mock.patch.object(storage, "write", side_effect=FileNotFoundError(2, "No such file")):
+        gone = FileNotFoundError(2, "No such file")
+        with mock.patch.object(storage.Writer, "write_data", side_effect=gone):
             checkpoints.save(1, x)
             third = refusal(checkpoints.wait)
         checkpoints.save(1, x)
@@ -408,7 +409,8 @@ def test_a_folder_that_cannot_be_used_is_refused_by_all_ranks_at_once_and_one_th
     [(said, second, third, latest)] = set(run_ranks(work, 2))
     assert str(tmp_path / "file") in said
     assert second.startswith(f"another job saves its checkpoints in {tmp_path / 'taken'}: ")
-    assert third == "No such file" and latest == 1
+    assert third == f"cannot save the checkpoint {tmp_path / 'run' / 'step-1'}: on rank 0, No such file"
+    assert latest == 1
     assert (
         refusal(Checkpoints, tmp_path, mock.Mock(), keep=0) == "keep is 0; at least 1 checkpoint must stay."
     )
