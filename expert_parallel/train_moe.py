@@ -58,8 +58,7 @@ from expert_parallel.config import (
     validate,
 )
 from expert_parallel.expected_traffic import router_figures, traffic_per_step
-from expert_parallel.full_state import full_state, own_state
-from expert_parallel.run import Run
+from expert_parallel.full_state import full_state
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
@@ -67,6 +66,7 @@ from lab.trace.timeline import span
 from training.arguments import NotOffered
 from training.checkpoint import Shard, shards_of
 from training.gradients import average_gradients
+from training.run import Run
 
 
 class Router(nn.Module):
@@ -227,7 +227,7 @@ class ExpertParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of the state with all experts."""
-        self.module.load_state_dict(own_state(state, self.module.state_dict()))
+        self.module.load_state_dict({name: state[name] for name in self.module.state_dict()})
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of the full model and of the optimizer's state."""

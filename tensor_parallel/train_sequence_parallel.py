@@ -25,8 +25,8 @@ from lab.cluster import Cluster
 from lab.trace.observed import Observed
 from lab.trace.timeline import span
 from tensor_parallel.parallelize import parallelize
-from tensor_parallel.run import Run
 from tensor_parallel.train_tensor_parallel import Args
+from training.run import Run
 
 
 def main(cluster: Cluster, args: Args) -> None:

@@ -33,8 +33,8 @@ from lab.trace.observed import Observed
 from lab.trace.timeline import span
 from tensor_parallel.layers import CURE, validate_divisible
 from tensor_parallel.parallelize import parallelize
-from tensor_parallel.run import Run
 from training.arguments import ClipArgs, NotOffered, Size
+from training.run import Run
 
 
 @dataclasses.dataclass
