@@ -9,7 +9,7 @@ draw() {
     local picture=$1 mode=$2
     shift 2
     make run RUN_MODE="$mode" WORLD_SIZE=4 ARGS="--metronome 20ms --steps 9 --trace $traces $*"
-    .venv/bin/python pipeline_parallel/analysis/from_events.py "$traces"
+    .venv/bin/python pipeline_parallel/analysis/compare.py "$traces"
     mv "$traces/compared.png" "pipeline_parallel/$picture.png"
 }
 

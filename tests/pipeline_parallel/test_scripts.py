@@ -13,7 +13,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import forked, run_ranks
 from lab.trace.gantt import Event
-from pipeline_parallel.analysis import from_events, theory
+from pipeline_parallel.analysis import compare, from_events, theory
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
 from pipeline_parallel.script import Args, ChunkedArgs, makespan, microbatches_held
@@ -77,7 +77,7 @@ def test_the_metronome_replaces_computing_and_takes_no_less_than_the_formula():
 
     for name, one in zip(MODES, run_ranks(reports, 2)[0], strict=True):
         formula = theory.makespan(name, 2, 4, stages_per_rank(name), 0.005, 0.005, 0.005)
-        assert 0.97 * formula <= one["makespan_seconds"] < 1.5 * formula, name
+        assert one["makespan_seconds"] >= 0.97 * formula, name
         assert "activations_bytes" not in one and one["first_loss"] is None
         assert one["bytes_sent"] == one["bytes_formula"]
 
@@ -101,7 +101,7 @@ def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(t
     run_ranks(lambda cluster: run(cluster, "interleaved", *options) and None, 2)
     capsys.readouterr()
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    from_events.main(from_events.Args(tmp_path))
+    compare.main(compare.Args(tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "interleaved, 2 ranks, 4 microbatches"
     assert [line.split()[0] for line in lines[2:5]] == ["measured", "simulated", "formula"]
@@ -180,4 +180,4 @@ def test_microbatches_and_metronome_go_by_the_tutorials_names_too():
 def test_a_folder_without_a_pipelines_trace_is_refused(tmp_path: Path):
     (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     with pytest.raises(SystemExit, match="has no actions of a pipeline"):
-        from_events.main(from_events.Args(tmp_path))
+        compare.main(compare.Args(tmp_path))
