@@ -306,6 +306,8 @@ class Streams:
 
     def _meet(self) -> bool:
         """Connect to peers for which something is posted. Return whether all of these are connected."""
+        if not self.has_frames:
+            return True  # all addresses are known, so the first post has connected
         unmet = [peer for peer in self._all if peer.out is None and peer.is_busy and not peer.has_left]
         for peer in unmet:
             self._talk_to(peer)
