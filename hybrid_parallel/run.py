@@ -10,12 +10,11 @@ import training.run
 from expert_parallel.full_state import FullModel
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, refuse_options, sizes_of
 from hybrid_parallel.expert_axis import Experts
-from hybrid_parallel.expert_report import expert_figures
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh, coordinates_of, drawn
+from hybrid_parallel.report import counted_by_axis, drawn_traffic, expert_figures, figures
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
-from hybrid_parallel.traffic_report import counted_by_axis, drawn_traffic, figures
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, MLPConfig
 from lab.trace.ledger import Traffic

@@ -481,7 +481,7 @@ same = predict("With which rank does rank 0 average the gradients of its experts
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.traffic import traffic_of_axes
-from hybrid_parallel.traffic_report import counted_by_axis
+from hybrid_parallel.report import counted_by_axis
 
 sizes = ParallelSizes(data=2, context=2, tensor=2, expert_ranks=2, pattern="ring")
 mesh = Mesh(cluster, sizes)

@@ -16,9 +16,9 @@ from expert_parallel.full_state import full_state
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.report import counted_by_axis
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
-from hybrid_parallel.traffic_report import counted_by_axis
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, GPTConfig, loss_of

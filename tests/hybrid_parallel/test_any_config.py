@@ -24,10 +24,10 @@ from hybrid_parallel.config import load
 from hybrid_parallel.planner import search as planner
 from hybrid_parallel.planner.auto import planned_shape
 from hybrid_parallel.planner.machine import machine_of
+from hybrid_parallel.report import counted_by_axis
 from hybrid_parallel.run import Run
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
-from hybrid_parallel.traffic_report import counted_by_axis
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig, loss_of

@@ -1,0 +1,101 @@
+"""Show what each axis of a mesh sends, by formula and counted, and how busy its experts are.
+
+      a rank sends in a step   stage 0    stage 1    by formula
+      pipeline                 327.8 kB   327.8 kB   an activation and a gradient for each microbatch, over ...
+      data                     1.7 MB     1.7 MB     all-reduce of the gradients
+      tensor                   4.5 MB     4.5 MB     activations and their gradients of each layer, for ...
+
+The numbers are those of traffic.py. Ranks of one stage can differ: then the least and the most are shown.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from comm.exchange import exchange
+from hybrid_parallel.expert_axis import layers_of
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.traffic import AXES, ByAxis
+from lab.trace.ledger import Entry, Traffic
+from lab.units import show_bytes
+
+
+def counted_by_axis(rows: Mapping[Entry, Traffic]) -> ByAxis:
+    """Return the traffic in the rows of a ledger, added up for each axis."""
+    by_axis = dict.fromkeys(AXES, Traffic())
+    for entry, sent in rows.items():
+        by_axis[entry.axis] = by_axis.get(entry.axis, Traffic()) + sent
+    return by_axis
+
+
+def figures(counted: ByAxis, expected: ByAxis, sizes: ParallelSizes) -> dict[str, list[int]]:
+    """Return the report's rows for each axis of several ranks: a number for each rank. All ranks call it."""
+    both = counted, expected
+    everyones = exchange([[(of[axis].bytes_sent, of[axis].messages_sent) for axis in AXES] for of in both])
+    rows = {}
+    for at, axis in enumerate(AXES):
+        for unit, what in enumerate(("bytes", "messages")):
+            for kind, how in enumerate(("sent", "formula")):
+                if sizes.ranks_along(axis) > 1:
+                    rows[f"axis_{axis}_{what}_{how}"] = [of_rank[kind][at][unit] for of_rank in everyones]
+    return rows
+
+
+def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
+    """Return a table of what a rank of each stage sends along each axis in a step. All ranks call it."""
+    sizes, everyones = hybrid.sizes, exchange([expected[axis].bytes_sent for axis in AXES])
+    ranks = sizes.world_size // sizes.pipeline  # of a stage
+    lines = [["a rank sends in a step", *(f"stage {p}" for p in range(sizes.pipeline)), "by formula"]]
+    for at, axis in enumerate(AXES):
+        if axis != "expert" and sizes.ranks_along(axis) > 1:  # routers decide what goes to experts
+            sent = [of_rank[at] for of_rank in everyones]
+            of_stages = [_range(sent[p * ranks : (p + 1) * ranks]) for p in range(sizes.pipeline)]
+            lines.append([axis, *of_stages, _formula(axis, hybrid)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["   ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join(rows) if len(lines) > 1 else ""
+
+
+def _formula(axis: str, hybrid: HybridParallel) -> str:
+    """Return in words what traffic.py computes for an axis."""
+    sizes = hybrid.sizes
+    if axis == "data":
+        return {
+            0: "all-reduce of the gradients",
+            1: "reduce-scatter of the gradients, all-gather of the parameters",
+            2: "reduce-scatter of the gradients for each microbatch, all-gather of the parameters",
+            3: "reduce-scatter of the gradients and 2 all-gathers of the parameters for each microbatch",
+        }[sizes.zero]
+    if axis == "pipeline":
+        tied = ", and the gradient of the tied embedding" if hybrid.pipeline.ties else ""
+        return f"an activation and a gradient for each microbatch, over each boundary{tied}"
+    if axis == "context":
+        how = "round a ring" if sizes.attention == "ring" else "in all-to-alls"
+        return f"keys, values and their gradients {how}, for each microbatch and block"
+    return "activations and their gradients of each layer, for each microbatch"
+
+
+def _range(numbers: list[int]) -> str:
+    least, most = show_bytes(min(numbers)), show_bytes(max(numbers))
+    return least if least == most else f"{least} to {most}"
+
+
+def expert_figures(hybrid: HybridParallel) -> dict[str, float]:
+    """Return the report's rows on experts, for the last step. All ranks must call it.
+
+    `imbalance` is the tokens of the busiest expert / their mean, in the least balanced block.
+    `dropped_tokens` counts, over all blocks and replicas, how often a token was not sent to an expert that it
+    had chosen. All replicas of a stage know the counts of all of them, so one rank of each stage counts.
+    """
+    layers = layers_of(hybrid.module)
+    chosen_bE = [torch.stack(layer.chosen).sum((0, 1)).tolist() for layer in layers]
+    dropped = sum(int((torch.stack(layer.chosen) - torch.stack(layer.sent)).sum()) for layer in layers)
+    counts = all(hybrid.mesh.coordinate(axis) == 0 for axis in ("data", "context", "tensor"))
+    of_stages = [stage for stage in exchange((chosen_bE, dropped) if counts else ()) if stage]
+    blocks = [chosen_E for of_stage, _ in of_stages for chosen_E in of_stage]
+    forwards = 1 + hybrid.sizes.recompute  # of each microbatch
+    return {
+        "imbalance": round(max(len(chosen_E) * max(chosen_E) / sum(chosen_E) for chosen_E in blocks), 3),
+        "dropped_tokens": sum(dropped for _, dropped in of_stages) // forwards,
+    }
