@@ -61,13 +61,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from comm.exchange import exchange, on_all, on_main
-from lab.checkpoint import claim
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
 from training import checkpoint_storage as storage
 from training.checkpoint_storage import Boxes, Found, Ints
 from training.validate import validate_shared_folder
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _POLL = 0.05  # seconds between two looks at the store, while a save is awaited
 
@@ -423,3 +427,32 @@ def already_there(folder: Path, step: int) -> WorkbookError:
         f"{folder} has the checkpoint of step {step}, from which this run has not started: resume from it, "
         "or name another folder"
     )
+
+
+_claims: dict[tuple[int, int], int] = {}  # st_dev and st_ino of a folder -> its open descriptor
+
+
+def claim(folder: Path) -> None:
+    """Create `folder` if needed, and let no other process save there until this process ends.
+
+    Raise WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. On
+    a file system that cannot lock a folder (NFS) this is not detected.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    found = os.fstat(descriptor)
+    if (found.st_dev, found.st_ino) in _claims:
+        os.close(descriptor)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise WorkbookError(
+            f"another job saves its checkpoints in {folder}: choose another folder, or wait until it ends"
+        ) from None
+    except OSError:
+        pass  # this file system has no locks
+    _claims[found.st_dev, found.st_ino] = descriptor

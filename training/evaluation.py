@@ -7,11 +7,12 @@
 Ranks add sums, not means: so it does not matter which rank has which example, or that some have none.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from comm.collectives import all_reduce
 
@@ -24,6 +25,19 @@ def sums_of(outputs: Tensor, y: Tensor, counts: Tensor) -> Sums:
     losses = F.cross_entropy(outputs.float().flatten(0, -2), y.flatten(), reduction="none").view_as(y)
     right = outputs.argmax(dim=-1) == y
     return torch.stack([losses.double()[counted].sum(), right[counted].double().sum()])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode, without gradients, and restore each submodule's mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 def held_out_means(

@@ -42,7 +42,6 @@ from comm.transport import choice
 from comm.wire import slow_link
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
-from lab.evaluation import evaluating
 from lab.launch.errors import Complete, Stopped, WorkbookError
 from lab.launch.interrupt import StopRequest
 from lab.launch.launcher import restart_count
@@ -59,8 +58,7 @@ from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce
 from training.checkpoint import Checkpoints, Shard, already_there, plain_shards
 from training.data import TrainingData
-from training.evaluation import Sums, held_out_means, sums_of
-from training.full_state_checkpoint import Checkpoint
+from training.evaluation import Sums, evaluating, held_out_means, sums_of
 from training.predict import median_step_seconds
 from training.randomness import seed_step
 from training.replicas import replica_digests
@@ -180,10 +178,6 @@ class Run:
         if self._args.checkpoint is None:
             yield 0
             return
-        if hasattr(self, "state") and not hasattr(model, "shards"):  # a lesson that has not moved yet
-            with self._full_state_checkpointing(model, optimizer) as first:
-                yield first
-            return
         self._trained = model, optimizer
         latest = self._checkpoints.latest()
         if latest is None and self._args.resume:
@@ -266,22 +260,6 @@ class Run:
         if self._cluster.is_main:
             again = f"restart {restarts}: " if restarts else ""
             print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
-
-    @contextmanager
-    def _full_state_checkpointing(self, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        state = self.state(model, optimizer)  # type: ignore[attr-defined]
-        checkpoint = Checkpoint(self._cluster, self._args.checkpoint or "", self._made_with())
-        if self._args.resume or (self._args.auto_resume and checkpoint.exists()):
-            self._first_step = checkpoint.load(state, self._args.steps, self._args.auto_resume)
-        with ExitStack() as handlers:
-            self._stop_request = handlers.enter_context(StopRequest())
-            try:
-                yield self._first_step
-            except Stopped:
-                checkpoint.save(state, self._first_step + self._steps_done)
-                raise
-            checkpoint.save(state, self._args.steps)
-            self._until_reported = handlers.pop_all()
 
     @contextmanager
     def step(self) -> Iterator[StepRecord]:

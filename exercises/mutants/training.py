@@ -154,7 +154,7 @@ def resumes_with_the_first_batches(self: Run, step: int) -> int:
 
 
 @mutant(
-    target="lab.evaluation.evaluating",
+    target="training.evaluation.evaluating",
     killer="tests.pipeline_parallel.test_mutant_killers.test_training_goes_on_with_dropout_after_an_evaluation",
 )
 @contextmanager

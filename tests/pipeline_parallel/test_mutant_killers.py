@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.evaluation import evaluating
+from training.evaluation import evaluating
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.trace.memory import held_activations

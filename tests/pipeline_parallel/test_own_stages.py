@@ -8,7 +8,7 @@ from torch import nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.evaluation import evaluating
+from training.evaluation import evaluating
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
