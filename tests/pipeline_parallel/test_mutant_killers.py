@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from training.evaluation import evaluating
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.trace.memory import held_activations
@@ -31,6 +30,7 @@ from tests.pipeline_parallel.equivalence import (
     text,
     vectors,
 )
+from training.evaluation import evaluating
 
 
 def compare(

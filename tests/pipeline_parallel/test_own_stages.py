@@ -8,7 +8,6 @@ from torch import nn
 
 from lab.check import assert_same
 from lab.cluster import Cluster
-from training.evaluation import evaluating
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
@@ -16,6 +15,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from tests.pipeline_parallel.equivalence import RTOL, gpt, mlp, own_gradients, parameters_of, text, vectors
+from training.evaluation import evaluating
 
 
 def sentence_of(call) -> str:
