@@ -42,7 +42,7 @@ class Evidence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the failed assertion compares something else than named tensors."""
+        """Tell whether the failed assertion compares something else than named tensors."""
         return self.first is None or self.first.is_plain
 
     @cached_property
@@ -153,7 +153,7 @@ def norm(is_small: bool) -> Callable[[Evidence], object]:
 
 
 def no_broadcast(e: Evidence) -> object:
-    """Whether only rank 0 is right, and what is never trained differs, too."""
+    """Tell whether only rank 0 is right, and what is never trained differs, too."""
     if e.first is None or "parameter" not in e.first.what or not e.compared.keys() - {0} or 0 in e.compared:
         return None
     return "initial" in e.first.what or any("frozen" in name for name in e.wrong)

@@ -23,7 +23,7 @@ from exercises.mutants import mutant
 
 
 @mutant(
-    target="comm.algorithms.pipelined_ring.all_gather",
+    target="comm.algorithms.ring.all_gather",
     killer="tests.comm.test_collectives_by_hand.test_an_all_gather_puts_shards_in_rank_order_on_every_rank",
     cause="wrong order",
 )
@@ -197,7 +197,7 @@ def pairwise_own_part_missing(
 
 
 @mutant(
-    target="comm.algorithms.pipelined_ring.reduce_scatter",
+    target="comm.algorithms.ring.reduce_scatter",
     killer="tests.comm.test_collectives_by_hand.test_a_reduce_scatter_gives_each_rank_its_own_shard",
     cause="place of its rank",
 )
