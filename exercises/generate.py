@@ -51,7 +51,7 @@ def solution(exercise: Exercise) -> str:
 def missing(exercise: Exercise, target: str | None = None) -> str:
     """Return the sentence that a function without a body raises; by default the exercise's first one."""
     name = exercise.qualified(target or exercise.target)
-    return f"{exercise.title} is not written yet: `{name}` has no body."
+    return f"`{name}` is not written yet."
 
 
 def definition(tree: ast.Module, exercise: Exercise, target: str) -> ast.FunctionDef:
@@ -71,17 +71,12 @@ def _introduction(exercise: Exercise, functions: list[ast.FunctionDef]) -> str:
     *names, last = [f"`{exercise.qualified(target)}`" for target in exercise.targets]
     what = f"{', '.join(names)} and {last}" if names else last
     lesson = exercise.lesson.relative_to(FOLDER.parent)
-    first = f"Read notebooks/{exercise.notebook}.ipynb first. " if exercise.notebook else ""
-    where = "in the notebook"
-    if exercise.page:
-        first += f"Then read {exercise.page}: the notebook does not tell of this. "
-        where = "on that page"
+    first = (
+        f"Read notebooks/{exercise.notebook}.ipynb first{f', then {exercise.page}' if exercise.page else ''}."
+    )
     parts = [
         _wrapped(f"{exercise.title}. Write {what} of {lesson}."),
-        _wrapped(
-            f"{first}Do not open {lesson} yet: it contains the solution. All that you need is in this file, "
-            f"{where} and in the hints."
-        ),
+        _wrapped(f"{first} Do not open {lesson} yet: it contains the solution."),
     ]
     if exercise.shows_introduction:
         parts.append(ast.get_docstring(ast.parse(exercise.lesson.read_text())) or "")
@@ -114,12 +109,7 @@ def _stub(source: str, function: ast.FunctionDef, exercise: Exercise, target: st
     if doc is not None:
         lines += textwrap.indent(_docstring(doc), "    ").splitlines()
     text = missing(exercise, target)
-    one_line = f'    raise NotImplementedError("{text}")'
-    if len(one_line) <= LINE_LENGTH:
-        return "\n".join([*lines, one_line])
-    parts = textwrap.wrap(text, LINE_LENGTH - 10, drop_whitespace=False)
-    literals = [f'        "{part}"' for part in parts]
-    return "\n".join([*lines, "    raise NotImplementedError(", *literals, "    )"])
+    return "\n".join([*lines, f'    raise NotImplementedError("{text}")'])
 
 
 def _signature_on_one_line(lines: list[str]) -> list[str]:

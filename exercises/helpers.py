@@ -33,13 +33,15 @@ _SENTENCE = re.compile(r"(.+?\.)(?:\s|$)", re.S)
 
 
 def helpers(exercise: Exercise, functions: list[ast.FunctionDef]) -> list[str]:
-    """Return a line or more for each helper that the functions of an exercise use, in alphabetical order."""
+    """Return a line or more for each helper that the functions of an exercise use, attributes last."""
     targets = {target.rpartition(".")[2] for target in exercise.targets}
     found = {text for text in _names(exercise, functions, targets) if text}
     found |= {text for text in _attributes(exercise, functions, targets) if text}
     known = {text.partition(".")[2] for text in found}  # members that are listed under the name of a variable
     found |= {text for text in _of_results(exercise, functions, found) if text.partition(".")[2] not in known}
-    return sorted(found, key=lambda text: text.lower())
+    plain = {text for text in found if "(" not in text and "\n" not in text and "=" not in text}
+    short = textwrap.wrap(", ".join(sorted(plain, key=str.lower)), WIDTH, break_on_hyphens=False)
+    return [*sorted(found - plain, key=str.lower), *short]
 
 
 def described(name: str, found: Definition, owner: Definition | None = None) -> str:

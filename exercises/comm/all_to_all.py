@@ -1,7 +1,7 @@
 """All-to-all. Write `all_to_all` of comm/algorithms/pairwise.py.
 
 Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/pairwise.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -32,4 +32,4 @@ def all_to_all(
     The parts stand one after the other. `in_sizes[p]` is the number of elements of part p of `full`,
     and `out_sizes[p]` that of part p of `output`. An empty part is not sent.
     """
-    raise NotImplementedError("All-to-all is not written yet: `all_to_all` has no body.")
+    raise NotImplementedError("`all_to_all` is not written yet.")

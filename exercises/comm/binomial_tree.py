@@ -1,7 +1,7 @@
 """Parents and children in a binomial tree. Write `family` of comm/algorithms/tree.py.
 
 Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -18,6 +18,4 @@ from comm.wire.wire import Wire
 
 def family(wire: Wire, root: int) -> tuple[int | None, list[int]]:
     """Return this rank's parent (None at the root) and its children, largest subtree first."""
-    raise NotImplementedError(
-        "Parents and children in a binomial tree is not written yet: `family` has no body."
-    )
+    raise NotImplementedError("`family` is not written yet.")

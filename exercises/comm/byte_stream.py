@@ -1,15 +1,13 @@
 """A byte stream over a socket that does not block. Write `StreamOut.push` and `StreamIn.receive` of
 comm/transport/stream_ends.py.
 
-Read notebooks/03_cost_of_a_message.ipynb first. Then read comm/transport/README.md: the notebook does not
-tell of this. Do not open comm/transport/stream_ends.py yet: it contains the solution. All that you need is
-in this file, on that page and in the hints.
+Read notebooks/03_cost_of_a_message.ipynb first, then comm/transport/README.md. Do not open
+comm/transport/stream_ends.py yet: it contains the solution.
 
 You may use:
 
     _MOST_AT_ONCE = 8
-    self._queue: deque[tuple[memoryview, Done]]
-    self.socket: socket.socket
+    self._queue: deque[tuple[memoryview, Done]], self.socket: socket.socket
 
 Check it with `python -m exercises check byte_stream`.
 """
@@ -33,9 +31,7 @@ def push(self) -> bool:
     wait, because it gives the kernel up to _MOST_AT_ONCE messages with one `self.socket.sendmsg`,
     which takes a list of them. You need use neither.
     """
-    raise NotImplementedError(
-        "A byte stream over a socket that does not block is not written yet: `StreamOut.push` has no body."
-    )
+    raise NotImplementedError("`StreamOut.push` is not written yet.")
 
 
 def receive(self, into: memoryview, message_bytes: int) -> int:
@@ -46,6 +42,4 @@ def receive(self, into: memoryview, message_bytes: int) -> int:
     0 if the sender has closed the connection: raise ConnectionError then. Let any other error
     leave the function. `message_bytes` is the length of the full message, and is of no use here.
     """
-    raise NotImplementedError(
-        "A byte stream over a socket that does not block is not written yet: `StreamIn.receive` has no body."
-    )
+    raise NotImplementedError("`StreamIn.receive` is not written yet.")

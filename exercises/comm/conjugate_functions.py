@@ -1,8 +1,7 @@
 """Collectives and their conjugates. Write `sum_over_ranks`, `copy_to_ranks`, `gather_from_ranks` and
 `split_to_ranks` of comm/functions.py.
 
-Read notebooks/02_collectives.ipynb first. Do not open comm/functions.py yet: it contains the solution. All
-that you need is in this file, in the notebook and in the hints.
+Read notebooks/02_collectives.ipynb first. Do not open comm/functions.py yet: it contains the solution.
 
 You may use:
 
@@ -33,16 +32,12 @@ def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
     and `own_shard` this rank's shard as a view. `InFlightAllGather(shard, dim, group, size).wait()`
     returns all shards together. No function may return or change the memory of its input.
     """
-    raise NotImplementedError(
-        "Collectives and their conjugates is not written yet: `sum_over_ranks` has no body."
-    )
+    raise NotImplementedError("`sum_over_ranks` is not written yet.")
 
 
 def copy_to_ranks(x: Tensor, group: Group = None) -> Tensor:
     """Return `x`, which is the same on all ranks. Each rank computes something else from it."""
-    raise NotImplementedError(
-        "Collectives and their conjugates is not written yet: `copy_to_ranks` has no body."
-    )
+    raise NotImplementedError("`copy_to_ranks` is not written yet.")
 
 
 def gather_from_ranks(x: Tensor, dim: int, group: Group = None, size: int | None = None) -> Tensor:
@@ -50,9 +45,7 @@ def gather_from_ranks(x: Tensor, dim: int, group: Group = None, size: int | None
 
     All ranks compute the same loss from the result. If shards differ, `size` is the full size.
     """
-    raise NotImplementedError(
-        "Collectives and their conjugates is not written yet: `gather_from_ranks` has no body."
-    )
+    raise NotImplementedError("`gather_from_ranks` is not written yet.")
 
 
 def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
@@ -60,6 +53,4 @@ def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
 
     Each rank computes something else from its shard.
     """
-    raise NotImplementedError(
-        "Collectives and their conjugates is not written yet: `split_to_ranks` has no body."
-    )
+    raise NotImplementedError("`split_to_ranks` is not written yet.")

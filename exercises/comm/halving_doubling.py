@@ -1,7 +1,7 @@
 """All-reduce by halving and doubling. Write `halving_doubling` of comm/algorithms/hypercube.py.
 
 Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/hypercube.py yet: it contains
-the solution. All that you need is in this file, in the notebook and in the hints.
+the solution.
 
 You may use:
 
@@ -38,6 +38,4 @@ def halving_doubling(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     tensor to a partner and receives another one from it. Of two partners the lower rank keeps the
     first half, and each combines its own part with the other's in the same order on both.
     """
-    raise NotImplementedError(
-        "All-reduce by halving and doubling is not written yet: `halving_doubling` has no body."
-    )
+    raise NotImplementedError("`halving_doubling` is not written yet.")

@@ -1,7 +1,6 @@
 """The predicted time of a collective. Write `seconds` of comm/cost.py.
 
-Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/cost.py yet: it contains the solution. All
-that you need is in this file, in the notebook and in the hints.
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/cost.py yet: it contains the solution.
 
 You may use:
 
@@ -9,8 +8,7 @@ You may use:
         Return log2 n, rounded up.
     Link(alpha: float, beta: float)
         The speed of a link: alpha in seconds per message, beta in seconds per byte.
-    link.alpha: float
-    link.beta: float
+    link.alpha: float, link.beta: float
 
 Check it with `python -m exercises check predicted_seconds`.
 """
@@ -50,4 +48,4 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     them once to each collective, also where it is two in sequence: L alpha. Raise ValueError "There
     is no formula for {op} with pattern {pattern!r}." for anything else.
     """
-    raise NotImplementedError("The predicted time of a collective is not written yet: `seconds` has no body.")
+    raise NotImplementedError("`seconds` is not written yet.")

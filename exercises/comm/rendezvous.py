@@ -1,7 +1,6 @@
 """A rendezvous at the store. Write `claim`, `note_arrivals` and `wait_for_all` of comm/membership/meeting.py.
 
 Read notebooks/01_ranks.ipynb first. Do not open comm/membership/meeting.py yet: it contains the solution.
-All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
@@ -38,7 +37,7 @@ def claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
     processes claim rank {rank}: process {pid} on {host} and process {pid} on {host}; give each its
     own RANK."
     """
-    raise NotImplementedError("A rendezvous at the store is not written yet: `claim` has no body.")
+    raise NotImplementedError("`claim` is not written yet.")
 
 
 def note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
@@ -48,7 +47,7 @@ def note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[i
     If an entry has another "world_size", give up with the sentence "Rank {rank} was started with
     WORLD_SIZE {world_size}, but rank {peer} with {its world size}; all ranks need the same."
     """
-    raise NotImplementedError("A rendezvous at the store is not written yet: `note_arrivals` has no body.")
+    raise NotImplementedError("`note_arrivals` is not written yet.")
 
 
 def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
@@ -59,4 +58,4 @@ def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, dead
     before each, because another rank may have found an error. After the deadline, a value of
     time.monotonic(), give up: "The group cannot form: {_ranks(missing)} {_STUCK}."
     """
-    raise NotImplementedError("A rendezvous at the store is not written yet: `wait_for_all` has no body.")
+    raise NotImplementedError("`wait_for_all` is not written yet.")

@@ -1,7 +1,7 @@
 """Ring all-gather. Write `gather_chunks` of comm/algorithms/ring.py.
 
 Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -27,4 +27,4 @@ def gather_chunks(wire: Wire, chunks: list[torch.Tensor]) -> None:
 
     The chunks may be views of one tensor: they are written to, and not replaced in the list.
     """
-    raise NotImplementedError("Ring all-gather is not written yet: `gather_chunks` has no body.")
+    raise NotImplementedError("`gather_chunks` is not written yet.")

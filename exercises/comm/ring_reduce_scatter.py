@@ -1,7 +1,7 @@
 """Ring reduce-scatter. Write `reduce_chunks` of comm/algorithms/ring.py.
 
 Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -33,4 +33,4 @@ def reduce_chunks(wire: Wire, chunks: list[torch.Tensor], op: str) -> None:
     `op` is "sum", "mean", "max", "min" or "product". Chunk r-1 does not change, and the others become partial
     results. The chunks may be views of one tensor: they are written to, and not replaced in the list.
     """
-    raise NotImplementedError("Ring reduce-scatter is not written yet: `reduce_chunks` has no body.")
+    raise NotImplementedError("`reduce_chunks` is not written yet.")

@@ -1,7 +1,7 @@
 """Tree broadcast. Write `broadcast` of comm/algorithms/tree.py.
 
 Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -29,4 +29,4 @@ def broadcast(wire: Wire, tensor: torch.Tensor, root: int) -> None:
     `family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
     children, the child with the largest subtree first.
     """
-    raise NotImplementedError("Tree broadcast is not written yet: `broadcast` has no body.")
+    raise NotImplementedError("`broadcast` is not written yet.")

@@ -2,22 +2,21 @@
 context_parallel/train_all_to_all_attention.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/train_all_to_all_attention.py
-yet: it contains the solution. All that you need is in this file, in the notebook and in the hints.
+yet: it contains the solution.
 
 You may use:
 
     exchange_shards(x, dim, group=None, sent=None, received=None) -> Tensor
         All-to-all along `dim` forward, all-to-all backward: shard p of `x` goes to rank p.
-    sequence.group: Group
     sequence.lengths: list[int]
         Return how many tokens each rank has.
-    sequence.rank: int
     sequence.size: int
         Return the number of ranks.
     SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
             True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
             None)
         Hold what attention needs to know of the sequences that the ranks have cut among them.
+    sequence.group: Group, sequence.rank: int
 
 Check it with `python -m exercises check all_to_all_heads`.
 """
@@ -36,7 +35,7 @@ def all_tokens_of_own_heads(x_bnhte: Tensor, sequence: SharedSequence) -> Tensor
     to rank 0, and so on, and returns what arrives, in the order of the ranks. `sequence.lengths`
     has the number of tokens of each rank, and the ranks' tokens are in the order of the sequence.
     """
-    raise NotImplementedError("Tokens for heads is not written yet: `all_tokens_of_own_heads` has no body.")
+    raise NotImplementedError("`all_tokens_of_own_heads` is not written yet.")
 
 
 def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
@@ -44,4 +43,4 @@ def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
 
     `y_bhte` has all tokens of this rank's heads.
     """
-    raise NotImplementedError("Tokens for heads is not written yet: `all_heads_of_own_tokens` has no body.")
+    raise NotImplementedError("`all_heads_of_own_tokens` is not written yet.")

@@ -2,7 +2,7 @@
 context_parallel/train_ring_attention.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/train_ring_attention.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -16,11 +16,8 @@ You may use:
         Return how many pairs of a query and a key are computed, in one head of one example.
     sequence.block_like(kv: Tensor, source: int) -> Tensor
         Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
-    sequence.group: Group
-    sequence.kernel: Kernel
     sequence.parts(source: int) -> list[Part]
         Return the parts of the attention of this rank's queries to the keys of rank `source`.
-    sequence.rank: int
     SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
             True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
             None)
@@ -29,6 +26,7 @@ You may use:
         Record the time of a `with` block, also if it raises.
     visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]
         Yield the keys and values of each rank, own first, while the next ones are on their way.
+    sequence.group: Group, sequence.kernel: Kernel, sequence.rank: int
 
 Check it with `python -m exercises check ring_attention_backward`.
 """
@@ -54,6 +52,4 @@ def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     of all ranks: it travels behind them with `InFlightShift` and `arrived`, as they do in `visits`,
     and the last rank that has these keys sends it to the rank that they belong to.
     """
-    raise NotImplementedError(
-        "Gradients that follow their keys is not written yet: `RingAttention.backward` has no body."
-    )
+    raise NotImplementedError("`RingAttention.backward` is not written yet.")

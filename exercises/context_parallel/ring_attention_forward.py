@@ -2,7 +2,7 @@
 context_parallel/train_ring_attention.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/train_ring_attention.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -19,12 +19,8 @@ You may use:
         Return how many pairs of a query and a key are computed, in one head of one example.
     sequence.block_like(kv: Tensor, source: int) -> Tensor
         Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
-    sequence.group: Group
-    sequence.kernel.attend: Callable[[Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor]]
-    sequence.kernel: Kernel
     sequence.parts(source: int) -> list[Part]
         Return the parts of the attention of this rank's queries to the keys of rank `source`.
-    sequence.rank: int
     sequence.size: int
         Return the number of ranks.
     SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
@@ -33,6 +29,8 @@ You may use:
         Hold what attention needs to know of the sequences that the ranks have cut among them.
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
+    sequence.group: Group, sequence.kernel.attend: Callable[[Tensor, Tensor, Tensor, Part], tuple[Tensor,
+    Tensor]], sequence.kernel: Kernel, sequence.rank: int
 
 Check it with `python -m exercises check ring_attention_forward`.
 """
@@ -61,9 +59,7 @@ def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence)
     k, v, the result in q's dtype and its log-sum-exp with ctx.save_for_backward, and the sequence
     as ctx.sequence.
     """
-    raise NotImplementedError(
-        "The ring of keys and values is not written yet: `RingAttention.forward` has no body."
-    )
+    raise NotImplementedError("`RingAttention.forward` is not written yet.")
 
 
 def visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]:
@@ -75,4 +71,4 @@ def visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]
     tensor for what rank `source`, modulo the number of ranks, has. `arrived` waits, and returns
     it. After the last rank nothing is sent.
     """
-    raise NotImplementedError("The ring of keys and values is not written yet: `visits` has no body.")
+    raise NotImplementedError("`visits` is not written yet.")

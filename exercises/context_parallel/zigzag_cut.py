@@ -2,7 +2,7 @@
 context_parallel/sequence_cut.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/sequence_cut.py yet: it contains
-the solution. All that you need is in this file, in the notebook and in the hints.
+the solution.
 
 You may use:
 
@@ -31,9 +31,7 @@ def zigzag(cls, length: int, ranks: int) -> Self:
     order. `cls` takes one tuple of slices for each rank: first its early piece, then its late one.
     All ranks shall have equally much to compute under a causal mask.
     """
-    raise NotImplementedError(
-        "A cut that balances a causal mask is not written yet: `SequenceCut.zigzag` has no body."
-    )
+    raise NotImplementedError("`SequenceCut.zigzag` is not written yet.")
 
 
 def parts(
@@ -47,6 +45,4 @@ def parts(
     their queries. If `documents` is given, `_masked(part, documents, own, visiting)` yields the
     part with its mask, or nothing; `own` and `visiting` are the positions.
     """
-    raise NotImplementedError(
-        "A cut that balances a causal mask is not written yet: `SequenceCut.parts` has no body."
-    )
+    raise NotImplementedError("`SequenceCut.parts` is not written yet.")

@@ -1,8 +1,7 @@
 """Gradient accumulation. Write `accumulate` of data_parallel/train_naive_grad_accumulation.py.
 
 Read notebooks/04_naive_data_parallel.ipynb first. Do not open
-data_parallel/train_naive_grad_accumulation.py yet: it contains the solution. All that you need is in this
-file, in the notebook and in the hints.
+data_parallel/train_naive_grad_accumulation.py yet: it contains the solution.
 
 You may use:
 
@@ -27,4 +26,4 @@ def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     A microbatch is a pair (x, y), and all are equal in size. The loss is the mean over all examples, and the
     gradients are those of this loss. It has no graph.
     """
-    raise NotImplementedError("Gradient accumulation is not written yet: `accumulate` has no body.")
+    raise NotImplementedError("`accumulate` is not written yet.")

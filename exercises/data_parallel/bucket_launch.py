@@ -2,23 +2,20 @@
 data_parallel/train_bucket_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
-    bucket.missing
     bucket.move_in(parameter: nn.Parameter) -> None
         Make the gradient a view of this bucket; a gradient that this rank does not have is zero.
-    self._bucket_of
     self._guard.gradient_of(parameter: Tensor) -> Tensor | None
         Return the gradient that a backward has added up, or None where the backward has returned
         None.
     self._guard.is_synchronising
         False inside no_sync().
-    self._guard: Guard
     self._launch(bucket: Bucket) -> None
         Start to average the bucket, and return while it travels: the backward goes on.
-    self._to_launch
+    bucket.missing, self._bucket_of, self._guard: Guard, self._to_launch
 
 Check it with `python -m exercises check bucket_launch`.
 """
@@ -34,6 +31,4 @@ def _on_gradient(self, parameter: nn.Parameter) -> None:
     into the bucket. If `self._guard.is_synchronising`, launch what can be launched: `self._to_launch`
     is a deque of the buckets that are left, in order, and `self._launch(bucket)` launches one.
     """
-    raise NotImplementedError(
-        "Launching complete buckets is not written yet: `BucketDataParallel._on_gradient` has no body."
-    )
+    raise NotImplementedError("`BucketDataParallel._on_gradient` is not written yet.")

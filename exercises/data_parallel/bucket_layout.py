@@ -1,7 +1,7 @@
 """Which gradients share a bucket. Write `fill` of data_parallel/train_bucket_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -23,4 +23,4 @@ def fill(parameters: Iterable[nn.Parameter], first_mb: float, bucket_mb: float) 
     A bucket takes parameters until it has `bucket_mb` MiB (the first bucket: `first_mb`). So its last
     parameter may make it larger than that.
     """
-    raise NotImplementedError("Which gradients share a bucket is not written yet: `fill` has no body.")
+    raise NotImplementedError("`fill` is not written yet.")

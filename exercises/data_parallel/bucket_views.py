@@ -2,13 +2,11 @@
 data_parallel/train_bucket_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
-    self.flat
-    self.missing
-    self.views
+    self.flat, self.missing, self.views
 
 Check it with `python -m exercises check bucket_views`.
 """
@@ -25,9 +23,7 @@ def __init__(self, parameters: list[nn.Parameter]) -> None:
     torch.empty_like(parameter); and `self.missing`, a set of all parameters. All parameters have one
     dtype and device.
     """
-    raise NotImplementedError(
-        "Gradients that live in buckets is not written yet: `Bucket.__init__` has no body."
-    )
+    raise NotImplementedError("`Bucket.__init__` is not written yet.")
 
 
 def move_in(self, parameter: nn.Parameter) -> None:
@@ -37,6 +33,4 @@ def move_in(self, parameter: nn.Parameter) -> None:
     Do not copy a gradient that is that view already. A gradient that this rank does not have is
     zero.
     """
-    raise NotImplementedError(
-        "Gradients that live in buckets is not written yet: `Bucket.move_in` has no body."
-    )
+    raise NotImplementedError("`Bucket.move_in` is not written yet.")

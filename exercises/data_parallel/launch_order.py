@@ -1,20 +1,18 @@
 """One order on all ranks. Write `OverlapDataParallel._on_gradient` of data_parallel/train_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
-    self._complete: set[nn.Parameter]
     self._guard.gradient_of(parameter: Tensor) -> Tensor | None
         Return the gradient that a backward has added up, or None where the backward has returned
         None.
     self._guard.is_synchronising
         False inside no_sync().
-    self._guard: Guard
     self._launch(parameter: nn.Parameter) -> None
         Start to average a gradient, and return while it travels: the backward goes on.
-    self._to_launch
+    self._complete: set[nn.Parameter], self._guard: Guard, self._to_launch
 
 Check it with `python -m exercises check launch_order`.
 """
@@ -31,6 +29,4 @@ def _on_gradient(self, parameter: nn.Parameter) -> None:
     `self._guard.gradient_of(parameter)` is None, or if `self._guard.is_synchronising` is False: then
     this is not the last microbatch.
     """
-    raise NotImplementedError(
-        "One order on all ranks is not written yet: `OverlapDataParallel._on_gradient` has no body."
-    )
+    raise NotImplementedError("`OverlapDataParallel._on_gradient` is not written yet.")

@@ -1,15 +1,13 @@
 """Averaging the gradients. Write `NaiveDataParallel.finish_gradient_sync` of data_parallel/train_naive.py.
 
 Read notebooks/04_naive_data_parallel.ipynb first. Do not open data_parallel/train_naive.py yet: it contains
-the solution. All that you need is in this file, in the notebook and in the hints.
+the solution.
 
 You may use:
 
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
-    self.group: Group
-    self.module: nn.Module
-    self.pattern: str | None
+    self.group: Group, self.module: nn.Module, self.pattern: str | None
 
 Check it with `python -m exercises check naive_gradient_sync`.
 """
@@ -26,6 +24,4 @@ def finish_gradient_sync(self) -> None:
     `.grad` is not None; where it did not, it contributes zeros. The `op` of all_reduce may be "sum",
     "mean" or "max", and `pattern=self.pattern` chooses its algorithm.
     """
-    raise NotImplementedError(
-        "Averaging the gradients is not written yet: `NaiveDataParallel.finish_gradient_sync` has no body."
-    )
+    raise NotImplementedError("`NaiveDataParallel.finish_gradient_sync` is not written yet.")

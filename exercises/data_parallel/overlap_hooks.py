@@ -2,7 +2,7 @@
 `OverlapDataParallel.finish_gradient_sync` of data_parallel/train_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -10,14 +10,11 @@ You may use:
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
     self._expect_gradients() -> None
         Prepare for the next backward: no gradient is complete, and none is on its way.
-    self._in_flight: list[Work]
-    self._to_launch
-    self.group: Group
-    self.pattern: str | None
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
     work.wait() -> None
         Block until the operation has ended.
+    self._in_flight: list[Work], self._to_launch, self.group: Group, self.pattern: str | None
 
 Check it with `python -m exercises check overlap_hooks`.
 """
@@ -38,9 +35,7 @@ def _launch(self, parameter: nn.Parameter) -> None:
     mean over the ranks of `self.group`. `span` only notes the launch in a trace; you may leave it
     out.
     """
-    raise NotImplementedError(
-        "All-reduces in the backward is not written yet: `OverlapDataParallel._launch` has no body."
-    )
+    raise NotImplementedError("`OverlapDataParallel._launch` is not written yet.")
 
 
 def finish_gradient_sync(self) -> None:
@@ -50,7 +45,4 @@ def finish_gradient_sync(self) -> None:
     the launches. At the end call `self._expect_gradients()`, which prepares for the next
     backward.
     """
-    raise NotImplementedError(
-        "All-reduces in the backward is not written yet: `OverlapDataParallel.finish_gradient_sync` has no "
-        "body."
-    )
+    raise NotImplementedError("`OverlapDataParallel.finish_gradient_sync` is not written yet.")

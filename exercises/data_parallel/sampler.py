@@ -1,16 +1,10 @@
 """The share of each rank. Write `DistributedSampler.__iter__` of data_parallel/sampler.py.
 
-Read notebooks/01_ranks.ipynb first. Do not open data_parallel/sampler.py yet: it contains the solution. All
-that you need is in this file, in the notebook and in the hints.
+Read notebooks/01_ranks.ipynb first. Do not open data_parallel/sampler.py yet: it contains the solution.
 
 You may use:
 
-    self._total
-    self.epoch
-    self.num_examples: int
-    self.rank: int
-    self.seed: int
-    self.world_size: int
+    self._total, self.epoch, self.num_examples: int, self.rank: int, self.seed: int, self.world_size: int
 
 Check it with `python -m exercises check sampler`.
 """
@@ -26,6 +20,4 @@ def __iter__(self) -> Iterator[int]:
     `self._total` is the length of all shares together. If it is less than `self.num_examples`, the
     last examples are left out; if it is more, the first ones are repeated, as often as necessary.
     """
-    raise NotImplementedError(
-        "The share of each rank is not written yet: `DistributedSampler.__iter__` has no body."
-    )
+    raise NotImplementedError("`DistributedSampler.__iter__` is not written yet.")

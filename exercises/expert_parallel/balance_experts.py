@@ -1,7 +1,7 @@
 """Keep all experts busy. Write `auxiliary_loss` and `move_bias` of expert_parallel/balancing.py.
 
 Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/balancing.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 Check it with `python -m exercises check balance_experts`.
 """
@@ -17,7 +17,7 @@ def auxiliary_loss(probabilities_tE: Tensor, chosen_rE: Tensor) -> Tensor:
     and f_e is the share of all choices of all ranks that fell on expert e. The mean of the terms
     over ranks is the loss of one process.
     """
-    raise NotImplementedError("Keep all experts busy is not written yet: `auxiliary_loss` has no body.")
+    raise NotImplementedError("`auxiliary_loss` is not written yet.")
 
 
 def move_bias(bias_E: Tensor, chosen_rE: Tensor, rate: float) -> None:
@@ -27,4 +27,4 @@ def move_bias(bias_E: Tensor, chosen_rE: Tensor, rate: float) -> None:
     Change `bias_E` in place, by `rate`. The counts are those of all ranks, so that the bias
     stays equal on all ranks.
     """
-    raise NotImplementedError("Keep all experts busy is not written yet: `move_bias` has no body.")
+    raise NotImplementedError("`move_bias` is not written yet.")

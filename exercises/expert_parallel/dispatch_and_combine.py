@@ -2,7 +2,7 @@
 expert_parallel/train_moe.py.
 
 Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/train_moe.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -24,9 +24,7 @@ def in_order_of_expert(self, experts_tk: Tensor, chosen_E: Tensor, sent_E: Tenso
     result begins with those of expert 0, then come those of expert 1, and so on. For each expert
     they are in the order of the tokens, and the last ones are dropped.
     """
-    raise NotImplementedError(
-        "To the experts and back is not written yet: `MixtureOfExperts.in_order_of_expert` has no body."
-    )
+    raise NotImplementedError("`MixtureOfExperts.in_order_of_expert` is not written yet.")
 
 
 def combine(self, y_td: Tensor, y_ad: Tensor, weights_tk: Tensor, assignments: Tensor) -> Tensor:
@@ -36,6 +34,4 @@ def combine(self, y_td: Tensor, y_ad: Tensor, weights_tk: Tensor, assignments: T
     `weights_tk` has the weight of each choice of each token. `self.moe.top_k` is k. A dropped
     token gets nothing.
     """
-    raise NotImplementedError(
-        "To the experts and back is not written yet: `MixtureOfExperts.combine` has no body."
-    )
+    raise NotImplementedError("`MixtureOfExperts.combine` is not written yet.")

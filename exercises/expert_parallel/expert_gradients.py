@@ -2,15 +2,13 @@
 expert_parallel/train_moe.py.
 
 Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/train_moe.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
     average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None
         Replace each gradient by the mean over the group.
-    self.dense
-    self.experts
-    self.groups: ExpertGroups
+    self.dense, self.experts, self.groups: ExpertGroups
 
 Check it with `python -m exercises check expert_gradients`.
 """
@@ -27,7 +25,4 @@ def finish_gradient_sync(self) -> None:
     the ranks that share the experts; `replicas`, those that hold the same ones; and
     `num_expert_ranks`. Each rank's loss is the mean over its own tokens.
     """
-    raise NotImplementedError(
-        "Whose gradient is a mean of what is not written yet: `ExpertParallel.finish_gradient_sync` has no "
-        "body."
-    )
+    raise NotImplementedError("`ExpertParallel.finish_gradient_sync` is not written yet.")

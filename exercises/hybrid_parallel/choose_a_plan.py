@@ -1,7 +1,7 @@
 """Choosing a plan. Write `plans` and `choose` of hybrid_parallel/planner/search.py.
 
 Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/search.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -14,9 +14,6 @@ You may use:
             gathers_keys: bool = False)
         Holds a device, the number of them in a node, and the links of each device within and between
         nodes.
-    machine.autocast: bool
-    machine.device.memory_bytes: float
-    machine.device: Device
     memory.total: float
         Return the sum of all parts.
     Plan(sizes: ParallelSizes, memory: Memory, seconds: Seconds | None, reason: str = '')
@@ -35,7 +32,6 @@ You may use:
         best.
     shape.kv_heads: int
         Return the number of key and value heads: by default one for each query head.
-    shape.num_layers: int
     show_bytes(num_bytes: float) -> str
         Return the size in a suitable unit, a power of 1000: "774.9 kB" or "3.3 MB".
     time_model.predict(sizes: ParallelSizes) -> Seconds
@@ -46,6 +42,8 @@ You may use:
     USABLE = 0.95
     WorkbookError
         Tell the user what is wrong and how to fix it.
+    machine.autocast: bool, machine.device.memory_bytes: float, machine.device: Device, shape.num_layers:
+    int
 
 Check it with `python -m exercises check choose_a_plan`.
 """
@@ -87,7 +85,7 @@ def plans(
     memory decides the order of plans that do not fit. In the end each plan gets the reason that
     `reason_of` finds for it.
     """
-    raise NotImplementedError("Choosing a plan is not written yet: `plans` has no body.")
+    raise NotImplementedError("`plans` is not written yet.")
 
 
 def choose(found: list[Plan], memory_bytes: float) -> Plan:
@@ -97,4 +95,4 @@ def choose(found: list[Plan], memory_bytes: float) -> Plan:
     seconds. The message has the form "No plan fits: the smallest one needs {} per device, ...",
     with a size by show_bytes.
     """
-    raise NotImplementedError("Choosing a plan is not written yet: `choose` has no body.")
+    raise NotImplementedError("`choose` is not written yet.")

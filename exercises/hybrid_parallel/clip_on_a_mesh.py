@@ -1,7 +1,7 @@
 """Clipping on a mesh. Write `counted_elsewhere` and `clip_over` of hybrid_parallel/clipping.py.
 
 Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/clipping.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -35,7 +35,7 @@ def counted_elsewhere(pipeline: Pipeline | None, tensor: TensorParallel | None) 
     names and parameters. `pipeline.later_copies()` returns the parameters that an earlier stage also
     has.
     """
-    raise NotImplementedError("Clipping on a mesh is not written yet: `counted_elsewhere` has no body.")
+    raise NotImplementedError("`counted_elsewhere` is not written yet.")
 
 
 def clip_over(
@@ -55,4 +55,4 @@ def clip_over(
     scaling, in float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by
     more than 1, in place: `gradient.as_subclass(Tensor).mul_(scale)`.
     """
-    raise NotImplementedError("Clipping on a mesh is not written yet: `clip_over` has no body.")
+    raise NotImplementedError("`clip_over` is not written yet.")

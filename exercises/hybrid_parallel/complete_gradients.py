@@ -2,14 +2,13 @@
 hybrid_parallel/hybrid.py.
 
 Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/hybrid.py yet: it contains
-the solution. All that you need is in this file, in the notebook and in the hints.
+the solution.
 
 You may use:
 
-    self.data: Any
-    self.pipeline: Pipeline | None
     self.terms: TensorParallel | None
         Adds up gradients.
+    self.data: Any, self.pipeline: Pipeline | None
 
 Check it with `python -m exercises check complete_gradients`.
 """
@@ -24,7 +23,4 @@ def finish_gradient_sync(self) -> None:
     over the ranks of the tensor axis. With ZeRO, `self.data` leaves this rank's shard of a gradient
     only, so the order of the three matters.
     """
-    raise NotImplementedError(
-        "Completing the gradients of a step is not written yet: `HybridParallel.finish_gradient_sync` has no "
-        "body."
-    )
+    raise NotImplementedError("`HybridParallel.finish_gradient_sync` is not written yet.")

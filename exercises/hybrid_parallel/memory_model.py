@@ -1,7 +1,7 @@
 """The memory of a rank. Write `memory_of_rank` of hybrid_parallel/planner/memory.py.
 
 Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/planner/memory.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -35,20 +35,10 @@ You may use:
         Return the parameters of all experts of a layer.
     shape.last_numbers: tuple[int, int]
         Return the numbers that the last stage holds for each token: of its norm, and the logits.
-    shape.width: int
-    sizes.chunks: int
-    sizes.microbatches: int
     sizes.num_stages: int
         Return the number of stages into which the model is cut, over all ranks of a pipeline.
-    sizes.pipeline: int
-    sizes.precision: Precision
-    sizes.recompute: bool
     sizes.replicas: int
         Return the number of ranks that train the same parameters with different tokens.
-    sizes.schedule: Schedule
-    sizes.sequence_parallel: bool
-    sizes.tensor: int
-    sizes.zero: Zero
     state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]
         Return the bytes of a parameter, of its gradient and of its optimizer state.
     theory.held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int
@@ -56,6 +46,9 @@ You may use:
         holds it.
     tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int) -> float
         Return the number of tokens of a microbatch on one rank.
+    shape.width: int, sizes.chunks: int, sizes.microbatches: int, sizes.pipeline: int, sizes.precision:
+    Precision, sizes.recompute: bool, sizes.schedule: Schedule, sizes.sequence_parallel: bool,
+    sizes.tensor: int, sizes.zero: Zero
 
 Check it with `python -m exercises check memory_model`.
 """
@@ -103,4 +96,4 @@ def memory_of_rank(
     the final norm among the ranks of the tensor axis. The tensor axis always divides the logits and
     the layer's parameters; `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
     """
-    raise NotImplementedError("The memory of a rank is not written yet: `memory_of_rank` has no body.")
+    raise NotImplementedError("`memory_of_rank` is not written yet.")

@@ -1,7 +1,7 @@
 """Laying out the mesh. Write `coordinates_of` and `groups_of` of hybrid_parallel/mesh.py.
 
 Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/mesh.py yet: it contains
-the solution. All that you need is in this file, in the notebook and in the hints.
+the solution.
 
 You may use:
 
@@ -10,11 +10,9 @@ You may use:
             Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute: bool = False, precision:
             Precision = 'float32', pattern: str | None = None)
         Holds the number of ranks along each axis, and what the ranks of an axis do.
-    sizes.context: int
-    sizes.data: int
-    sizes.tensor: int
     sizes.world_size: int
         Return the number of ranks: the product of the axes.
+    sizes.context: int, sizes.data: int, sizes.tensor: int
 
 Check it with `python -m exercises check mesh`.
 """
@@ -32,7 +30,7 @@ def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
     `sizes.context` and `sizes.tensor` are the numbers of places. With 2 x 2 x 1 x 2 ranks, rank 5 has
     the places {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}.
     """
-    raise NotImplementedError("Laying out the mesh is not written yet: `coordinates_of` has no body.")
+    raise NotImplementedError("`coordinates_of` is not written yet.")
 
 
 def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
@@ -40,4 +38,4 @@ def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
 
     Each list is in the order of the places, and the lists are in the order of their first ranks.
     """
-    raise NotImplementedError("Laying out the mesh is not written yet: `groups_of` has no body.")
+    raise NotImplementedError("`groups_of` is not written yet.")

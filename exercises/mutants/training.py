@@ -124,6 +124,7 @@ def checkpoint_of_what_the_rank_does_not_hold(layouts: list[list[tuple[Any, ...]
 @mutant(
     target="training.checkpoint.shards_of",
     killer="tests.training.test_checkpoint.test_the_state_of_an_optimizer_lies_where_its_parameter_does",
+    fails_with="invalid fill",
 )
 def checkpoint_state_of_the_first_shard(
     name, trained, optimizer, shape=None, offset=None, box=None, start=0, is_copy=False

@@ -2,7 +2,7 @@
 pipeline_parallel/deferred.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/deferred.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -30,9 +30,7 @@ def forward(ctx: Any, later: Later, x: Tensor, weight: Tensor, bias: Tensor | No
     Do not pass the weight to save_for_backward: with recomputation a copy would come back, but the
     parameter itself must get the gradient.
     """
-    raise NotImplementedError(
-        "A backward in two halves is not written yet: `SplitLinear.forward` has no body."
-    )
+    raise NotImplementedError("`SplitLinear.forward` is not written yet.")
 
 
 def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -44,6 +42,4 @@ def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     of x is None if x needs none: ctx.needs_input_grad tells, in the order of forward's arguments
     after `ctx`.
     """
-    raise NotImplementedError(
-        "A backward in two halves is not written yet: `SplitLinear.backward` has no body."
-    )
+    raise NotImplementedError("`SplitLinear.backward` is not written yet.")

@@ -1,7 +1,7 @@
 """Deriving the messages from a table. Write `sent_by` and `received_by` of pipeline_parallel/messages.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/messages.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -27,11 +27,9 @@ def sent_by(action: Action, last_stage: int) -> Message | None:
     A message names what it carries: Message(FORWARD, microbatch, stage) is the output of that stage,
     and Message(INPUT_GRADIENT, microbatch, stage) the gradient of its input.
     """
-    raise NotImplementedError("Deriving the messages from a table is not written yet: `sent_by` has no body.")
+    raise NotImplementedError("`sent_by` is not written yet.")
 
 
 def received_by(action: Action, last_stage: int) -> Message | None:
     """Return the message that the action needs from another stage, or None."""
-    raise NotImplementedError(
-        "Deriving the messages from a table is not written yet: `received_by` has no body."
-    )
+    raise NotImplementedError("`received_by` is not written yet.")

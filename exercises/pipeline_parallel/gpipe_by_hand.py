@@ -1,7 +1,7 @@
 """GPipe by hand. Write `AllForwardAllBackward.step` of pipeline_parallel/train_afab.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/train_afab.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -13,14 +13,9 @@ You may use:
         Receive, and wait.
     self.begin_step(x: Tensor, y: Tensor) -> None
         Validate a batch, and refuse a step after the tied gradients were added up.
-    self.boundaries
-    self.device
-    self.last
-    self.microbatches
-    self.rank
-    self.stages
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
+    self.boundaries, self.device, self.last, self.microbatches, self.rank, self.stages
 
 Check it with `python -m exercises check gpipe_by_hand`.
 """
@@ -43,4 +38,4 @@ def step(self, x: Tensor, y: Tensor) -> Tensor | None:
     `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
     forward, "backward" and "B" for a backward.
     """
-    raise NotImplementedError("GPipe by hand is not written yet: `AllForwardAllBackward.step` has no body.")
+    raise NotImplementedError("`AllForwardAllBackward.step` is not written yet.")

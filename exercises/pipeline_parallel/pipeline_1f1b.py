@@ -1,7 +1,7 @@
 """The table of 1F1B. Write `one_f_one_b` of pipeline_parallel/schedules.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -9,10 +9,10 @@ You may use:
         Raise ValueError for a number below 1, such as _check(stages=0).
     _Row()
         A row that grows action by action.
-    row.actions: list[Action]
     row.add(kinds: str, stage: int) -> None
         Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
     Table = list[list[Action]]
+    row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_1f1b`.
 """
@@ -43,4 +43,4 @@ def one_f_one_b(stages: int, microbatches: int) -> Table:
     the next backward; `row.actions` is the row for the table. First call `_check(stages=stages,
     microbatches=microbatches)`, which raises for a number below 1.
     """
-    raise NotImplementedError("The table of 1F1B is not written yet: `one_f_one_b` has no body.")
+    raise NotImplementedError("`one_f_one_b` is not written yet.")

@@ -1,7 +1,7 @@
 """The table of GPipe. Write `gpipe` of pipeline_parallel/schedules.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -9,10 +9,10 @@ You may use:
         Raise ValueError for a number below 1, such as _check(stages=0).
     _Row()
         A row that grows action by action.
-    row.actions: list[Action]
     row.add(kinds: str, stage: int) -> None
         Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
     Table = list[list[Action]]
+    row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_gpipe`.
 """
@@ -31,4 +31,4 @@ def gpipe(stages: int, microbatches: int) -> Table:
     Each rank is idle for (p-1)/(m+p-1) of the time, so more microbatches mean less idle time. But each rank
     holds the activations of all m microbatches. Huang et al., "GPipe", 2019, arXiv:1811.06965.
     """
-    raise NotImplementedError("The table of GPipe is not written yet: `gpipe` has no body.")
+    raise NotImplementedError("`gpipe` is not written yet.")

@@ -1,7 +1,7 @@
 """The table of interleaved 1F1B. Write `interleaved_1f1b` of pipeline_parallel/schedules.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -11,10 +11,10 @@ You may use:
         Return the size of each round: at least `ranks`, as even as possible, the larger rounds first.
     _Row()
         A row that grows action by action.
-    row.actions: list[Action]
     row.add(kinds: str, stage: int) -> None
         Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
     Table = list[list[Action]]
+    row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_interleaved`.
 """
@@ -34,6 +34,4 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Table:
     opposite order. A rank begins with forwards: (chunks-1) times the size of the first round and 2
     (p-1-rank) more, or all there are. From then on a backward follows each forward.
     """
-    raise NotImplementedError(
-        "The table of interleaved 1F1B is not written yet: `interleaved_1f1b` has no body."
-    )
+    raise NotImplementedError("`interleaved_1f1b` is not written yet.")

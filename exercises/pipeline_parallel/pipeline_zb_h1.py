@@ -1,7 +1,7 @@
 """The table of ZB-H1. Write `zb_h1` of pipeline_parallel/schedules.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -9,10 +9,10 @@ You may use:
         Raise ValueError for a number below 1, such as _check(stages=0).
     _Row()
         A row that grows action by action.
-    row.actions: list[Action]
     row.add(kinds: str, stage: int) -> None
         Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
     Table = list[list[Action]]
+    row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_zb_h1`.
 """
@@ -33,4 +33,4 @@ def zb_h1(stages: int, microbatches: int) -> Table:
     of 1F1B's bubble if f = i = w. Every rank holds p microbatches, as rank 0 does in 1F1B. Qi et al.,
     "Zero Bubble Pipeline Parallelism", 2023, arXiv:2401.10241, section 2.
     """
-    raise NotImplementedError("The table of ZB-H1 is not written yet: `zb_h1` has no body.")
+    raise NotImplementedError("`zb_h1` is not written yet.")

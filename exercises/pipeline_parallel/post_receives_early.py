@@ -1,7 +1,7 @@
 """Receives in time, and no deadlock. Write `receives_before` of pipeline_parallel/messages.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/messages.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 Messages: derive from a table of actions what the ranks send each other, and when they post the receives.
 
@@ -51,6 +51,4 @@ def receives_before(table: Table, rank: int, ahead: int = 2) -> list[list[Messag
     of its sends. Stages of one rank send each other nothing. `placement(table)` has the rank of each
     stage.
     """
-    raise NotImplementedError(
-        "Receives in time, and no deadlock is not written yet: `receives_before` has no body."
-    )
+    raise NotImplementedError("`receives_before` is not written yet.")

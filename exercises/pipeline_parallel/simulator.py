@@ -1,7 +1,7 @@
 """Simulating a schedule. Write `simulate` of pipeline_parallel/analysis/simulate.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/analysis/simulate.py yet: it contains
-the solution. All that you need is in this file, in the notebook and in the hints.
+the solution.
 
 Simulate a schedule: predict its timeline from the seconds of each stage, without running it.
 
@@ -34,11 +34,8 @@ You may use:
     Costs(forward: tuple[float, ...], input_gradient: tuple[float, ...], weight_gradient: tuple[float,
             ...])
         Holds the seconds of one microbatch, by stage.
-    costs.forward: tuple[float, ...]
-    costs.input_gradient: tuple[float, ...]
     costs.seconds(action: Action) -> float
         Return how long the action takes.
-    costs.weight_gradient: tuple[float, ...]
     dependencies(action: Action, last_stage: int) -> Iterable[Action]
         Return the actions, of this rank or another, that must end before this action can begin.
     is_forward_only(table: Table) -> bool
@@ -55,6 +52,8 @@ You may use:
     validate(table: Table, max_held: int | Sequence[int] | None = None, trains: bool = True) -> None
         Raise ScheduleError unless the table trains every stage on every microbatch, and comes to its
         end.
+    costs.forward: tuple[float, ...], costs.input_gradient: tuple[float, ...], costs.weight_gradient:
+    tuple[float, ...]
 
 Check it with `python -m exercises check simulator`.
 """
@@ -83,4 +82,4 @@ def simulate(
     costs are for 3." and "2 stages have 1 boundaries, not 3: give one size for each." For a table
     that would never end, `validate(table, trains=not is_forward_only(table))` raises ScheduleError.
     """
-    raise NotImplementedError("Simulating a schedule is not written yet: `simulate` has no body.")
+    raise NotImplementedError("`simulate` is not written yet.")

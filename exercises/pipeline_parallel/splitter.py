@@ -1,7 +1,7 @@
 """Dividing layers into stages. Write `cut` of pipeline_parallel/stage.py.
 
 Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/stage.py yet: it contains the
-solution. All that you need is in this file, in the notebook and in the hints.
+solution.
 
 You may use:
 
@@ -27,4 +27,4 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
     fewer parts than stages, raise WorkbookError: {n} parts cannot be cut into {stages} stages: take
     fewer ranks or --chunks, or more --layers.
     """
-    raise NotImplementedError("Dividing layers into stages is not written yet: `cut` has no body.")
+    raise NotImplementedError("`cut` is not written yet.")

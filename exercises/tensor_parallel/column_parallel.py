@@ -1,7 +1,7 @@
 """The column-parallel layer. Write `column_parallel` and `full_input` of tensor_parallel/layers.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -13,12 +13,8 @@ You may use:
     gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor
         All-gather along `dim` forward, reduce-scatter backward (g of sequence parallelism).
     Group = dist.ProcessGroup | None
-    layer.bias
-    layer.group: Group
-    layer.overlap: bool
-    layer.sequence_parallel: bool
-    layer.weight
     TIME = 1
+    layer.bias, layer.group: Group, layer.overlap: bool, layer.sequence_parallel: bool, layer.weight
 
 Check it with `python -m exercises check column_parallel`.
 """
@@ -39,7 +35,7 @@ def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tens
     sequence_parallel, *weights, *biases), with x, weights and biases as `as_autocast(x, *weights,
     *biases)` returns them. Otherwise make the full input, once.
     """
-    raise NotImplementedError("The column-parallel layer is not written yet: `column_parallel` has no body.")
+    raise NotImplementedError("`column_parallel` is not written yet.")
 
 
 def full_input(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
@@ -49,4 +45,4 @@ def full_input(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     shard of the tokens, along TIME. The gradient that a rank computes for the full input is one
     term of it.
     """
-    raise NotImplementedError("The column-parallel layer is not written yet: `full_input` has no body.")
+    raise NotImplementedError("`full_input` is not written yet.")

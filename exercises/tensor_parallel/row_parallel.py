@@ -1,19 +1,16 @@
 """The row-parallel layer. Write `RowParallelLinear.forward` of tensor_parallel/layers.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
     scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor
         Reduce-scatter along `dim` forward, all-gather backward (g-bar of sequence parallelism).
-    self.bias
-    self.group: Group
-    self.sequence_parallel: bool
-    self.weight
     sum_over_ranks(x: Tensor, group: Group = None) -> Tensor
         All-reduce forward, identity backward (g in Megatron-LM).
     TIME = 1
+    self.bias, self.group: Group, self.sequence_parallel: bool, self.weight
 
 Check it with `python -m exercises check row_parallel`.
 """
@@ -32,6 +29,4 @@ def forward(self, x: Tensor) -> Tensor:
     TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
     all tokens: `sum_over_ranks`. `self.bias` may be None.
     """
-    raise NotImplementedError(
-        "The row-parallel layer is not written yet: `RowParallelLinear.forward` has no body."
-    )
+    raise NotImplementedError("`RowParallelLinear.forward` is not written yet.")

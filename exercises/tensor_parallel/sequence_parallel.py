@@ -2,17 +2,14 @@
 `TensorParallel.finish_gradient_sync` of tensor_parallel/parallelize.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/parallelize.py yet:
-it contains the solution. All that you need is in this file, in the notebook and in the hints.
+it contains the solution.
 
 You may use:
 
     average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None
         Replace each gradient by the mean over the group.
-    self.dims
-    self.group: Group
-    self.held: Mapping[nn.Parameter, nn.Parameter] | None
-    self.module: GPT | MLP
-    self.sequence_parallel: bool
+    self.dims, self.group: Group, self.held: Mapping[nn.Parameter, nn.Parameter] | None, self.module: GPT
+    | MLP, self.sequence_parallel: bool
 
 Check it with `python -m exercises check sequence_parallel`.
 """
@@ -28,10 +25,7 @@ def with_own_tokens_only(self) -> list[nn.Parameter]:
     `self.dims` has the names of the parameters that are divided among the ranks. `self.module` names
     its parameters as they are in `self.dims`.
     """
-    raise NotImplementedError(
-        "Gradients of one rank's tokens is not written yet: `TensorParallel.with_own_tokens_only` has no "
-        "body."
-    )
+    raise NotImplementedError("`TensorParallel.with_own_tokens_only` is not written yet.")
 
 
 def finish_gradient_sync(self) -> None:
@@ -42,7 +36,4 @@ def finish_gradient_sync(self) -> None:
     `self.held` is not None, it has this rank's shard of each parameter that ZeRO has divided
     along another axis: average the gradients of these. It lacks parameters that are frozen.
     """
-    raise NotImplementedError(
-        "Gradients of one rank's tokens is not written yet: `TensorParallel.finish_gradient_sync` has no "
-        "body."
-    )
+    raise NotImplementedError("`TensorParallel.finish_gradient_sync` is not written yet.")

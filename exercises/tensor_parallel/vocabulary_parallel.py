@@ -1,7 +1,7 @@
 """The vocabulary-parallel embedding. Write `VocabParallelEmbedding.forward` of tensor_parallel/layers.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
-contains the solution. All that you need is in this file, in the notebook and in the hints.
+contains the solution.
 
 You may use:
 
@@ -10,13 +10,10 @@ You may use:
         0.
     scatter_sums(x: Tensor, dim: int, group: Group = None) -> Tensor
         Reduce-scatter along `dim` forward, all-gather backward (g-bar of sequence parallelism).
-    self.group: Group
-    self.sequence_parallel: bool
-    self.vocab_size: int
-    self.weight
     sum_over_ranks(x: Tensor, group: Group = None) -> Tensor
         All-reduce forward, identity backward (g in Megatron-LM).
     TIME = 1
+    self.group: Group, self.sequence_parallel: bool, self.vocab_size: int, self.weight
 
 Check it with `python -m exercises check vocabulary_parallel`.
 """
@@ -35,6 +32,4 @@ def forward(self, tokens: Tensor) -> Tensor:
     that another rank holds gets row 0. With `self.sequence_parallel` a rank gets the embeddings of
     its tokens only, which are divided along TIME.
     """
-    raise NotImplementedError(
-        "The vocabulary-parallel embedding is not written yet: `VocabParallelEmbedding.forward` has no body."
-    )
+    raise NotImplementedError("`VocabParallelEmbedding.forward` is not written yet.")

@@ -1,14 +1,10 @@
 """The memory of each stage. Write `formula`, `of_one_process` and `owned` of zero/memory.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it contains the solution. All
-that you need is in this file, in the notebook and in the hints.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it contains the solution.
 
 You may use:
 
     FORMULAS = ('P+G+O', 'P+G+O/n', 'P+G/n+O/n', '(P+G+O)/n')
-    full.gradients: float
-    full.optimizer_state: float
-    full.parameters: float
     Held(parameters: float, gradients: float, optimizer_state: float)
         The sizes in bytes of the parameters, the gradients and the optimizer's state.
     Share(full: int, mine: int, padding: int = 0, full_padding: int = 0, itemsize: int = 4, trained: bool
@@ -16,6 +12,7 @@ You may use:
         This rank's share of some parameters: it owns `mine` of their `full` numbers.
     WorkbookError
         Tell the user what is wrong and how to fix it.
+    full.gradients: float, full.optimizer_state: float, full.parameters: float
 
 Check it with `python -m exercises check memory_formulas`.
 """
@@ -35,7 +32,7 @@ def formula(stage: int, full: Held, ranks: int) -> Held:
     raise WorkbookError with the text "ZeRO has the stages 1, 2 and 3, and 0 is without it; there is
     no stage {stage}." FORMULAS has an entry for each stage that exists.
     """
-    raise NotImplementedError("The memory of each stage is not written yet: `formula` has no body.")
+    raise NotImplementedError("`formula` is not written yet.")
 
 
 def of_one_process(shares: Sequence[Share], states: int) -> Held:
@@ -45,7 +42,7 @@ def of_one_process(shares: Sequence[Share], states: int) -> Held:
     bytes of one, and `trained` tells whether they have gradients. The optimizer keeps `states`
     numbers for each number of a trained parameter, of the same itemsize.
     """
-    raise NotImplementedError("The memory of each stage is not written yet: `of_one_process` has no body.")
+    raise NotImplementedError("`of_one_process` is not written yet.")
 
 
 def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
@@ -54,4 +51,4 @@ def owned(stage: int, shares: Sequence[Share], states: int) -> Held:
     Of each share this rank owns `mine` numbers. What a stage does not divide, every rank holds
     in full.
     """
-    raise NotImplementedError("The memory of each stage is not written yet: `owned` has no body.")
+    raise NotImplementedError("`owned` is not written yet.")

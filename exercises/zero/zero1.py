@@ -2,29 +2,21 @@
 `ZeroOptimizer.gather_parameters` of zero/train_zero1.py.
 
 Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it contains the solution.
-All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
     all_gather(full, shard, group=None, async_op=False, pattern=None) -> Work
         Write all shards, in rank order, to each rank's `full`.
-    bucket.gradients
-    bucket.layout.mine
-    bucket.layout: FlatLayout
     reduce_scatter(shard, full, op='sum', group=None, async_op=False, pattern=None) -> Work
         Write this rank's part of the reduction of all ranks' `full` to `shard`.
     self._guard.before_step() -> None
         Raise WorkbookError if the gradients of a backward have not been averaged yet.
-    self._guard: Guard
-    self._in_flight
-    self.buckets: list[Bucket]
-    self.group: Group
-    self.inner
-    self.pattern: str | None
     span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
         Record the time of a `with` block, also if it raises.
     work.wait() -> None
         Block until the operation has ended.
+    bucket.gradients, bucket.layout.mine, bucket.layout: FlatLayout, self._guard: Guard, self._in_flight,
+    self.buckets: list[Bucket], self.group: Group, self.inner, self.pattern: str | None
 
 Check it with `python -m exercises check zero1`.
 """
@@ -42,9 +34,7 @@ def _launch(self, bucket: Bucket) -> None:
     `bucket.layout.mine` of it this rank's part. Use `self.group` and `self.pattern`, and append
     (bucket, handle) to `self._in_flight`: the backward must go on.
     """
-    raise NotImplementedError(
-        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer._launch` has no body."
-    )
+    raise NotImplementedError("`ZeroOptimizer._launch` is not written yet.")
 
 
 def step(self, closure: None = None) -> None:
@@ -53,9 +43,7 @@ def step(self, closure: None = None) -> None:
     First call `self._guard.before_step()`, which refuses wrong use. `self.inner` is an ordinary
     optimizer of this rank's shards.
     """
-    raise NotImplementedError(
-        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer.step` has no body."
-    )
+    raise NotImplementedError("`ZeroOptimizer.step` is not written yet.")
 
 
 def gather_parameters(self) -> None:
@@ -63,6 +51,4 @@ def gather_parameters(self) -> None:
 
     The slice `bucket.layout.mine` of `bucket.full` is this rank's shard.
     """
-    raise NotImplementedError(
-        "ZeRO 1: an n-th of the optimizer is not written yet: `ZeroOptimizer.gather_parameters` has no body."
-    )
+    raise NotImplementedError("`ZeroOptimizer.gather_parameters` is not written yet.")

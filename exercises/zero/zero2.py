@@ -2,20 +2,14 @@
 `ZeroGradientOptimizer._move_in` and `ZeroGradientOptimizer._wait_for_oldest` of zero/train_zero2.py.
 
 Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero2.py yet: it contains the solution.
-All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
-    bucket.gradients
     bucket.layout.add_gradient(shards: list[ParameterShard], gradient: Tensor) -> None
         Give each shard its part of `gradient`, this rank's part of a flat mean gradient, or add it.
-    bucket.layout.mine
-    bucket.layout.numel
-    bucket.layout.padding
-    bucket.layout: FlatLayout
-    bucket.shards
     MOST_IN_FLIGHT = 2
-    self._in_flight
+    bucket.gradients, bucket.layout.mine, bucket.layout.numel, bucket.layout.padding, bucket.layout:
+    FlatLayout, bucket.shards, self._in_flight
 
 Check it with `python -m exercises check zero2`.
 """
@@ -32,10 +26,7 @@ def _launch(self, bucket: Bucket) -> None:
     `self._in_flight` is the deque of those that are. Stage 1's method does the rest:
     `ZeroOptimizer._launch(self, bucket)`.
     """
-    raise NotImplementedError(
-        "ZeRO 2: gradients freed as they leave is not written yet: `ZeroGradientOptimizer._launch` has no "
-        "body."
-    )
+    raise NotImplementedError("`ZeroGradientOptimizer._launch` is not written yet.")
 
 
 def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
@@ -46,10 +37,7 @@ def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
     `bucket.layout.numel` numbers must be zero. Then stage 1's method does the rest:
     `ZeroOptimizer._move_in(self, parameter, bucket)`.
     """
-    raise NotImplementedError(
-        "ZeRO 2: gradients freed as they leave is not written yet: `ZeroGradientOptimizer._move_in` has no "
-        "body."
-    )
+    raise NotImplementedError("`ZeroGradientOptimizer._move_in` is not written yet.")
 
 
 def _wait_for_oldest(self) -> None:
@@ -60,7 +48,4 @@ def _wait_for_oldest(self) -> None:
     gradient)` gives each of the bucket's shards its part of it, or adds it to that of earlier
     microbatches.
     """
-    raise NotImplementedError(
-        "ZeRO 2: gradients freed as they leave is not written yet: `ZeroGradientOptimizer._wait_for_oldest` "
-        "has no body."
-    )
+    raise NotImplementedError("`ZeroGradientOptimizer._wait_for_oldest` is not written yet.")

@@ -2,7 +2,6 @@
 `FullyShardedDataParallel._before_forward` of zero/train_zero3.py.
 
 Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero3.py yet: it contains the solution.
-All that you need is in this file, in the notebook and in the hints.
 
 You may use:
 
@@ -10,25 +9,19 @@ You may use:
         Write all shards, in rank order, to each rank's `full`.
     is_in_backward() -> bool
         Return whether autograd runs a backward in this thread.
-    self._gathering: Work | None
     self._version
         Of the shard when it was gathered; an optimizer step changes it.
     self.blocks
         The root is number 0.
-    self.full
-    self.group: Group
-    self.is_freed: bool
     self.is_stale: bool
         Return whether the shard has changed since the last gather.
-    self.layout.mine
-    self.layout.parameters: list[nn.Parameter]
     self.layout.views(full: Tensor) -> list[Tensor]
         Return the place of each parameter in a flat tensor, in the parameter's shape.
-    self.layout: FlatLayout
-    self.pattern: str | None
-    self.shard
     work.wait() -> None
         Block until the operation has ended.
+    self._gathering: Work | None, self.full, self.group: Group, self.is_freed: bool, self.layout.mine,
+    self.layout.parameters: list[nn.Parameter], self.layout: FlatLayout, self.pattern: str | None,
+    self.shard
 
 Check it with `python -m exercises check zero3`.
 """
@@ -50,9 +43,7 @@ def start_gather(self) -> None:
     which version of the shard was gathered, `self.shard._version`. If it is not freed and
     `self.is_stale`, free it first: an optimizer step has changed the shard since the last gather.
     """
-    raise NotImplementedError(
-        "ZeRO 3: gather, use, free is not written yet: `Unit.start_gather` has no body."
-    )
+    raise NotImplementedError("`Unit.start_gather` is not written yet.")
 
 
 def gather(self) -> None:
@@ -62,7 +53,7 @@ def gather(self) -> None:
     `self.layout.parameters` becomes one of `self.layout.views(self.full)`. A unit that is full
     already is left as it is.
     """
-    raise NotImplementedError("ZeRO 3: gather, use, free is not written yet: `Unit.gather` has no body.")
+    raise NotImplementedError("`Unit.gather` is not written yet.")
 
 
 def free(self) -> None:
@@ -71,7 +62,7 @@ def free(self) -> None:
     A unit may also have been prefetched and not used: its memory must not be freed before the
     message has arrived.
     """
-    raise NotImplementedError("ZeRO 3: gather, use, free is not written yet: `Unit.free` has no body.")
+    raise NotImplementedError("`Unit.free` is not written yet.")
 
 
 def _before_forward(self, i: int, *_: Any) -> None:
@@ -80,7 +71,4 @@ def _before_forward(self, i: int, *_: Any) -> None:
     `self.blocks` has the list of units of each block. A backward that recomputes activations
     comes here, too: if is_in_backward(), prefetch nothing.
     """
-    raise NotImplementedError(
-        "ZeRO 3: gather, use, free is not written yet: `FullyShardedDataParallel._before_forward` has no "
-        "body."
-    )
+    raise NotImplementedError("`FullyShardedDataParallel._before_forward` is not written yet.")

@@ -1,12 +1,10 @@
 """A rank's shard of each parameter. Write `FlatLayout.split` of zero/shards.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/shards.py yet: it contains the solution. All
-that you need is in this file, in the notebook and in the hints.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/shards.py yet: it contains the solution.
 
 You may use:
 
-    self.mine
-    self.sizes
+    self.mine, self.sizes
 
 Check it with `python -m exercises check zero_shards`.
 """
@@ -21,6 +19,4 @@ def split(self, shard: Tensor) -> list[tuple[int, Tensor]]:
     `shard` is this rank's part of it, which the slice `self.mine` of the flat tensor is. If a
     parameter is not in this rank's part, the view is empty, and starts at 0.
     """
-    raise NotImplementedError(
-        "A rank's shard of each parameter is not written yet: `FlatLayout.split` has no body."
-    )
+    raise NotImplementedError("`FlatLayout.split` is not written yet.")
