@@ -21,6 +21,8 @@ MUTANTS = all_mutants()
 def killer_of(mutant: Mutant) -> Callable[[], None]:
     """Return the mutant's killer; fail if there is none, if it wants arguments, or without an explanation."""
     assert (mutant.implementation.__doc__ or "").strip(), f"{mutant.name}: say what a user would see"
+    # A subclass of the right class would pass with an empty body.
+    assert inspect.isfunction(mutant.implementation), f"{mutant.name}: replace the whole method"
     module, _, test = mutant.killer.rpartition(".")
     killer = getattr(importlib.import_module(module), test, None)
     assert killer is not None, f"{mutant.name}: there is no test {mutant.killer}"

@@ -23,7 +23,6 @@ from exercises.catalog import Exercise
 from exercises.catalog import name_of as name_of_target
 from exercises.checker.failure import failure_of
 from exercises.checker.schedule_table import originals, wrong_table
-from exercises.find_the_bug import Bug
 from exercises.names import exercise_named
 from lab.ranks import forked, run_ranks
 from lab.replace import apply
@@ -49,7 +48,7 @@ def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
     """Return the learner's functions in a file, each with the path of what it replaces."""
     if path.suffix == PICKLE:
         return cloudpickle.loads(path.read_bytes())
-    module = _imported(path) if isinstance(exercise, Bug) else _executed(path)
+    module = _executed(path)
     return {target: getattr(module, name_of_target(target)) for target in exercise.targets}
 
 
@@ -61,18 +60,6 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _imported(path: Path) -> ModuleType:
-    """Import a file by name, as each rank will, because a class that extends the lesson's cannot be sent.
-
-    The lesson's class has the same name, so a rank that got both would mix them up.
-    """
-    folder = str(path.resolve().parent)
-    sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
-    sys.modules.pop(path.stem, None)
-    importlib.invalidate_caches()
-    return importlib.import_module(path.stem)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,8 @@ def test_hints_lead_from_what_should_be_so_to_the_line():
     assert SUMMED.hints == (
         "It should be so: a gradient is the mean over ranks and not their sum.",
         f"What happens: {SUMMED.mistake}",
-        "Look at this line, and at what follows from it: `for parameter in self.module.parameters():`",
+        "Look at this line, and at what follows from it: "
+        "`all_reduce(parameter.grad, op='sum', group=self.group, pattern=self.pattern)`",
     )
     assert "`pattern` names the algorithm of a collective" in generated(SUMMED)
 

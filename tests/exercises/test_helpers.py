@@ -27,7 +27,7 @@ def introduction(exercise):
 def test_it_names_a_notebook_and_asks_to_leave_the_lesson_closed(exercise):
     text = " ".join(introduction(exercise).split())
     assert (ROOT / "notebooks" / f"{exercise.notebook}.ipynb").is_file()
-    assert f"Read notebooks/{exercise.notebook}.ipynb first." in text
+    assert f"Read notebooks/{exercise.notebook}.ipynb first" in text
     assert exercise.page in text and (ROOT / exercise.page).exists()
     assert f"Do not open {exercise.lesson.relative_to(ROOT)} yet: it contains the solution." in text
 
