@@ -12,7 +12,7 @@ AdamW's two moments have the same elements as the parameters.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,9 +20,6 @@ from torch.optim import Optimizer
 from hybrid_parallel.clipping import counted_elsewhere
 from lab.models.model import GPT
 from training.checkpoint import Shard, shards_of
-
-if TYPE_CHECKING:
-    from hybrid_parallel.hybrid import HybridParallel
 
 
 class Held(NamedTuple):
@@ -34,7 +31,7 @@ class Held(NamedTuple):
     start: int
 
 
-def held(hybrid: "HybridParallel") -> Iterator[Held]:
+def held(hybrid: Any) -> Iterator[Held]:
     """Yield what this rank's optimizer trains, each parameter once."""
     is_tied = isinstance(hybrid.plain, GPT) and hybrid.plain.config.tied
     first = {"head.weight": "token_embedding.weight"} if is_tied else {}
@@ -47,7 +44,7 @@ def held(hybrid: "HybridParallel") -> Iterator[Held]:
             yield Held(name, parameter, parameter, 0)
 
 
-def mesh_shards(hybrid: "HybridParallel", optimizer: Optimizer) -> list[Shard]:
+def mesh_shards(hybrid: Any, optimizer: Optimizer) -> list[Shard]:
     """Return this rank's shards of the full model and of the optimizer's state."""
     copies = counted_elsewhere(hybrid.pipeline, hybrid.tensor)
     shards: list[Shard] = []
