@@ -326,9 +326,9 @@ def hybrid_terms_lost_beside_zero(self: HybridParallel) -> None:
 def hybrid_tied_embedding_over_the_wrong_axis(self: HybridParallel) -> None:
     """The first and the last stage train different embeddings: the sum is taken over the replicas."""
     if self.pipeline is not None:
-        for parameter, _ in self.pipeline._shared():
+        for parameter, _ in self.pipeline.tied:
             all_reduce(parameter.grad, op="mean", group=self.mesh.replicas)
-        self.pipeline._new.forget()
+        self.pipeline._is_complete = True
     if self.data is not None:
         self.data.finish_gradient_sync()
     if self.terms is not None:

@@ -132,16 +132,12 @@ def test_a_loop_without_an_end_is_ended(tmp_path, monkeypatch):
 
 
 def test_an_error_outside_of_the_learners_function_points_to_what_it_returns(tmp_path):
-    exercise = BY_NAME["derive_the_sends"]
-    file = tmp_path / f"{exercise.name}.py"
-    file.write_text(solved(exercise).replace("stage - 1)", "stage)"))
-    with apply(load(exercise, file)):
-        test, error = run_tests(exercise)
-    _, sentence, _ = explain(exercise, file, {"id": test, "failure": failure_of(error, test)})
-    assert "KeyError: Message(" in sentence
-    assert sentence.endswith(
-        ". The error is outside of your function: look at what it returns or leaves out."
-    )
+    file = tmp_path / f"{RING.name}.py"
+    file.write_text(solved(RING))
+    failed = {"id": "tests/test_it.py::test_it", "failure": failure_of(KeyError("Message"))}
+    _, sentence, _ = explain(RING, file, failed)
+    assert "KeyError: 'Message'" in sentence
+    assert sentence.endswith("outside of your function: look at what it returns or leaves out.")
 
 
 def test_a_rank_that_dies_is_named(tmp_path):
@@ -166,8 +162,9 @@ def test_a_loop_without_an_end_on_the_ranks_is_no_deadlock(tmp_path, monkeypatch
     monkeypatch.setattr(plugin, "HANG_SECONDS", 2.0)
     state, sentence, line = explained(tmp_path, "shift(wire, outgoing, arrived)", "while True: pass")
     assert state == "hangs" and "wait" not in sentence
-    where = f"at line {line} of ring_reduce_scatter.py: look for a loop without an end."
-    assert sentence.endswith(f"ranks 0, 1, 2 and 3 are still computing {where}")
+    # On a busy machine some ranks have not come to the loop when the time is up.
+    assert f"still computing at line {line} of ring_reduce_scatter.py" in sentence
+    assert sentence.endswith("look for a loop without an end.")
 
 
 def test_a_test_process_that_dies_is_reported_with_its_exit_code(tmp_path, monkeypatch):
