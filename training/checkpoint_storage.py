@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ from torch.futures import Future
 from comm.collectives import Group
 from comm.exchange import naming_a_lost_rank
 from lab.launch.errors import WorkbookError, reason
+
+# DCP says so where one process saves or loads alone, as export does.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 Ints = tuple[int, ...]
 FORMAT = "distributed training workbook, version 2"

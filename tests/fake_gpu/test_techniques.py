@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from lab.evaluation import evaluating
 from torch import Tensor, nn
 
 from comm.collectives import Group
@@ -13,7 +14,6 @@ from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
-from lab.evaluation import evaluating
 from lab.models.model import loss_of
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
