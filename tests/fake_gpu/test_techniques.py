@@ -25,6 +25,7 @@ from tests.pipeline_parallel import equivalence as pipelines
 from tests.tensor_parallel import equivalence as tensor_parallel
 from tests.tensor_parallel import test_native as dtensors
 from tests.zero import sharded
+from training.evaluation import evaluating
 from zero.train_fsdp import full_state_dict, shard
 
 SLOW = "0.002"  # seconds
