@@ -48,8 +48,7 @@ def present(space: Workspace, exercise: Exercise) -> None:
     effort = f"{exercise.minutes} minutes, difficulty {exercise.difficulty} of 5"
     console.print(f"[bold]{exercise.title}[/], {effort}")
     names = ", ".join(f"`{name_of(target)}`" for target in exercise.targets)
-    page = f", and then {exercise.page}" if exercise.page else ""
-    console.print(f"First read notebooks/{exercise.notebook}.ipynb{page}.")
+    console.print(f"First read notebooks/{exercise.notebook}.ipynb.")
     console.print(f"Write {names} in {shown(space.file(exercise))}.")
 
 

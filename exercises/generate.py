@@ -71,16 +71,13 @@ def _introduction(exercise: Exercise, functions: list[ast.FunctionDef]) -> str:
     *names, last = [f"`{exercise.qualified(target)}`" for target in exercise.targets]
     what = f"{', '.join(names)} and {last}" if names else last
     lesson = exercise.lesson.relative_to(FOLDER.parent)
-    first = (
-        f"Read notebooks/{exercise.notebook}.ipynb first{f', then {exercise.page}' if exercise.page else ''}."
-    )
     parts = [
         _wrapped(f"{exercise.title}. Write {what} of {lesson}."),
-        _wrapped(f"{first} Do not open {lesson} yet: it contains the solution."),
+        _wrapped(
+            f"Read notebooks/{exercise.notebook}.ipynb first. Do not open {lesson} yet: it has the solution."
+        ),
     ]
-    if exercise.shows_introduction:
-        parts.append(ast.get_docstring(ast.parse(exercise.lesson.read_text())) or "")
-    if used := helpers(exercise, functions):
+    if used := [*(helper.shown for helper in helpers(exercise, functions)), *exercise.helps]:
         parts.append("You may use:\n\n" + textwrap.indent("\n".join(used), "    "))
     parts.append(f"Check it with `python -m exercises check {exercise.name}`.\n")
     return "\n\n".join(parts)

@@ -28,7 +28,7 @@ LESSONS = (
     context_parallel,
     expert_parallel,
 )
-# Exercises of a notebook keep the order of LESSONS. So `sampler` comes before `rendezvous`, which is harder.
+# Exercises of a notebook keep the order of LESSONS. So `sampler` comes first.
 EXERCISES: tuple[Exercise, ...] = tuple(
     sorted((one for lesson in LESSONS for one in lesson.EXERCISES), key=lambda one: one.notebook)
 )

@@ -48,6 +48,7 @@ EXERCISES = (
                 backward.
             """,
         },
+        helps=("self.pattern: str | None\n    The pattern of the collective.",),
         hints=(
             "With async_op=True, all_reduce returns at once with a handle, and handle.wait() waits for the "
             "end. A hook that waits stops the backward: then nothing is hidden.",
@@ -183,7 +184,9 @@ EXERCISES = (
             into the bucket. If `self._guard.is_synchronising`, launch what can be launched: `self._to_launch`
             is a deque of the buckets that are left, in order, and `self._launch(bucket)` launches one.
         """,
-        objects={"bucket": "data_parallel.train_bucket_overlap.Bucket"},
+        helps=(
+            "bucket.move_in(parameter)\n    Make the gradient a view of this bucket, zero if it is missing.",
+        ),
         hints=(
             "A bucket is complete when none of its parameters is missing. Which other buckets must have "
             "been launched before it?",

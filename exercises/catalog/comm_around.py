@@ -1,9 +1,8 @@
-"""Exercises of lesson 1, second part: the cost and the gradients of collectives, and how ranks meet."""
+"""Exercises of lesson 1, second part: the cost and the gradients of collectives."""
 
 from exercises.catalog.exercise import Exercise
 
 FUNCTIONS = "tests/comm/test_functions.py::"
-MEETING = "tests/comm/test_meeting.py::"
 
 EXERCISES = (
     Exercise(
@@ -111,116 +110,6 @@ EXERCISES = (
             "The backwards: the identity for sum_over_ranks, `summed` for copy_to_ranks, `own_shard` for "
             "gather_from_ranks, and an all-gather for split_to_ranks, whose full size is x.shape[dim]. The "
             "forward of copy_to_ranks is x.view_as(x).",
-        ),
-    ),
-    Exercise(
-        name="rendezvous",
-        title="A rendezvous at the store",
-        notebook="01_ranks",
-        target="comm.membership.meeting.claim",
-        also=("comm.membership.meeting.note_arrivals", "comm.membership.meeting.wait_for_all"),
-        tests=(
-            MEETING + "test_ranks_find_each_other_at_a_store",
-            MEETING + "test_only_one_of_two_processes_gets_a_rank",
-            MEETING + "test_a_rank_that_comes_with_another_world_size_is_refused",
-            MEETING + "test_no_rank_goes_on_before_all_have_reached_a_stage",
-            MEETING + "test_ranks_that_do_not_reach_a_stage_are_named_at_the_deadline",
-        ),
-        difficulty=3,
-        minutes=40,
-        doc="""
-            Write `me` to the store under this rank's key. CommError if another process was there first.
-
-            The store is a key-value server for all ranks. store.compare_set(key, "", text) writes the text if
-            the key has no value, and returns, as bytes, the value that the key has then. The key is
-            `rank/{rank}`, and the value is `me` as JSON, with "host" and "pid". If another process is there,
-            raise give_up(store, rank, sentence), which tells the sentence to all other ranks, too: "Two
-            processes claim rank {rank}: process {pid} on {host} and process {pid} on {host}; give each its
-            own RANK."
-        """,
-        docs={
-            "note_arrivals": """
-                Add to `present` the entries of ranks that have come since the last call, by rank.
-
-                store.check([key]) returns whether the key has a value, and store.get(key) returns the value.
-                If an entry has another "world_size", give up with the sentence "Rank {rank} was started with
-                WORLD_SIZE {world_size}, but rank {peer} with {its world size}; all ranks need the same."
-            """,
-            "wait_for_all": """
-                Return when all ranks have called this with the same `stage`.
-
-                store.set(key, "") writes a key, `{stage}/{rank}`. `_absent` returns the ranks whose key is
-                missing. Sleep `_POLL / 10` seconds between two looks, and call raise_if_given_up(store, rank)
-                before each, because another rank may have found an error. After the deadline, a value of
-                time.monotonic(), give up: "The group cannot form: {_ranks(missing)} {_STUCK}."
-            """,
-        },
-        hints=(
-            "Two processes that first look whether a key is free, and then write, may both find it free. "
-            "compare_set looks and writes in one step, so exactly one of them wins.",
-            "compare_set returns bytes: compare its decoded result with your own text. If they are equal, "
-            "the place is yours. store.get waits for a key that is missing, so ask with store.check first.",
-            "A barrier on a store: write your own key, then loop while `_absent(store, world_size, stage)` "
-            "is not empty. In the loop call raise_if_given_up, compare time.monotonic() with the deadline, "
-            "sleep.",
-        ),
-    ),
-    Exercise(
-        name="byte_stream",
-        title="A byte stream over a socket that does not block",
-        notebook="03_cost_of_a_message",
-        page="comm/transport/README.md",
-        target="comm.transport.stream_ends.StreamOut.push",
-        also=("comm.transport.stream_ends.StreamIn.receive",),
-        tests=(
-            "tests/comm/test_stream_ends.py::test_what_the_kernel_does_not_take_at_once_leaves_later_and_in_order",
-            "tests/comm/test_stream_ends.py::test_a_message_is_done_when_the_kernel_has_its_last_byte_and_not_before",
-            "tests/comm/test_stream_ends.py::test_a_push_tells_whether_the_kernel_has_taken_anything",
-            "tests/comm/test_stream_ends.py::test_a_receiver_takes_what_is_there_and_does_not_wait_for_more",
-            "tests/comm/test_stream_ends.py::test_a_receiver_is_told_that_its_sender_has_gone",
-            "tests/comm/test_stream_ends.py::test_the_error_of_a_lost_connection_leaves_push_and_receive",
-            "tests/comm/test_stream_ends.py::test_a_tree_broadcast_and_other_patterns_run_over_sockets",
-        ),
-        difficulty=3,
-        minutes=30,
-        needs=("tree_broadcast",),
-        doc="""
-            Give bytes of the first message to the kernel. Return whether it has taken any. Raise OSError.
-
-            `self._queue` has a pair (data, transfer) for each message that has not left completely, the first
-            one in front. The queue may be empty: return False. `self.socket.send(data)` gives bytes to the
-            kernel, and returns how many it has taken, which may be fewer than all. If it cannot take any now,
-            `send` raises BlockingIOError, and `push` returns False. Let any other error leave the function:
-            the connection is lost, and the caller must know.
-
-            When the kernel has taken the last byte of a message, set `transfer.done` to True and take the
-            message that has left from the queue. If it has taken fewer bytes, the rest stays in front.
-
-            Call `send` once: the caller pushes again. The lesson's function is faster where many messages
-            wait, because it gives the kernel up to _MOST_AT_ONCE messages with one `self.socket.sendmsg`,
-            which takes a list of them. You need use neither.
-        """,
-        docs={
-            "receive": """
-                Fill the beginning of `into` with the next bytes. Return how many, 0 for none yet.
-
-                `self.socket.recv_into(into)` takes what has arrived, but no more than fits into `into`, and
-                returns the number of bytes. If nothing has arrived yet it raises BlockingIOError. It returns
-                0 if the sender has closed the connection: raise ConnectionError then. Let any other error
-                leave the function. `message_bytes` is the length of the full message, and is of no use here.
-            """,
-        },
-        hints=(
-            "A socket that does not block takes a part of a message, or nothing. What it has not taken must "
-            "be the first thing that it gets at the next call. So `push` changes the queue only by the bytes "
-            "that `send` says it has taken.",
-            "A part of a memoryview is a memoryview: `data[sent:]` copies nothing. If fewer bytes were taken "
-            "than the message has, put the rest back in front with `self._queue[0] = data[sent:], transfer`. "
-            "Else take the message from the queue, and set its transfer's `done`.",
-            "`push`: with an empty queue return False. Call `send` in a `try`; at `BlockingIOError`, and at "
-            "no other error, return False. Then handle what was sent, and return True: one message for each "
-            "call is enough. `receive`: call `recv_into` in a `try`, return 0 at `BlockingIOError`, and "
-            "raise ConnectionError if it has returned 0.",
         ),
     ),
 )

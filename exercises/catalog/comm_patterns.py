@@ -7,6 +7,12 @@ BY_HAND = "tests/comm/test_collectives_by_hand.py::"
 COLLECTIVES = "tests/comm/test_collectives.py::"
 EVERY_SIZE = COLLECTIVES + "test_every_pattern_equals_the_reference_at_every_size[3]"
 COUNTED = "tests/comm/test_cost.py::test_counted_traffic_equals_the_formula_exactly[3]"
+WIRE = ("wire.rank: int, wire.size: int\n    This rank's number, from 0, and the number of ranks.",)
+MESSAGES = (
+    "wire.isend(tensor, dst) -> Transfer\n    Start to send a contiguous tensor.",
+    "wire.irecv(tensor, src) -> Transfer\n    Start to receive into a tensor of the size that is sent.",
+    "transfer.wait()\n    Block until the message has arrived, or has left.",
+)
 
 EXERCISES = (
     Exercise(
@@ -22,6 +28,7 @@ EXERCISES = (
         ),
         difficulty=1,
         minutes=15,
+        helps=(*WIRE, *MESSAGES),
         hints=(
             "`wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a message and return at once. "
             "Each returns a transfer, and `transfer.wait()` returns when the message is done.",
@@ -44,6 +51,7 @@ EXERCISES = (
         minutes=25,
         beyond="bytes of ring reduce_scatter",
         needs=("send_and_receive",),
+        helps=WIRE,
         hints=(
             "There are n-1 steps. In each one a rank sends one chunk to the right with `shift`, receives "
             "another one from the left, and adds its own chunk to what has arrived.",
@@ -67,6 +75,7 @@ EXERCISES = (
         minutes=15,
         beyond="bytes of ring all_gather",
         needs=("ring_reduce_scatter",),
+        helps=WIRE,
         hints=(
             "A rank sends on what it received in the step before. In step 0 it sends its own chunk.",
             "What a rank receives in step s is what its left neighbour sends in step s. Nothing is added, "
@@ -90,6 +99,7 @@ EXERCISES = (
         doc="""
             Replace every rank's `full` by the reduction of all, in 2(n-1) messages of an n-th of it.
         """,
+        helps=WIRE,
         hints=(
             "After a reduce-scatter each rank has one finished chunk, and the other chunks are partial "
             "sums. What is missing?",
@@ -120,6 +130,7 @@ EXERCISES = (
             `family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
             children, the child with the largest subtree first.
         """,
+        helps=MESSAGES,
         hints=(
             "Every rank but the root has one parent, and may have children. What must a rank have before it "
             "can send anything to its children?",
@@ -142,6 +153,7 @@ EXERCISES = (
         difficulty=3,
         minutes=30,
         needs=("tree_broadcast",),
+        helps=WIRE,
         hints=(
             "Count positions from the root: position = (rank - root) % size. The root is at position 0. "
             "Find parents and children as positions, and turn them into ranks at the end.",
@@ -173,6 +185,7 @@ EXERCISES = (
             tensor to a partner and receives another one from it. Of two partners the lower rank keeps the
             first half, and each combines its own part with the other's in the same order on both.
         """,
+        helps=WIRE,
         hints=(
             "The partner of a round is wire.rank ^ distance, with the distances n/2, n/4, ... and 1. Before "
             "the first round the part that a rank works on is the full tensor.",
@@ -204,6 +217,7 @@ EXERCISES = (
             The parts stand one after the other. `in_sizes[p]` is the number of elements of part p of `full`,
             and `out_sizes[p]` that of part p of `output`. An empty part is not sent.
         """,
+        helps=(*WIRE, *MESSAGES),
         hints=(
             "full.split(in_sizes) are the parts that leave, and output.split(out_sizes) the places of those "
             "that arrive. One of the parts does not travel. Which one?",

@@ -121,7 +121,7 @@ EXERCISES = (
                 it. After the last rank nothing is sent.
             """,
         },
-        objects={"sequence": "context_parallel.parallel_model.SharedSequence"},
+        helps=("sequence.size: int\n    The number of ranks.",),
         hints=(
             "Rank r has its own keys first, then those of its left neighbour r-1, and so on: in step s "
             "those of rank (r - s) modulo n. What it has goes to the right in each step but the last.",
@@ -157,7 +157,11 @@ EXERCISES = (
             of all ranks: it travels behind them with `InFlightShift` and `arrived`, as they do in `visits`,
             and the last rank that has these keys sends it to the rank that they belong to.
         """,
-        objects={"sequence": "context_parallel.parallel_model.SharedSequence"},
+        helps=(
+            "sequence.parts(source) -> list[Part]\n    The attention to the keys of rank `source`, in parts.",
+            "sequence.block_like(kv, source) -> Tensor\n    An empty tensor for keys and values of a rank.",
+            "sequence.group: Group",
+        ),
         hints=(
             "Follow the keys of one rank. They visit the ranks to its right, one after the other. Each of "
             "them has a term of their gradient. Which neighbour of the last one is their home?",
@@ -198,7 +202,7 @@ EXERCISES = (
                 `y_bhte` has all tokens of this rank's heads.
             """,
         },
-        objects={"sequence": "context_parallel.parallel_model.SharedSequence"},
+        helps=("sequence.size: int\n    The number of ranks.",),
         hints=(
             "An all-to-all cuts a tensor along one dim, and joins what arrives along the same dim. What "
             "must lie along that dim, so that a piece of it goes to one rank as a whole?",

@@ -24,6 +24,7 @@ EXERCISES = (
             `self._total` is the length of all shares together. If it is less than `self.num_examples`, the
             last examples are left out; if it is more, the first ones are repeated, as often as necessary.
         """,
+        helps=("self.seed: int, self.world_size: int",),
         hints=(
             "All ranks must have the same order, which differs from epoch to epoch. What do all ranks know?",
             "torch.randperm takes a generator: torch.Generator().manual_seed(self.seed + self.epoch). A rank "

@@ -21,10 +21,8 @@ class Exercise:
     `docs` those of others, by name, where the lesson's would give the solution away. `beyond` names a target
     beyond correctness (exercises/checker/targets.py), which is measured when all tests have passed.
 
-    `notebook` is the notebook to read first, and `page` a page that explains what no notebook does. The
-    exercise's file lists the helpers that the lesson's code uses (exercises/helpers.py). `objects` has the
-    dotted class of each local variable whose attributes are helpers. If `shows_introduction`, the file also
-    repeats the introduction at the top of the lesson.
+    `notebook` is the notebook to read first. The exercise's file lists the functions and classes that the
+    lesson's code uses (exercises/helpers.py), and `helps`: what it uses of objects and no docstring explains.
     """
 
     name: str
@@ -35,14 +33,12 @@ class Exercise:
     minutes: int
     hints: tuple[str, str, str]
     notebook: str = ""
-    page: str = ""
     needs: tuple[str, ...] = ()
     doc: str | None = None
     also: tuple[str, ...] = ()
     docs: Mapping[str, str] = field(default_factory=dict)
     beyond: str | None = None
-    shows_introduction: bool = False
-    objects: Mapping[str, str] = field(default_factory=dict)
+    helps: tuple[str, ...] = ()
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -1,12 +1,10 @@
-"""Exercises of lesson 5: which ranks form which group, what is completed in which, and what a plan costs."""
+"""Exercises of lesson 5: which ranks form which group, and what is completed in which."""
 
 from exercises.catalog.exercise import Exercise
 
 MESH = "tests/hybrid_parallel/test_mesh.py::"
 ONE_PROCESS = "tests/hybrid_parallel/test_equivalence.py::"
 CLIPPING = "tests/hybrid_parallel/test_clipping.py::"
-MEMORY = "tests/hybrid_parallel/test_planner_memory.py::"
-PLANNER = "tests/hybrid_parallel/test_planner.py::"
 
 EXERCISES = (
     Exercise(
@@ -36,6 +34,7 @@ EXERCISES = (
             `sizes.context` and `sizes.tensor` are the numbers of places. With 2 x 2 x 1 x 2 ranks, rank 5 has
             the places {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}.
         """,
+        helps=("sizes.world_size: int\n    The number of ranks: the product of the axes.",),
         hints=(
             "Think of a clock: hours, minutes, seconds. The place along the tensor axis changes with every "
             "rank, the place along the context axis each time that the tensor axis begins again, and so on.",
@@ -124,116 +123,6 @@ EXERCISES = (
             "clip_over: start from torch.zeros((), dtype=torch.float64, device=device), add sum_of_squares("
             "gradient.as_subclass(Tensor)) of each counted gradient, and all_reduce this one number along "
             "each axis in turn, with group=axis and pattern=pattern. Then take the root, and scale.",
-        ),
-    ),
-    Exercise(
-        name="memory_model",
-        title="The memory of a rank",
-        notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.planner.memory.memory_of_rank",
-        tests=(
-            MEMORY + "test_the_state_of_a_rank_is_the_papers_table[1]",
-            MEMORY + "test_microbatches_divide_what_a_step_holds_without_a_pipeline",
-            MEMORY + "test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts[1f1b]",
-            MEMORY + "test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts[interleaved]",
-            MEMORY + "test_recomputation_keeps_the_input_of_each_layer_and_one_layer_more",
-            MEMORY + "test_a_vocabulary_counts_on_the_rank_with_the_head_alone",
-            MEMORY + "test_sequence_parallelism_divides_the_final_norm_and_the_input_of_each_layer",
-            MEMORY + "test_zero_3_holds_the_parameters_of_two_layers_and_the_gradients_of_one_for_a_time",
-            MEMORY + "test_a_context_axis_divides_tokens_and_state",
-            MEMORY
-            + "test_predicted_activations_are_within_1_percent_of_what_a_forward_holds_at_its_end[small]",
-        ),
-        difficulty=4,
-        minutes=50,
-        needs=("memory_formulas", "pipeline_1f1b"),
-        doc="""
-            Return what the ranks at place `rank` of the pipeline hold at their peak.
-
-            `batch` is the number of examples in a step over all ranks. ZeRO divides among all replicas: the
-            ranks of the context axis, which cut sequences, hold the same parameters, too. `autocast` is for
-            state_bytes. Return a `Memory` with the bytes of the following fields, and leave `in_flight` and
-            `deferred` at 0, because other functions add them:
-
-                parameters, gradients,     parameters_of the rank, each with the three sizes of state_bytes in
-                optimizer_state            this order, divided by ZeRO (`stage` of `formula` is that of ZeRO)
-                activations                of each layer of the rank, for each microbatch that is held.
-                                           theory.held counts a microbatch once for each stage that holds it,
-                                           and each stage of the rank has an equal part of the rank's layers
-                temporary                  the sum of these. Recomputation: the activations of one layer, in a
-                                           pipeline of the layers of one stage. The rank with the head: for
-                                           each token the numbers of the final norm in the precision, and the
-                                           logits twice, in the precision and in float32. ZeRO 3: the
-                                           parameters of two layers, and the gradients of one
-
-            `layer_activations` is already divided by the tensor axis, and does not know of recomputation.
-            With recomputation only the input of each layer is kept, or in a pipeline that of each stage:
-            shape.width numbers for each token in the precision. Sequence parallelism divides that input and
-            the final norm among the ranks of the tensor axis. The tensor axis always divides the logits and
-            the layer's parameters; `shape.last_numbers` and `shape.layer_parameters` are not divided yet.
-        """,
-        hints=(
-            "Begin with the state: the number of parameters of the rank times each of the three sizes of "
-            "state_bytes makes a Held, and `formula` of the ZeRO lesson divides it. Then take "
-            "tokens_of a microbatch.",
-            "Activations: bytes of a token in a layer, times tokens, times layers, times microbatches that "
-            "are held. A rank with several stages holds theory.held of them, each with its part of the "
-            "rank's layers: sizes.num_stages // sizes.pipeline is the number of stages.",
-            "Recompute: what a layer keeps moves to `temporary`, once, and in its place tokens * shape.width "
-            "* ITEMSIZE stays for each layer. In a pipeline take a stage for the layer. Head (has_head): "
-            "with norm, logits = shape.last_numbers and c the ITEMSIZE, tokens * (norm * c + logits / "
-            "sizes.tensor * (c + 4)); sequence parallelism divides norm * c. ZeRO 3: shape.layer_parameters "
-            "/ sizes.tensor times (2 parameters + 1 gradient).",
-        ),
-    ),
-    Exercise(
-        name="choose_a_plan",
-        title="Choosing a plan",
-        notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.planner.search.plans",
-        also=("hybrid_parallel.planner.search.choose",),
-        tests=(
-            PLANNER + "test_plans_come_in_order_and_those_that_do_not_fit_at_the_end",
-            PLANNER + "test_less_memory_makes_plans_that_hold_less",
-            PLANNER + "test_of_equally_fast_plans_the_one_with_larger_microbatches_and_less_memory_is_first",
-            PLANNER + "test_a_reason_names_what_differs",
-            PLANNER + "test_no_plan_fits_is_said_with_the_smallest_need",
-        ),
-        difficulty=3,
-        minutes=40,
-        needs=("memory_model",),
-        doc="""
-            Return all plans: the best one first, and at the end those that do not fit, the smallest first.
-
-            `batch` is the number of examples in a step, over all devices together. `given` are fields of
-            ParallelSizes that must stay as they are. `candidates` needs them as one dictionary together with
-            the precision; a precision in `given` counts more than the argument. Raise WorkbookError with "The
-            number of {what} is {number}" if there are less than one `devices` or `examples in a step`. A plan
-            is a Plan(sizes, memory, seconds). It fits if the fullest rank needs at most USABLE times
-            machine.device.memory_bytes; else its seconds are None. Raise WorkbookError ("No division of
-            {devices} devices makes sense ...") if there is no plan at all.
-
-            `compared_seconds` of a plan are those of its step, or infinity if it does not fit. Of equally
-            fast plans the one with fewer microbatches comes first, and then the one with less memory. Only
-            memory decides the order of plans that do not fit. In the end each plan gets the reason that
-            `reason_of` finds for it.
-        """,
-        docs={
-            "choose": """
-                Return the best plan. WorkbookError if none fits into `memory_bytes` of a device.
-
-                `found` is what `plans` returns for a device with `memory_bytes`: a plan fits if it has
-                seconds. The message has the form "No plan fits: the smallest one needs {} per device, ...",
-                with a size by show_bytes.
-            """,
-        },
-        hints=(
-            "For each of the candidates predict the memory. Whether you need its time depends on that.",
-            "Sort by a tuple: Python compares its first numbers, and the next ones only where these are "
-            "equal.",
-            "key=lambda p: (p.compared_seconds, p.sizes.microbatches * (p.seconds is not None), "
-            "p.memory_bytes). A Plan is frozen, so use dataclasses.replace(plan, "
-            "reason=reason_of(plan, found[0], usable)). choose needs to look at found[0] only.",
         ),
     ),
 )

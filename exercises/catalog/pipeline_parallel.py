@@ -7,6 +7,10 @@ ONE_STAGE = SCHEDULES + "test_schedules_with_one_stage_a_rank_are_valid_and_hold
 
 NARRATED = "tests/pipeline_parallel/test_narrated.py::"
 SPLIT = "tests/pipeline_parallel/test_stage.py::"
+ROW = (
+    'row.add(kinds, stage)\n    Add an action of each kind, such as "FB", for its next microbatch.',
+    "row.actions: list[Action]",
+)
 
 EXERCISES = (
     Exercise(
@@ -55,6 +59,7 @@ EXERCISES = (
         difficulty=1,
         minutes=15,
         beyond="idle time of gpipe",
+        helps=ROW,
         hints=(
             "A table has one row for each stage. `row = _Row()` begins one, row.add('F', stage) adds the "
             "next forward, row.add('B', stage) the next backward, and row.actions is the finished list.",
@@ -86,6 +91,10 @@ EXERCISES = (
             `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
             forward, "backward" and "B" for a backward.
         """,
+        helps=(
+            "transfer.wait()\n    Block until the message has arrived, or has left.",
+            "self.device: torch.device",
+        ),
         hints=(
             "First all forwards. For each microbatch a rank needs its input, a chunk of x or what the rank "
             "before has sent; it computes, and sends the output on, or computes the loss. Keep the input "
@@ -171,6 +180,7 @@ EXERCISES = (
             opposite order. A rank begins with forwards: (chunks-1) times the size of the first round and 2
             (p-1-rank) more, or all there are. From then on a backward follows each forward.
         """,
+        helps=ROW,
         hints=(
             "Write down for one rank the chunks of all its forwards, in order: for a round of 2 "
             "microbatches and 2 chunks, 0 0 1 1. Microbatches need no number: row.add takes the next one of "
@@ -196,6 +206,7 @@ EXERCISES = (
         minutes=35,
         beyond="idle time of zb_h1",
         needs=("pipeline_1f1b",),
+        helps=ROW,
         hints=(
             "Begin with 1F1B, and write I for each backward. What is left is to place one W for each "
             "microbatch.",

@@ -1,10 +1,9 @@
-"""Exercises of lesson 4, second part: from a table to messages, a timeline and gradients in halves."""
+"""Exercises of lesson 4, second part: from a table to messages, and gradients in halves."""
 
 from exercises.catalog.exercise import Exercise
 
 NARRATED = "tests/pipeline_parallel/test_narrated.py::"
 MESSAGES = "tests/pipeline_parallel/test_messages.py::"
-SIMULATE = "tests/pipeline_parallel/test_simulate.py::"
 DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
 
 EXERCISES = (
@@ -48,7 +47,6 @@ EXERCISES = (
     Exercise(
         name="post_receives_early",
         title="Receives in time, and no deadlock",
-        shows_introduction=True,
         notebook="08_pipelines",
         target="pipeline_parallel.messages.receives_before",
         tests=(
@@ -64,11 +62,12 @@ EXERCISES = (
         doc="""
             Return, for each action of the rank's row, the messages whose receives are posted before it.
 
-            The rules stand above. A receive is posted before the action that is `ahead` actions before the
-            one that needs the message, or earlier, so that the receives from a rank are posted in the order
-            of its sends. Stages of one rank send each other nothing. `placement(table)` has the rank of each
-            stage.
+            A receive is posted before the action that is `ahead` actions before the one that needs the
+            message, or earlier, so that the receives from a rank are posted in the order of its sends: its
+            k-th send meets the k-th receive, and with another order both ranks would wait. Stages of one
+            rank send each other nothing. `placement(table)` has the rank of each stage.
         """,
+        helps=("message.receiver: int\n    The stage that receives it.",),
         hints=(
             "First go through the table once, and note for each other rank the messages that it sends to "
             "this one, in the order of its row: sent_by(action, last stage) is what an action sends.",
@@ -119,53 +118,6 @@ EXERCISES = (
             "Define a function in the backward that computes both and gives them to add_to, each only if "
             "that parameter requires a gradient. Return None, dx, None, None: forward has later, x, weight "
             "and bias.",
-        ),
-    ),
-    Exercise(
-        name="simulator",
-        title="Simulating a schedule",
-        shows_introduction=True,
-        notebook="08_pipelines",
-        target="pipeline_parallel.analysis.simulate.simulate",
-        tests=(
-            SIMULATE + "test_two_ranks_of_1f1b_by_hand",
-            SIMULATE + "test_messages_leave_one_after_the_other_and_computing_goes_on_meanwhile",
-            SIMULATE + "test_each_boundary_has_messages_of_its_own_size_both_ways",
-            SIMULATE + "test_stages_of_one_rank_hand_over_for_free",
-            SIMULATE + "test_every_action_starts_and_ends_when_a_ticking_clock_says",
-            SIMULATE + "test_a_table_that_would_never_end_is_refused",
-            SIMULATE + "test_costs_and_message_sizes_must_be_those_of_the_tables_stages",
-            SIMULATE + "test_an_empty_table_takes_no_time",
-        ),
-        difficulty=4,
-        minutes=60,
-        needs=("pipeline_1f1b",),
-        doc="""
-            Return the timeline of `table`, as a Simulation with a row of TimedActions for each rank.
-
-            The rules stand above. `costs.seconds(action)` is how long an
-            action takes, and `dependencies(action, last stage)` are the results that it needs. A result has
-            the name `as_dependency(action)`, and `_taker(action)` is the stage that gets it. `message_bytes`
-            is the size of an activation and of its gradient: one number, or one for each boundary between
-            stages, beginning with that of stages 0 and 1. Begin all times with 0, not 0.0, so that fractions
-            stay exact.
-
-            ValueError if costs or sizes are not for the stages of the table: "The table has 2 stages, but the
-            costs are for 3." and "2 stages have 1 boundaries, not 3: give one size for each." For a table
-            that would never end, `validate(table, trains=not is_forward_only(table))` raises ScheduleError.
-        """,
-        hints=(
-            "Each rank does its row in order. An action starts at the later of two times: when the rank is "
-            "free, and when the last result that it needs has arrived. So a rank can go on as long as all "
-            "results that its next action needs are known.",
-            "Keep three tables: when each rank is free, when its outgoing link is free, and when each "
-            "result arrives. Without a link, or on one rank, a result arrives when its action ends. With a "
-            "link it departs when the link is free, and takes size * beta, and then alpha. Only another "
-            "stage waits for that: a result of the action's own stage was there before its rank was last "
-            "free.",
-            "Loop over the ranks that can go on. If a rank stops at a missing result, note it under that "
-            "result; when the result is there, the rank can go on again. If a rank has not come to the end "
-            "of its row, call validate.",
         ),
     ),
 )

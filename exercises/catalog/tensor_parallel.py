@@ -40,7 +40,6 @@ EXERCISES = (
                 term of it.
             """,
         },
-        objects={"layer": "tensor_parallel.layers.ColumnParallelLinear"},
         hints=(
             "A rank computes its own outputs from the full input and its part of the weight: F.linear, "
             "without any other rank. What is the gradient of x that it finds alone?",
@@ -72,6 +71,7 @@ EXERCISES = (
             TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
             all tokens: `sum_over_ranks`. `self.bias` may be None.
         """,
+        helps=("self.group: Group, self.weight: nn.Parameter",),
         hints=(
             "This rank's inputs times this rank's part of the weight give a term of every output. The output "
             "is the sum of the terms of all ranks.",
@@ -101,6 +101,7 @@ EXERCISES = (
             that another rank holds gets row 0. With `self.sequence_parallel` a rank gets the embeddings of
             its tokens only, which are divided along TIME.
         """,
+        helps=("self.group: Group, self.vocab_size: int",),
         hints=(
             "A rank can look up only the tokens whose rows it holds. What must it contribute for the others, "
             "so that the sum over ranks is right?",
@@ -185,6 +186,7 @@ EXERCISES = (
                 along another axis: average the gradients of these. It lacks parameters that are frozen.
             """,
         },
+        helps=("self.sequence_parallel: bool",),
         hints=(
             "With sequence parallelism a rank normalises its own tokens, adds the row layers' biases to its "
             "own tokens, and embeds positions of its own tokens. Which parameters are these? All that every "

@@ -6,6 +6,7 @@ ONE_PROCESS = "tests/zero/test_narrated.py::"
 KILLERS = "tests/zero/test_equality.py::"
 MEMORY = "tests/zero/test_memory.py::"
 COSTS = "tests/zero/test_costs.py::"
+WORK = ("work.wait()\n    Block until the operation has ended.",)
 
 EXERCISES = (
     Exercise(
@@ -125,7 +126,7 @@ EXERCISES = (
                 The slice `bucket.layout.mine` of `bucket.full` is this rank's shard.
             """,
         },
-        objects={"bucket": "zero.train_zero1.Bucket"},
+        helps=WORK,
         hints=(
             "reduce_scatter(shard, full, op, group, async_op, pattern) writes this rank's part of the "
             "reduction to `shard`, which may be a view of `full`. all_gather(full, shard, ...) is its "
@@ -181,7 +182,6 @@ EXERCISES = (
                 microbatches.
             """,
         },
-        objects={"bucket": "zero.train_zero1.Bucket"},
         hints=(
             "A storage is tensor.untyped_storage(); size() is its size in bytes, and resize_(n) gives it n "
             "bytes. Tensors and views that use the storage stay as they are.",
@@ -242,6 +242,7 @@ EXERCISES = (
                 comes here, too: if is_in_backward(), prefetch nothing.
             """,
         },
+        helps=("self.group: Group, self.pattern: str | None", *WORK),
         hints=(
             "A unit has three states: freed (is_freed), on its way (there is a handle in _gathering), and "
             "full. Which calls lead from one to the next, and which of them may be called in any state?",

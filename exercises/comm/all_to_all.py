@@ -1,20 +1,17 @@
 """All-to-all. Write `all_to_all` of comm/algorithms/pairwise.py.
 
-Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/pairwise.py yet: it contains the
-solution.
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/pairwise.py yet: it has the solution.
 
 You may use:
 
-    transfer.wait() -> None
-        Block until the message has arrived, or has left so that its tensor may be changed.
-    wire.irecv(tensor: torch.Tensor, src: int) -> Transfer
-        Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends.
-    wire.isend(tensor: torch.Tensor, dst: int) -> Transfer
+    wire.rank: int, wire.size: int
+        This rank's number, from 0, and the number of ranks.
+    wire.isend(tensor, dst) -> Transfer
         Start to send a contiguous tensor.
-    wire.rank: int
-        This rank's number in the group, from 0.
-    wire.size: int
-        The number of ranks.
+    wire.irecv(tensor, src) -> Transfer
+        Start to receive into a tensor of the size that is sent.
+    transfer.wait()
+        Block until the message has arrived, or has left.
 
 Check it with `python -m exercises check all_to_all`.
 """

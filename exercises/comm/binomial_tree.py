@@ -1,14 +1,12 @@
 """Parents and children in a binomial tree. Write `family` of comm/algorithms/tree.py.
 
-Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it has the
 solution.
 
 You may use:
 
-    wire.rank: int
-        This rank's number in the group, from 0.
-    wire.size: int
-        The number of ranks.
+    wire.rank: int, wire.size: int
+        This rank's number, from 0, and the number of ranks.
 
 Check it with `python -m exercises check binomial_tree`.
 """

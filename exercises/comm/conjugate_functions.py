@@ -1,13 +1,10 @@
 """Collectives and their conjugates. Write `sum_over_ranks`, `copy_to_ranks`, `gather_from_ranks` and
 `split_to_ranks` of comm/functions.py.
 
-Read notebooks/02_collectives.ipynb first. Do not open comm/functions.py yet: it contains the solution.
+Read notebooks/02_collectives.ipynb first. Do not open comm/functions.py yet: it has the solution.
 
 You may use:
 
-    Group = dist.ProcessGroup | None
-    in_flight_all_gather.wait() -> Tensor
-        Wait until the all-gather has ended, and return the full tensor.
     InFlightAllGather(shard: Tensor, dim: int, group: Group, size: int | None = None)
         An all-gather along `dim`.
     own_shard(x: Tensor, dim: int, group: Group) -> Tensor

@@ -1,7 +1,7 @@
 """All-reduce by halving and doubling. Write `halving_doubling` of comm/algorithms/hypercube.py.
 
-Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/hypercube.py yet: it contains
-the solution.
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/hypercube.py yet: it has the
+solution.
 
 You may use:
 
@@ -15,10 +15,8 @@ You may use:
         Write a (op) b, elementwise, to `out`, which may be `a` or `b`.
     divide_if_mean(op: str, reduced: torch.Tensor, ranks: int) -> None
         Divide the combined tensors of all ranks by the number of ranks, in place, if `op` is "mean".
-    wire.rank: int
-        This rank's number in the group, from 0.
-    wire.size: int
-        The number of ranks.
+    wire.rank: int, wire.size: int
+        This rank's number, from 0, and the number of ranks.
 
 Check it with `python -m exercises check halving_doubling`.
 """

@@ -1,14 +1,11 @@
 """The predicted time of a collective. Write `seconds` of comm/cost.py.
 
-Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/cost.py yet: it contains the solution.
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/cost.py yet: it has the solution.
 
 You may use:
 
     _log2_up(n: int) -> int
         Return log2 n, rounded up.
-    Link(alpha: float, beta: float)
-        The speed of a link: alpha in seconds per message, beta in seconds per byte.
-    link.alpha: float, link.beta: float
 
 Check it with `python -m exercises check predicted_seconds`.
 """

@@ -1,17 +1,14 @@
 """Ring all-gather. Write `gather_chunks` of comm/algorithms/ring.py.
 
-Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
-solution.
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it has the solution.
 
 You may use:
 
     shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None
         Send to rank r+1 and receive from rank r-1, modulo n, both started before either is waited
         for.
-    wire.rank: int
-        This rank's number in the group, from 0.
-    wire.size: int
-        The number of ranks.
+    wire.rank: int, wire.size: int
+        This rank's number, from 0, and the number of ranks.
 
 Check it with `python -m exercises check ring_all_gather`.
 """

@@ -1,7 +1,6 @@
 """Ring all-reduce. Write `all_reduce` of comm/algorithms/ring.py.
 
-Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it contains the
-solution.
+Read notebooks/02_collectives.ipynb first. Do not open comm/algorithms/ring.py yet: it has the solution.
 
 You may use:
 
@@ -11,8 +10,8 @@ You may use:
         Make chunk r on rank r the reduction of all ranks' chunks r, in n-1 steps with n ranks.
     shards_of(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]
         Return the shards of a flat tensor, as views.
-    wire.size: int
-        The number of ranks.
+    wire.rank: int, wire.size: int
+        This rank's number, from 0, and the number of ranks.
 
 Check it with `python -m exercises check ring_all_reduce`.
 """

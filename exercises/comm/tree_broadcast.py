@@ -1,18 +1,18 @@
 """Tree broadcast. Write `broadcast` of comm/algorithms/tree.py.
 
-Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it contains the
+Read notebooks/03_cost_of_a_message.ipynb first. Do not open comm/algorithms/tree.py yet: it has the
 solution.
 
 You may use:
 
     family(wire: Wire, root: int) -> tuple[int | None, list[int]]
         Return this rank's parent (None at the root) and its children, largest subtree first.
-    transfer.wait() -> None
-        Block until the message has arrived, or has left so that its tensor may be changed.
-    wire.irecv(tensor: torch.Tensor, src: int) -> Transfer
-        Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends.
-    wire.isend(tensor: torch.Tensor, dst: int) -> Transfer
+    wire.isend(tensor, dst) -> Transfer
         Start to send a contiguous tensor.
+    wire.irecv(tensor, src) -> Transfer
+        Start to receive into a tensor of the size that is sent.
+    transfer.wait()
+        Block until the message has arrived, or has left.
 
 Check it with `python -m exercises check tree_broadcast`.
 """

@@ -2,21 +2,14 @@
 context_parallel/train_all_to_all_attention.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/train_all_to_all_attention.py
-yet: it contains the solution.
+yet: it has the solution.
 
 You may use:
 
     exchange_shards(x, dim, group=None, sent=None, received=None) -> Tensor
         All-to-all along `dim` forward, all-to-all backward: shard p of `x` goes to rank p.
-    sequence.lengths: list[int]
-        Return how many tokens each rank has.
     sequence.size: int
-        Return the number of ranks.
-    SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
-            True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
-            None)
-        Hold what attention needs to know of the sequences that the ranks have cut among them.
-    sequence.group: Group, sequence.rank: int
+        The number of ranks.
 
 Check it with `python -m exercises check all_to_all_heads`.
 """

@@ -1,7 +1,7 @@
 """Attention in parts. Write `join` of context_parallel/block_attention.py.
 
-Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/block_attention.py yet: it
-contains the solution.
+Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/block_attention.py yet: it has
+the solution.
 
 Check it with `python -m exercises check join_attention`.
 """

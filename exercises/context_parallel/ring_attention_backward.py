@@ -2,7 +2,7 @@
 context_parallel/train_ring_attention.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/train_ring_attention.py yet: it
-contains the solution.
+has the solution.
 
 You may use:
 
@@ -12,21 +12,13 @@ You may use:
         Return the dtype in which results of several blocks are added up.
     InFlightShift(outgoing: torch.Tensor, incoming: torch.Tensor, group: Group = None)
         A message to the right neighbour and one from the left one, for all ranks of a group together.
-    part.pairs: float
-        Return how many pairs of a query and a key are computed, in one head of one example.
-    sequence.block_like(kv: Tensor, source: int) -> Tensor
-        Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
-    sequence.parts(source: int) -> list[Part]
-        Return the parts of the attention of this rank's queries to the keys of rank `source`.
-    SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
-            True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
-            None)
-        Hold what attention needs to know of the sequences that the ranks have cut among them.
-    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
-        Record the time of a `with` block, also if it raises.
     visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]
         Yield the keys and values of each rank, own first, while the next ones are on their way.
-    sequence.group: Group, sequence.kernel: Kernel, sequence.rank: int
+    sequence.parts(source) -> list[Part]
+        The attention to the keys of rank `source`, in parts.
+    sequence.block_like(kv, source) -> Tensor
+        An empty tensor for keys and values of a rank.
+    sequence.group: Group
 
 Check it with `python -m exercises check ring_attention_backward`.
 """

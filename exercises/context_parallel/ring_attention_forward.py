@@ -2,7 +2,7 @@
 context_parallel/train_ring_attention.py.
 
 Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/train_ring_attention.py yet: it
-contains the solution.
+has the solution.
 
 You may use:
 
@@ -15,22 +15,8 @@ You may use:
     join(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]
         Return the attention over the keys of both results, and its log-sum-exp (b, h, t).
     NO_KEY = -1e+30
-    part.pairs: float
-        Return how many pairs of a query and a key are computed, in one head of one example.
-    sequence.block_like(kv: Tensor, source: int) -> Tensor
-        Return an empty tensor for keys and values of rank `source`, modulo the number of ranks.
-    sequence.parts(source: int) -> list[Part]
-        Return the parts of the attention of this rank's queries to the keys of rank `source`.
     sequence.size: int
-        Return the number of ranks.
-    SharedSequence(group: Group, cut: SequenceCut, kernel: Kernel = KERNELS['fused'], is_causal: bool =
-            True, documents: Tensor | None = None, _parts: dict[int, list[Part]], _mask: Tensor | None =
-            None)
-        Hold what attention needs to know of the sequences that the ranks have cut among them.
-    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
-        Record the time of a `with` block, also if it raises.
-    sequence.group: Group, sequence.kernel.attend: Callable[[Tensor, Tensor, Tensor, Part], tuple[Tensor,
-    Tensor]], sequence.kernel: Kernel, sequence.rank: int
+        The number of ranks.
 
 Check it with `python -m exercises check ring_attention_forward`.
 """

@@ -1,8 +1,8 @@
 """A cut that balances a causal mask. Write `SequenceCut.zigzag` and `SequenceCut.parts` of
 context_parallel/sequence_cut.py.
 
-Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/sequence_cut.py yet: it contains
-the solution.
+Read notebooks/11_long_sequences.ipynb first. Do not open context_parallel/sequence_cut.py yet: it has the
+solution.
 
 You may use:
 
@@ -10,8 +10,6 @@ You may use:
     _pieces(length: int, number: int) -> list[slice]
     Part(queries: slice, keys: slice, is_causal: bool = False, mask: Tensor | None = None)
         Hold a part of the attention: some of a rank's queries, and keys that it has now.
-    self._placed(rank: int) -> Iterator[tuple[slice, slice]]
-        Yield the pieces of a rank that are not empty, and where they lie among its tokens.
 
 Check it with `python -m exercises check zigzag_cut`.
 """

@@ -1,14 +1,12 @@
 """Gradient accumulation. Write `accumulate` of data_parallel/train_naive_grad_accumulation.py.
 
 Read notebooks/04_naive_data_parallel.ipynb first. Do not open
-data_parallel/train_naive_grad_accumulation.py yet: it contains the solution.
+data_parallel/train_naive_grad_accumulation.py yet: it has the solution.
 
 You may use:
 
     loss_of(logits_btv: Tensor, targets_bt: Tensor) -> Tensor
         Return the cross entropy in nats, a scalar: the mean over all b * t tokens.
-    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
-        Record the time of a `with` block, also if it raises.
 
 Check it with `python -m exercises check accumulation`.
 """

@@ -2,20 +2,12 @@
 data_parallel/train_bucket_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
-contains the solution.
+has the solution.
 
 You may use:
 
-    bucket.move_in(parameter: nn.Parameter) -> None
-        Make the gradient a view of this bucket; a gradient that this rank does not have is zero.
-    self._guard.gradient_of(parameter: Tensor) -> Tensor | None
-        Return the gradient that a backward has added up, or None where the backward has returned
-        None.
-    self._guard.is_synchronising
-        False inside no_sync().
-    self._launch(bucket: Bucket) -> None
-        Start to average the bucket, and return while it travels: the backward goes on.
-    bucket.missing, self._bucket_of, self._guard: Guard, self._to_launch
+    bucket.move_in(parameter)
+        Make the gradient a view of this bucket, zero if it is missing.
 
 Check it with `python -m exercises check bucket_launch`.
 """

@@ -1,11 +1,7 @@
 """Which gradients share a bucket. Write `fill` of data_parallel/train_bucket_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
-contains the solution.
-
-You may use:
-
-    MIB = 1 << 20
+has the solution.
 
 Check it with `python -m exercises check bucket_layout`.
 """

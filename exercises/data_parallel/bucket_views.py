@@ -2,11 +2,7 @@
 data_parallel/train_bucket_overlap.py.
 
 Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_bucket_overlap.py yet: it
-contains the solution.
-
-You may use:
-
-    self.flat, self.missing, self.views
+has the solution.
 
 Check it with `python -m exercises check bucket_views`.
 """

@@ -1,18 +1,7 @@
 """One order on all ranks. Write `OverlapDataParallel._on_gradient` of data_parallel/train_overlap.py.
 
-Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it
-contains the solution.
-
-You may use:
-
-    self._guard.gradient_of(parameter: Tensor) -> Tensor | None
-        Return the gradient that a backward has added up, or None where the backward has returned
-        None.
-    self._guard.is_synchronising
-        False inside no_sync().
-    self._launch(parameter: nn.Parameter) -> None
-        Start to average a gradient, and return while it travels: the backward goes on.
-    self._complete: set[nn.Parameter], self._guard: Guard, self._to_launch
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it has
+the solution.
 
 Check it with `python -m exercises check launch_order`.
 """

@@ -1,13 +1,12 @@
 """Averaging the gradients. Write `NaiveDataParallel.finish_gradient_sync` of data_parallel/train_naive.py.
 
-Read notebooks/04_naive_data_parallel.ipynb first. Do not open data_parallel/train_naive.py yet: it contains
-the solution.
+Read notebooks/04_naive_data_parallel.ipynb first. Do not open data_parallel/train_naive.py yet: it has the
+solution.
 
 You may use:
 
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
-    self.group: Group, self.module: nn.Module, self.pattern: str | None
 
 Check it with `python -m exercises check naive_gradient_sync`.
 """

@@ -1,20 +1,15 @@
 """All-reduces in the backward. Write `OverlapDataParallel._launch` and
 `OverlapDataParallel.finish_gradient_sync` of data_parallel/train_overlap.py.
 
-Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it
-contains the solution.
+Read notebooks/05_overlap_and_buckets.ipynb first. Do not open data_parallel/train_overlap.py yet: it has
+the solution.
 
 You may use:
 
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
-    self._expect_gradients() -> None
-        Prepare for the next backward: no gradient is complete, and none is on its way.
-    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
-        Record the time of a `with` block, also if it raises.
-    work.wait() -> None
-        Block until the operation has ended.
-    self._in_flight: list[Work], self._to_launch, self.group: Group, self.pattern: str | None
+    self.pattern: str | None
+        The pattern of the collective.
 
 Check it with `python -m exercises check overlap_hooks`.
 """

@@ -1,10 +1,10 @@
 """The share of each rank. Write `DistributedSampler.__iter__` of data_parallel/sampler.py.
 
-Read notebooks/01_ranks.ipynb first. Do not open data_parallel/sampler.py yet: it contains the solution.
+Read notebooks/01_ranks.ipynb first. Do not open data_parallel/sampler.py yet: it has the solution.
 
 You may use:
 
-    self._total, self.epoch, self.num_examples: int, self.rank: int, self.seed: int, self.world_size: int
+    self.seed: int, self.world_size: int
 
 Check it with `python -m exercises check sampler`.
 """

@@ -1,6 +1,6 @@
 """Keep all experts busy. Write `auxiliary_loss` and `move_bias` of expert_parallel/balancing.py.
 
-Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/balancing.py yet: it contains the
+Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/balancing.py yet: it has the
 solution.
 
 Check it with `python -m exercises check balance_experts`.

@@ -1,12 +1,8 @@
 """To the experts and back. Write `MixtureOfExperts.in_order_of_expert` and `MixtureOfExperts.combine` of
 expert_parallel/train_moe.py.
 
-Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/train_moe.py yet: it contains the
+Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/train_moe.py yet: it has the
 solution.
-
-You may use:
-
-    self.moe: MoEConfig
 
 Check it with `python -m exercises check dispatch_and_combine`.
 """

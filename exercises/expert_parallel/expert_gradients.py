@@ -1,14 +1,13 @@
 """Whose gradient is a mean of what. Write `ExpertParallel.finish_gradient_sync` of
 expert_parallel/train_moe.py.
 
-Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/train_moe.py yet: it contains the
+Read notebooks/12_many_experts.ipynb first. Do not open expert_parallel/train_moe.py yet: it has the
 solution.
 
 You may use:
 
     average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None
         Replace each gradient by the mean over the group.
-    self.dense, self.experts, self.groups: ExpertGroups
 
 Check it with `python -m exercises check expert_gradients`.
 """

@@ -1,13 +1,12 @@
 """Clipping on a mesh. Write `counted_elsewhere` and `clip_over` of hybrid_parallel/clipping.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/clipping.py yet: it
-contains the solution.
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/clipping.py yet: it has
+the solution.
 
 You may use:
 
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
-    Group = dist.ProcessGroup | None
     sum_of_squares(gradient: Tensor) -> Tensor
         Return the sum of squared magnitudes, in float64, also of a sparse or a complex gradient.
 

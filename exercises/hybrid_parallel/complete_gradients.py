@@ -1,14 +1,8 @@
 """Completing the gradients of a step. Write `HybridParallel.finish_gradient_sync` of
 hybrid_parallel/hybrid.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/hybrid.py yet: it contains
-the solution.
-
-You may use:
-
-    self.terms: TensorParallel | None
-        Adds up gradients.
-    self.data: Any, self.pipeline: Pipeline | None
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/hybrid.py yet: it has the
+solution.
 
 Check it with `python -m exercises check complete_gradients`.
 """

@@ -1,18 +1,12 @@
 """Laying out the mesh. Write `coordinates_of` and `groups_of` of hybrid_parallel/mesh.py.
 
-Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/mesh.py yet: it contains
-the solution.
+Read notebooks/09_everything_on_one_mesh.ipynb first. Do not open hybrid_parallel/mesh.py yet: it has the
+solution.
 
 You may use:
 
-    ParallelSizes(pipeline: int = 1, data: int = 1, context: int = 1, tensor: int = 1, expert_ranks: int =
-            1, zero: Zero = 0, attention: Attention = 'ring', sequence_parallel: bool = False, schedule:
-            Schedule = '1f1b', chunks: int = 2, microbatches: int = 1, recompute: bool = False, precision:
-            Precision = 'float32', pattern: str | None = None)
-        Holds the number of ranks along each axis, and what the ranks of an axis do.
     sizes.world_size: int
-        Return the number of ranks: the product of the axes.
-    sizes.context: int, sizes.data: int, sizes.tensor: int
+        The number of ranks: the product of the axes.
 
 Check it with `python -m exercises check mesh`.
 """

@@ -1,14 +1,12 @@
 """A backward in two halves. Write `SplitLinear.forward` and `SplitLinear.backward` of
 pipeline_parallel/deferred.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/deferred.py yet: it contains the
-solution.
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/deferred.py yet: it has the solution.
 
 You may use:
 
     add_to(parameter: Tensor, gradient: Tensor) -> None
         Add to the gradient of a parameter, or begin it.
-    Later = list[Callable[[], None]]
     note_held(*tensors: Tensor) -> None
         Count tensors that are kept for a later computation without autograd's help.
 

@@ -1,15 +1,9 @@
 """Deriving the messages from a table. Write `sent_by` and `received_by` of pipeline_parallel/messages.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/messages.py yet: it contains the
-solution.
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/messages.py yet: it has the solution.
 
 You may use:
 
-    Action(kind: str, microbatch: int, stage: int)
-        Holds one action: a forward, a backward or half of a backward, of one microbatch in one stage.
-    BACKWARD = 'B'
-    FORWARD = 'F'
-    INPUT_GRADIENT = 'I'
     Message(kind: str, microbatch: int, stage: int)
         Names an activation ("F", to the next stage) or a gradient ("I", to the stage before) of
         `stage`.

@@ -1,21 +1,17 @@
 """GPipe by hand. Write `AllForwardAllBackward.step` of pipeline_parallel/train_afab.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/train_afab.py yet: it contains the
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/train_afab.py yet: it has the
 solution.
 
 You may use:
 
-    any_transfer.wait() -> None
-        Block until the message has arrived, or has left so that its tensor may be changed.
     isend(tensor: torch.Tensor, dst: int, group: Group = None) -> AnyTransfer
         Start to send a contiguous tensor to rank `dst` of the group.
     recv(tensor: torch.Tensor, src: int, group: Group = None) -> None
         Receive, and wait.
-    self.begin_step(x: Tensor, y: Tensor) -> None
-        Validate a batch, and refuse a step after the tied gradients were added up.
-    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
-        Record the time of a `with` block, also if it raises.
-    self.boundaries, self.device, self.last, self.microbatches, self.rank, self.stages
+    transfer.wait()
+        Block until the message has arrived, or has left.
+    self.device: torch.device
 
 Check it with `python -m exercises check gpipe_by_hand`.
 """

@@ -1,6 +1,6 @@
 """The table of 1F1B. Write `one_f_one_b` of pipeline_parallel/schedules.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it has the
 solution.
 
 You may use:
@@ -9,10 +9,6 @@ You may use:
         Raise ValueError for a number below 1, such as _check(stages=0).
     _Row()
         A row that grows action by action.
-    row.add(kinds: str, stage: int) -> None
-        Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
-    Table = list[list[Action]]
-    row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_1f1b`.
 """

@@ -1,6 +1,6 @@
 """The table of GPipe. Write `gpipe` of pipeline_parallel/schedules.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it has the
 solution.
 
 You may use:
@@ -9,9 +9,8 @@ You may use:
         Raise ValueError for a number below 1, such as _check(stages=0).
     _Row()
         A row that grows action by action.
-    row.add(kinds: str, stage: int) -> None
-        Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
-    Table = list[list[Action]]
+    row.add(kinds, stage)
+        Add an action of each kind, such as "FB", for its next microbatch.
     row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_gpipe`.

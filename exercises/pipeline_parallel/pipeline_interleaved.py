@@ -1,6 +1,6 @@
 """The table of interleaved 1F1B. Write `interleaved_1f1b` of pipeline_parallel/schedules.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it contains the
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/schedules.py yet: it has the
 solution.
 
 You may use:
@@ -11,9 +11,8 @@ You may use:
         Return the size of each round: at least `ranks`, as even as possible, the larger rounds first.
     _Row()
         A row that grows action by action.
-    row.add(kinds: str, stage: int) -> None
-        Add an action of each kind, such as "FB", for the next microbatch that had none of that kind.
-    Table = list[list[Action]]
+    row.add(kinds, stage)
+        Add an action of each kind, such as "FB", for its next microbatch.
     row.actions: list[Action]
 
 Check it with `python -m exercises check pipeline_interleaved`.

@@ -1,7 +1,6 @@
 """Dividing layers into stages. Write `cut` of pipeline_parallel/stage.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/stage.py yet: it contains the
-solution.
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/stage.py yet: it has the solution.
 
 You may use:
 

@@ -1,7 +1,7 @@
 """The column-parallel layer. Write `column_parallel` and `full_input` of tensor_parallel/layers.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
-contains the solution.
+has the solution.
 
 You may use:
 
@@ -12,9 +12,7 @@ You may use:
         Identity forward, all-reduce backward (f in Megatron-LM).
     gather_tokens(x: Tensor, dim: int, group: Group = None) -> Tensor
         All-gather along `dim` forward, reduce-scatter backward (g of sequence parallelism).
-    Group = dist.ProcessGroup | None
     TIME = 1
-    layer.bias, layer.group: Group, layer.overlap: bool, layer.sequence_parallel: bool, layer.weight
 
 Check it with `python -m exercises check column_parallel`.
 """

@@ -2,7 +2,7 @@
 tensor_parallel/cross_entropy.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/cross_entropy.py
-yet: it contains the solution.
+yet: it has the solution.
 
 You may use:
 
@@ -10,7 +10,6 @@ You may use:
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
     chosen_pattern(op: str, group: Group = None) -> str
         Return the pattern chosen for the group; if none is chosen or `op` lacks it, the default.
-    Group = dist.ProcessGroup | None
     own_rows(tokens, rows_per_rank, vocab_size, group, what='token') -> tuple[Tensor, Tensor]
         Return each token's row in this rank's weight, and which tokens have one; the others get row
         0.

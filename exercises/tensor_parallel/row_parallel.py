@@ -1,7 +1,7 @@
 """The row-parallel layer. Write `RowParallelLinear.forward` of tensor_parallel/layers.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/layers.py yet: it
-contains the solution.
+has the solution.
 
 You may use:
 
@@ -10,7 +10,7 @@ You may use:
     sum_over_ranks(x: Tensor, group: Group = None) -> Tensor
         All-reduce forward, identity backward (g in Megatron-LM).
     TIME = 1
-    self.bias, self.group: Group, self.sequence_parallel: bool, self.weight
+    self.group: Group, self.weight: nn.Parameter
 
 Check it with `python -m exercises check row_parallel`.
 """

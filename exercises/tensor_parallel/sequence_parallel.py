@@ -2,14 +2,13 @@
 `TensorParallel.finish_gradient_sync` of tensor_parallel/parallelize.py.
 
 Read notebooks/07_tensor_and_sequence_parallel.ipynb first. Do not open tensor_parallel/parallelize.py yet:
-it contains the solution.
+it has the solution.
 
 You may use:
 
     average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None
         Replace each gradient by the mean over the group.
-    self.dims, self.group: Group, self.held: Mapping[nn.Parameter, nn.Parameter] | None, self.module: GPT
-    | MLP, self.sequence_parallel: bool
+    self.sequence_parallel: bool
 
 Check it with `python -m exercises check sequence_parallel`.
 """

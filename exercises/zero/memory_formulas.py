@@ -1,18 +1,14 @@
 """The memory of each stage. Write `formula`, `of_one_process` and `owned` of zero/memory.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it contains the solution.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/memory.py yet: it has the solution.
 
 You may use:
 
     FORMULAS = ('P+G+O', 'P+G+O/n', 'P+G/n+O/n', '(P+G+O)/n')
     Held(parameters: float, gradients: float, optimizer_state: float)
         The sizes in bytes of the parameters, the gradients and the optimizer's state.
-    Share(full: int, mine: int, padding: int = 0, full_padding: int = 0, itemsize: int = 4, trained: bool
-            = True)
-        This rank's share of some parameters: it owns `mine` of their `full` numbers.
     WorkbookError
         Tell the user what is wrong and how to fix it.
-    full.gradients: float, full.optimizer_state: float, full.parameters: float
 
 Check it with `python -m exercises check memory_formulas`.
 """

@@ -1,7 +1,7 @@
 """ZeRO 1: an n-th of the optimizer. Write `ZeroOptimizer._launch`, `ZeroOptimizer.step` and
 `ZeroOptimizer.gather_parameters` of zero/train_zero1.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it contains the solution.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero1.py yet: it has the solution.
 
 You may use:
 
@@ -9,14 +9,8 @@ You may use:
         Write all shards, in rank order, to each rank's `full`.
     reduce_scatter(shard, full, op='sum', group=None, async_op=False, pattern=None) -> Work
         Write this rank's part of the reduction of all ranks' `full` to `shard`.
-    self._guard.before_step() -> None
-        Raise WorkbookError if the gradients of a backward have not been averaged yet.
-    span(name: str, kind: str = 'compute', **args: Any) -> AbstractContextManager[None]
-        Record the time of a `with` block, also if it raises.
-    work.wait() -> None
+    work.wait()
         Block until the operation has ended.
-    bucket.gradients, bucket.layout.mine, bucket.layout: FlatLayout, self._guard: Guard, self._in_flight,
-    self.buckets: list[Bucket], self.group: Group, self.inner, self.pattern: str | None
 
 Check it with `python -m exercises check zero1`.
 """

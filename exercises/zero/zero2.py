@@ -1,15 +1,11 @@
 """ZeRO 2: gradients freed as they leave. Write `ZeroGradientOptimizer._launch`,
 `ZeroGradientOptimizer._move_in` and `ZeroGradientOptimizer._wait_for_oldest` of zero/train_zero2.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero2.py yet: it contains the solution.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero2.py yet: it has the solution.
 
 You may use:
 
-    bucket.layout.add_gradient(shards: list[ParameterShard], gradient: Tensor) -> None
-        Give each shard its part of `gradient`, this rank's part of a flat mean gradient, or add it.
     MOST_IN_FLIGHT = 2
-    bucket.gradients, bucket.layout.mine, bucket.layout.numel, bucket.layout.padding, bucket.layout:
-    FlatLayout, bucket.shards, self._in_flight
 
 Check it with `python -m exercises check zero2`.
 """

@@ -1,7 +1,7 @@
 """ZeRO 3: gather, use, free. Write `Unit.start_gather`, `Unit.gather`, `Unit.free` and
 `FullyShardedDataParallel._before_forward` of zero/train_zero3.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero3.py yet: it contains the solution.
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/train_zero3.py yet: it has the solution.
 
 You may use:
 
@@ -9,19 +9,9 @@ You may use:
         Write all shards, in rank order, to each rank's `full`.
     is_in_backward() -> bool
         Return whether autograd runs a backward in this thread.
-    self._version
-        Of the shard when it was gathered; an optimizer step changes it.
-    self.blocks
-        The root is number 0.
-    self.is_stale: bool
-        Return whether the shard has changed since the last gather.
-    self.layout.views(full: Tensor) -> list[Tensor]
-        Return the place of each parameter in a flat tensor, in the parameter's shape.
-    work.wait() -> None
+    self.group: Group, self.pattern: str | None
+    work.wait()
         Block until the operation has ended.
-    self._gathering: Work | None, self.full, self.group: Group, self.is_freed: bool, self.layout.mine,
-    self.layout.parameters: list[nn.Parameter], self.layout: FlatLayout, self.pattern: str | None,
-    self.shard
 
 Check it with `python -m exercises check zero3`.
 """

@@ -1,10 +1,6 @@
 """A rank's shard of each parameter. Write `FlatLayout.split` of zero/shards.py.
 
-Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/shards.py yet: it contains the solution.
-
-You may use:
-
-    self.mine, self.sizes
+Read notebooks/06_zero_and_fsdp.ipynb first. Do not open zero/shards.py yet: it has the solution.
 
 Check it with `python -m exercises check zero_shards`.
 """

@@ -470,8 +470,7 @@ seen.compare(len(set().union(*pull("share").values())))
 #
 # ## Exercises
 #
-# 1. Write the sampler yourself: the exercise `sampler`, 20 minutes. (The exercise `rendezvous` is about the first half
-#    of this notebook.) Edit
+# 1. Write the sampler yourself: the exercise `sampler`, 20 minutes. Edit
 #    [exercises/data_parallel/sampler.py](../exercises/data_parallel/sampler.py) and run `make exercises ARGS='check
 #    sampler'`. Or write the function in a cell below, and let `check` put it into the lesson on real ranks:
 #    ```python
