@@ -1,9 +1,6 @@
 """Wrong implementations of collectives, their algorithms and their gradients."""
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -12,7 +9,7 @@ from comm.algorithms.hypercube import _fold_in, _fold_out
 from comm.algorithms.pairwise import all_to_all
 from comm.algorithms.reduction import combine, divide_if_mean
 from comm.algorithms.ring import shift
-from comm.algorithms.sharded_tree import _block_sizes, _start, scatter
+from comm.algorithms.sharded_tree import _block_sizes, _start
 from comm.algorithms.tree import family
 from comm.collectives import Group, broadcast
 from comm.functions import gather_from_ranks, summed
@@ -102,21 +99,6 @@ def doubling_meets_the_same_partner(wire: Wire, tensor: torch.Tensor, op: str) -
         leaving.wait()
         combine(op, tensor, theirs, out=tensor)
     divide_if_mean(op, tensor, wire.size)
-
-
-@mutant(
-    target="comm.exchange.exchange",
-    killer=(
-        "tests.comm.test_exchange.test_a_value_that_would_run_code_when_it_is_read_is_refused_and_does_not"
-    ),
-    cause="check that must refuse it",
-    fails_with="DID NOT RAISE",
-)
-def exchanged_values_run_code(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """A program that reaches the ranks' network can run any code on them: they unpickle what it sends."""
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, value, group)
-    return everyones
 
 
 @mutant(
@@ -225,19 +207,6 @@ def ring_chunk_off_by_one(rank: int, step: int, n: int) -> int:
 
 
 @mutant(
-    target="comm.algorithms.ring.shift",
-    killer="tests.comm.test_collectives_by_hand.test_a_ring_starts_no_message_for_an_empty_tensor",
-    symptom="On a ring a tensor with fewer elements than ranks takes more messages than it needs.",
-)
-def ring_sends_empty_chunks(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    """A ring all-reduce of fewer elements than ranks sends empty messages, and each takes a latency."""
-    arriving = wire.irecv(incoming, (wire.rank - 1) % wire.size)
-    leaving = wire.isend(outgoing, (wire.rank + 1) % wire.size)
-    for transfer in (arriving, leaving):
-        transfer.wait()
-
-
-@mutant(
     target="comm.algorithms.sharded_tree.scatter",
     killer=(
         "tests.comm.test_collectives_by_hand.test_a_tree_scatters_to_each_rank_its_own_shard_from_every_root"
@@ -265,45 +234,6 @@ def sharded_tree_forgets_grandchildren(
     for child, part in zip(children, reversed(parts), strict=True):
         if shards[child]:
             wire.isend(part[: shards[child]], child).wait()
-
-
-@mutant(
-    target="comm.algorithms.sharded_tree.gather",
-    killer="tests.comm.test_collectives_by_hand.test_a_tree_gathers_shards_in_rank_order_at_every_root",
-    cause="wrong order",
-    symptom=(
-        "A checkpoint that rank 2 gathers from shards by tree is wrong, and one that rank 0 gathers is right."
-    ),
-)
-def sharded_tree_gathers_by_position(
-    wire: Wire, full: torch.Tensor | None, shard: torch.Tensor, root: int, numel: int
-) -> None:
-    """A gathered checkpoint is wrong: a gather to rank 2 puts rank 2's shard first, as the tree counts
-    ranks.
-    """
-    parent, children = tree.family(wire, root)
-    sizes = _block_sizes(wire, root, numel, len(children))
-    block = shard.new_empty(sum(sizes))
-    own, *parts = block.split(sizes)
-    own.copy_(shard)
-    places = zip(parts, reversed(children), strict=True)
-    for transfer in [wire.irecv(part, child) for part, child in places if part.numel()]:
-        transfer.wait()
-    if parent is None:
-        full.copy_(block)
-    elif block.numel():
-        wire.isend(block, parent).wait()
-
-
-@mutant(
-    target="comm.algorithms.sharded_tree.reduce_scatter",
-    killer="tests.comm.test_collectives_by_hand.test_a_reduce_scatter_does_not_change_the_full_tensor",
-    symptom="After a reduce-scatter by tree rank 0's own gradients have changed.",
-)
-def sharded_tree_reduces_in_place(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Rank 0 loses its own gradients: a reduce-scatter by tree overwrites them with the sum of all ranks."""
-    tree.reduce(wire, full, op, root=0)
-    scatter(wire, shard, full if wire.rank == 0 else None, root=0, numel=full.numel())
 
 
 @mutant(

@@ -3,7 +3,6 @@
 from collections import deque
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import Group, all_reduce, broadcast
@@ -30,26 +29,6 @@ def accumulated_loss_not_divided(model: nn.Module, parts: list[tuple[Tensor, Ten
 
 
 @mutant(
-    target="data_parallel.train_bucket_overlap.BucketDataParallel.finish_gradient_sync",
-    killer=(
-        "tests.data_parallel.test_overlap."
-        "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited"
-    ),
-    cause="the average is not what is used",
-    symptom="On this machine gradients are right in each run. On a slow network they are not averaged.",
-)
-def bucket_barrier_hides_a_race(self) -> None:
-    """Replicas drift apart on a slow network: a barrier stands for the waits, and it waits for no
-    reduction.
-    """
-    while self._to_launch:
-        self._launch(self._to_launch.popleft())
-    # All ranks have started all reductions when the barrier ends. On a fast link these have then ended, too.
-    dist.barrier(self.group)
-    self._expect_gradients()
-
-
-@mutant(
     target="data_parallel.train_bucket_overlap.BucketDataParallel._expect_gradients",
     killer="tests.data_parallel.test_equivalence.test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
     cause="cleared",
@@ -62,19 +41,6 @@ def bucket_cleared_for_the_next_step(self) -> None:
     self._to_launch = deque(self.buckets)
     self._in_flight = []
     self._guard.synchronised()
-
-
-@mutant(
-    target="data_parallel.train_bucket_overlap.BucketDataParallel._launch",
-    killer="tests.data_parallel.test_equivalence.test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
-    cause="divided by their number once too often",
-)
-def bucket_divided_twice(self, bucket: Bucket) -> None:
-    """Training is slow: gradients are divided by the number of ranks twice."""
-    for parameter in bucket.missing:
-        bucket.move_in(parameter)
-    bucket.flat.div_(dist.get_world_size(self.group))
-    self._in_flight.append(all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern))
 
 
 @mutant(
@@ -331,22 +297,6 @@ def sampler_repeats_examples_in_evaluation(
 def sampler_without_set_epoch(self, epoch: int) -> None:
     """Every epoch has the same batches in the same order: `set_epoch` has no effect."""
     pass
-
-
-@mutant(
-    target="training.guard.Guard.gradient_of",
-    killer=(
-        "tests.data_parallel.test_refusals.test_a_second_backward_before_finish_gradient_sync_is_refused"
-    ),
-    cause="check that must refuse it",
-    symptom=(
-        "A loop that forgets finish_gradient_sync() trains without an error, and the replicas drift apart."
-    ),
-    fails_with=("DID NOT RAISE", "KeyError"),
-)
-def second_backward_not_noticed(self, parameter: Tensor) -> Tensor | None:
-    """A loop that forgets finish_gradient_sync() trains without an error, and the replicas drift apart."""
-    return parameter.grad
 
 
 @mutant(

@@ -1,6 +1,5 @@
 """Wrong implementations of meshes and of their plans."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import all_reduce, use_pattern
-from comm.cost import Link
 from comm.exchange import exchange
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from exercises.mutants import mutant
@@ -17,14 +15,11 @@ from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import BalancedExperts, ExpertAxis, Experts, ReplicatedExperts, experts_of
 from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
-from hybrid_parallel.planner.machine import Machine
-from hybrid_parallel.planner.memory import ITEMSIZE
 from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.planner.step_time import Pass, TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 from lab.models.model import GPT
 from pipeline_parallel.pipeline import Pipeline
-from tensor_parallel.expected_traffic import parts_of
 from tensor_parallel.parallelize import TensorParallel
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -149,23 +144,6 @@ def hybrid_experts_averaged_over_all_replicas(
 
 
 @mutant(
-    target="hybrid_parallel.expert_axis.ReplicatedExperts.finish_gradient_sync",
-    killer=(
-        "tests.hybrid_parallel.test_context_and_experts.test_experts_divided_among_replicas_equal_one_process"
-    ),
-    symptom=(
-        "With SGD the more ranks share the experts, the sooner they diverge; with Adam nothing is noticed."
-    ),
-)
-def hybrid_experts_not_divided_by_expert_ranks(self: ReplicatedExperts) -> None:
-    """Experts learn faster than all else on a mesh: their gradients are sums over the ranks that share
-    them.
-    """
-    for part in self._parts:
-        part.finish_gradient_sync()
-
-
-@mutant(
     target="hybrid_parallel.hybrid.HybridParallel._replicate",
     killer=(
         "tests.hybrid_parallel.test_narrated_axes."
@@ -243,30 +221,6 @@ def hybrid_norm_counts_copies(pipeline: Pipeline | None, tensor: TensorParallel 
 
 
 @mutant(
-    target="hybrid_parallel.hybrid.HybridParallel.clip_grad_norm_",
-    killer="tests.hybrid_parallel.test_clipping.test_divided_experts_count_once_and_so_does_everything_else",
-    cause="Count it once",
-    symptom=(
-        "With experts on several ranks a run clips harder, and trains more slowly, than with all on each."
-    ),
-)
-def hybrid_norm_counts_dense_gradients_for_each_expert_rank(self: HybridParallel, max_norm: float) -> Tensor:
-    """With divided experts a run clips harder: what is no expert counts in the norm once for each expert
-    rank.
-    """
-    groups = [self.mesh.pipeline, self.mesh.tensor]
-    gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-    uncounted = counted_elsewhere(self.pipeline, self.tensor)
-    if self.sizes.zero:
-        groups.append(self.mesh.replicas)
-        gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
-    if self.experts is not None:
-        groups.append(self.experts.groups.experts)
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    return clip_over(groups, gradients, uncounted, max_norm, self.pattern, self.device)
-
-
-@mutant(
     target="hybrid_parallel.context_axis.ContextAxis._at_own_positions",
     killer=(
         "tests.hybrid_parallel.test_context_and_experts."
@@ -289,16 +243,6 @@ def hybrid_positions_of_own_tokens(self: ContextAxis, _: nn.Module, args: tuple[
 def hybrid_replicas_draw_alike(rank: int, sizes: ParallelSizes) -> int:
     """More replicas help less than they should: all draw the same dropout masks."""
     return rank // (sizes.tensor * sizes.replicas)
-
-
-@mutant(
-    target="hybrid_parallel.traffic._stages",
-    killer="tests.hybrid_parallel.test_equivalence.test_pipelines_of_divided_layers_equal_one_process",
-)
-def hybrid_stage_expected_to_send_for_all(hybrid: HybridParallel) -> Iterator[set[str]]:
-    """In a pipeline the formulas exceed the counted bytes: each stage is expected to run all layers."""
-    for stage in [hybrid.plain]:
-        yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
 
 
 @mutant(
@@ -348,18 +292,6 @@ def planner_holds_the_batch_at_once(shape: ModelShape, sizes: ParallelSizes, bat
 
 
 @mutant(
-    target="hybrid_parallel.planner.memory.layer_activations",
-    killer="tests.hybrid_parallel.test_planner_memory.test_norms_are_divided_by_sequence_parallelism_only",
-)
-def planner_norms_divided_without_sequence_parallelism(shape: ModelShape, sizes: ParallelSizes) -> float:
-    """A plan with tensor parallelism runs out of memory: norms and residuals count as divided, too."""
-    c = ITEMSIZE[sizes.precision]
-    kept = shape.kept_bytes(c).on_a_rank(sizes.tensor, divides_tokens=True)
-    exchanged = sizes.context > 1 and sizes.attention == "all_to_all"
-    return kept + exchanged * shape.query_width * c / sizes.tensor
-
-
-@mutant(
     target="hybrid_parallel.planner.step_time.TimeModel.layer",
     killer="tests.hybrid_parallel.test_planner_time.test_recomputation_adds_a_third_to_the_layers",
 )
@@ -368,17 +300,3 @@ def planner_recomputes_for_free(self: TimeModel, sizes: ParallelSizes) -> tuple[
     compute = self._compute(sizes)
     forward, backward = self._tensor(sizes, compute)
     return Pass(compute) + forward, Pass(compute) + backward, Pass(compute)
-
-
-@mutant(
-    target="hybrid_parallel.planner.machine.Machine.link",
-    killer=(
-        "tests.hybrid_parallel.test_planner_time."
-        "test_a_link_across_nodes_is_as_fast_as_the_cards_that_the_group_has_in_a_node"
-    ),
-)
-def planner_takes_the_slow_link_for_all(self: Machine, ranks: int, stride: int) -> Link:
-    """The planner avoids groups that cross nodes: of the network cards of a node one counts, instead of
-    all.
-    """
-    return self.inner if (ranks - 1) * stride < self.devices_per_node else self.outer

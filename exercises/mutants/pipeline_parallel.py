@@ -13,7 +13,6 @@ from lab.trace.timeline import span
 from pipeline_parallel.actions import FORWARD, WEIGHT_GRADIENT, Table, placement
 from pipeline_parallel.deferred import add_to
 from pipeline_parallel.messages import Message, received_by
-from training.clipping import clip_grad_norm_
 
 
 @mutant(
@@ -86,45 +85,6 @@ def pipeline_by_hand_gradients_in_reverse(self, x: Tensor, y: Tensor) -> Tensor 
 
 
 @mutant(
-    target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
-    killer="tests.pipeline_parallel.test_narrated.test_gpipe_by_hand_equals_one_process",
-    cause="where a mean is due",
-)
-def pipeline_by_hand_loss_not_divided(self, x: Tensor, y: Tensor) -> Tensor | None:
-    """GPipe's gradients are too large by the number of microbatches: losses are summed, not averaged."""
-    self.begin_step(x, y)
-    rank, stage, m = self.rank, self.stages[str(self.rank)], self.microbatches
-    is_first, is_last = rank == 0, rank == self.last
-    losses, leaving, kept = [], [], []
-    for i, (x_i, y_i) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
-        given = x_i
-        if not is_first:
-            given = torch.empty_like(self.boundaries[rank], device=self.device)
-            recv(given, rank - 1)
-            given.requires_grad_()
-        with span(str(i), "forward", action="F", microbatch=i, stage=rank):
-            made = stage(given, y_i) if is_last else stage(given)
-        if is_last:
-            losses.append(made.detach())
-        else:
-            leaving.append(isend(made.detach(), rank + 1))
-        kept.append((given, made))
-    for i in range(m):
-        (given, made), gradient = kept[i], None
-        if not is_last:
-            gradient = torch.empty_like(made)
-            recv(gradient, rank + 1)
-        with span(str(i), "backward", action="B", microbatch=i, stage=rank):
-            made.backward(gradient)
-        kept[i] = None
-        if not is_first:
-            leaving.append(isend(given.grad, rank - 1))
-    for transfer in leaving:
-        transfer.wait()
-    return torch.stack(losses).sum() if is_last else None
-
-
-@mutant(
     target="pipeline_parallel.train_model_parallel.ModelParallel.step",
     killer="tests.pipeline_parallel.test_narrated.test_model_parallel_equals_one_process",
 )
@@ -168,17 +128,6 @@ def pipeline_clipped_by_the_local_norm(self, max_norm: float) -> Tensor:
     for gradient in gradients:
         gradient.mul_(scale.to(gradient))
     return norm
-
-
-@mutant(
-    target="pipeline_parallel.stage.costs_of",
-    killer="tests.pipeline_parallel.test_stage.test_costs_of_another_number_than_parts_lose_no_layer",
-    cause="left out",
-    symptom="With a list of costs that is too short, a pipeline trains a smaller model, without an error.",
-)
-def pipeline_costs_too_few_drop_layers(model, parts, costs):
-    """With a list of costs that is too short, the last layers are missing in the pipeline."""
-    return [part.cost for part in parts] if costs is None else list(costs)
 
 
 @mutant(
@@ -304,18 +253,6 @@ def pipeline_loss_of_the_last_microbatch(self, message: Message | None, made: Te
         self.ready[message] = made
     else:
         self.leaving[message] = isend(made.contiguous(), to, self.channels.of(self.rank, to))
-
-
-@mutant(
-    target="pipeline_parallel.own_stages.OwnStages.clip_grad_norm_",
-    killer="tests.pipeline_parallel.test_mutant_killers.test_the_norm_is_that_of_all_stages",
-    symptom="With tied weights clipping is too strong.",
-)
-def pipeline_norm_counts_tied_copies(self, max_norm: float) -> Tensor:
-    """With tied weights clipping is too strong: the norm counts the embedding on both ranks that have a
-    copy.
-    """
-    return clip_grad_norm_(self.parameters(), max_norm, self.group, device=self.device)
 
 
 @mutant(

@@ -246,17 +246,3 @@ def tensor_row_gathers_its_outputs(self, x: Tensor) -> Tensor:
         own = split_to_ranks(term, -1, self.group)
         y = gather_from_ranks(own, -1, self.group, term.shape[-1])
     return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-@mutant(
-    target="tensor_parallel.layers.VocabParallelEmbedding.forward",
-    killer="tests.tensor_parallel.test_layers.test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks",
-    cause="check that must refuse it",
-    fails_with="DID NOT RAISE IndexError",
-)
-def tensor_unknown_tokens_are_zero(self, tokens: Tensor) -> Tensor:
-    """A token id outside of the vocabulary becomes a vector of zeros instead of an error."""
-    mine = tokens - dist.get_rank(self.group) * len(self.weight)
-    is_mine = (mine >= 0) & (mine < len(self.weight))
-    term = F.embedding(mine.where(is_mine, 0), self.weight) * is_mine.unsqueeze(-1)
-    return scatter_sums(term, 1, self.group) if self.sequence_parallel else sum_over_ranks(term, self.group)

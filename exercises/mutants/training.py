@@ -9,14 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exercises.mutants import mutant
-from lab.launch.errors import WorkbookError
 from training import checkpoint_storage as storage
 from training.checkpoint import Checkpoints, Shard, already_there
-from training.checkpoint_storage import Boxes, Found
+from training.checkpoint_storage import Boxes
 from training.data import VALIDATION_BATCHES, TrainingData
 from training.run import Run
 
@@ -91,20 +89,6 @@ def checkpoint_of_tensors_that_change(self: Checkpoints, shards: list[Shard]) ->
     for shard in shards:
         shard.add_to(boxes)
     return boxes
-
-
-@mutant(
-    target="training.checkpoint_storage.verify",
-    killer="tests.training.test_checkpoint.test_every_flipped_bit_is_named_with_its_file_and_tensor",
-    fails_with="DID NOT RAISE",
-)
-def checkpoint_only_measured(found: Found, rank: int = 0, ranks: int = 1) -> None:
-    """A bit of a checkpoint has flipped on disk, and training resumes from a wrong weight without an
-    error.
-    """
-    for path in found.folder.iterdir():
-        if path.stat().st_size == 0:
-            raise WorkbookError(f"{path} is damaged: resume from another checkpoint")
 
 
 @mutant(
@@ -203,13 +187,3 @@ def validated_on_what_was_trained_on(self: TrainingData) -> Iterator[tuple[Tenso
     for step in range(VALIDATION_BATCHES):
         x, y = self.batch(step)
         yield x, y, y[:, 0] >= 0
-
-
-@mutant(
-    target="training.evaluation.sums_of",
-    killer="tests.training.test_evaluation.test_repeated_images_do_not_count",
-)
-def validation_counts_repeated_images(outputs: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-    """The validation loss and accuracy of digits change with the batch size: a few images count twice."""
-    losses = F.cross_entropy(outputs.flatten(0, -2), y.flatten(), reduction="sum")
-    return torch.stack([losses, (outputs.argmax(-1) == y).sum()]).double()

@@ -79,24 +79,6 @@ def zero_order_of_each_rank(self, parameter: Tensor) -> None:
 
 
 @mutant(
-    target="zero.train_zero1.ZeroOptimizer._on_gradient",
-    killer="tests.zero.test_refusals.test_a_backward_after_the_gradients_are_averaged_is_refused",
-    cause="check that must refuse it",
-    fails_with="DID NOT RAISE",
-)
-def zero_gradients_of_two_steps_mixed(self, parameter: Tensor) -> None:
-    """Without zero_grad() a step forgets the gradients before it, and none of them is added: no check."""
-    if self._guard.gradient_of(parameter) is None:
-        return
-    bucket = self._bucket_of[parameter]
-    self._move_in(parameter, bucket)
-    if self._guard.is_synchronising:
-        bucket.missing.discard(parameter)
-        while self._to_launch and not self._to_launch[0].missing:
-            self._launch(self._to_launch.popleft())
-
-
-@mutant(
     target="zero.train_zero2.ZeroGradientOptimizer._launch",
     killer="tests.zero.test_costs.test_at_most_three_buckets_of_gradients_are_alive",
     cause="kept",
@@ -137,26 +119,6 @@ def zero2_last_microbatch_only(self) -> None:
         shard.tensor.grad = None
     bucket.layout.add_gradient(bucket.shards, bucket.gradients[bucket.layout.mine].clone())
     bucket.gradients.untyped_storage().resize_(0)
-
-
-@mutant(
-    target="zero.train_zero3.FullyShardedDataParallel._before_backward",
-    killer="tests.zero.test_refusals.test_a_backward_after_the_optimizers_step_is_refused",
-    cause="check that must refuse it",
-    fails_with="DID NOT RAISE",
-)
-def zero3_backward_with_new_parameters(self, i: int, _: Tensor) -> None:
-    """Gradients are wrong without an error when the optimizer steps between a forward and its backward."""
-    self._has_backward, done = True, []
-    if i > 0 and self._current is not self.blocks[i]:
-        done, self._current = self._current, self.blocks[i]
-    for unit in done:
-        unit.free()
-    for unit in self.blocks[i]:
-        unit.gather()
-    for unit in self.blocks[i - 1] if i > 1 else []:
-        unit.start_gather()
-    self._reduce(done)
 
 
 @mutant(
