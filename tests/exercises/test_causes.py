@@ -9,7 +9,7 @@ from exercises.checker.relations import across_ranks, relation
 from exercises.checker.schedule_table import LEGEND, marked, wrong_table
 from lab.ranks.compared import Compared
 from lab.ranks.waiting import Wait
-from pipeline_parallel.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from pipeline_parallel.schedules import gpipe, one_f_one_b
 
 RIGHT = torch.tensor([1.0, -2.0, 3.0, 5.0], dtype=torch.float64)
 
@@ -219,10 +219,3 @@ def test_a_row_that_ends_early_or_goes_on_is_a_wrong_cell_too():
     assert "slot 2: no action is expected, but the row has 0F0" in marked(
         right, [[*right[0], right[0][0]]], "gpipe(1, 1)"
     )
-
-
-def test_schedules_with_chunks_are_compared_too():
-    def written(ranks: int, microbatches: int, chunks: int = 2):
-        return [row[::-1] for row in interleaved_1f1b(ranks, microbatches, chunks)]
-
-    assert "interleaved_1f1b(1, 1, 2), rank 0, slot 0" in wrong_table(interleaved_1f1b, written)

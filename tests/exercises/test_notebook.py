@@ -45,20 +45,14 @@ def test_an_error_and_a_hang_in_a_cell_name_the_line_of_the_cell(tmp_path, name)
     trace = f'File "{name}", line 2, in gpipe\nFile "/library.py", line 9, in f\nKeyError: 1'
     stuck = "no answer within 1 s.\n  rank 0 is stuck at /comm/wire.py:61 in wait: work.wait()\n"
     stuck += f"      called from {name}:2 in gpipe: "
-    for text, said in (
-        (trace, ": rank 0 at line 2 of your cell: KeyError: 1"),
-        (stuck, "rank 0 at line 2 of"),
-    ):
-        failure = {
-            "type": "RankError",
-            "rank": 0,
-            "text": f"{text}",
-            "trace": text,
-            "difference": "",
-            "cause": "",
-        }
-        failure["text"] = text if text is stuck else f"rank 0 failed:\n\n{text}"
-        test = {"id": "test_it", "failure": failure | {"drawing": ""}}
+    cases = (
+        (trace, f"rank 0 failed:\n\n{trace}", "line 2 of your cell: KeyError: 1"),
+        (stuck, stuck, "rank 0 at line 2 of"),
+    )
+    for where, text, said in cases:
+        failure = {"type": "RankError", "rank": 0, "text": text, "trace": where}
+        failure |= dict.fromkeys(("difference", "cause", "drawing"), "")
+        test = {"id": "test_it", "failure": failure}
         sentence = explain(BY_NAME["pipeline_gpipe"], file, test).sentence
         assert said in sentence and "outside" not in sentence
 
