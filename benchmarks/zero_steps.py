@@ -130,8 +130,7 @@ def held(cluster: Cluster, names: list[str]) -> dict[str, Held]:
     for name in names:
         training = start(cluster, name)
         training()
-        report = MemoryReport(cluster, STAGES[name], training.model, training.optimizer, [], 0)
-        measured = report.measure()
+        measured = MemoryReport(training.model, training.optimizer).measure()
         result[name] = Held(measured.parameters, measured.gradients, measured.optimizer_state)
     return result
 

@@ -40,6 +40,7 @@ from hybrid_parallel.expert_axis import (
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
 from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
+from zero import train_zero1, train_zero3
 
 ByAxis = dict[str, Traffic]
 AXES = (*mesh.AXES, "expert")
@@ -73,8 +74,10 @@ def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
         return traffic_per_step(hybrid.data, hybrid.pattern)
     if isinstance(hybrid.data, ReplicatedExperts):
         return hybrid.data.traffic_per_step()
+    if isinstance(hybrid.data, train_zero3.FullyShardedDataParallel):
+        return train_zero3.traffic_per_step(hybrid.data, hybrid.sizes.microbatches, is_clipped)
     reductions = hybrid.sizes.microbatches if hybrid.sizes.zero > 1 else 1
-    return hybrid.data.traffic_per_step(reductions, is_clipped)
+    return train_zero1.traffic_per_step(hybrid.data, reductions, is_clipped)
 
 
 def _of_counts(hybrid: HybridParallel) -> Traffic:

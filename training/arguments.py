@@ -3,13 +3,22 @@
 import dataclasses
 from typing import Any, Literal
 
+import torch
 import tyro
+from torch.optim import Optimizer
 
 NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
 """The type of an option of the base class that a script does not offer: its command line lacks it."""
 
 Size = Literal["tiny", "small", "24heads", "8layers", "13m"]
 """The GPTs of lab/models/model.py."""
+
+# By the name of --optimizer: its class, its options, and how many numbers it keeps for each trained number.
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], int]] = {
+    "adamw": (torch.optim.AdamW, {}, 2),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, 1),
+    "sgd": (torch.optim.SGD, {}, 0),
+}
 
 Transport = Literal["auto", "shared_memory", "sockets", "gloo"]
 """The transports of comm/transport/choice.py."""
@@ -84,6 +93,29 @@ class ClipArgs:
 
     clip: float | None = None
     """Scale the gradients down so that their norm, over all parameters and ranks, is at most this number."""
+
+
+@dataclasses.dataclass
+class ZeroArgs(ClipArgs, AccumulationArgs):
+    """Train a small GPT on the source of Python's standard library, with the training state sharded."""
+
+    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
+    """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
+    pattern: Literal[ShardPattern, None] = None
+    """Algorithm of the collectives: who sends what to whom. ring is the textbook's; pipelined_ring sends each
+    chunk in pieces; tree sends all data through rank 0; torch is PyTorch's own. None: ring on gloo,
+    torch on nccl."""
+    metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
+
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Return the class of the optimizer, and its options."""
+        optimizer_class, options, _ = OPTIMIZERS[self.optimizer]
+        return optimizer_class, {**options, "lr": self.lr}
+
+    @property
+    def states(self) -> int:
+        """Return how many numbers the optimizer keeps for each trained number."""
+        return OPTIMIZERS[self.optimizer][2]
 
 
 def given(args: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class FlatLayout:
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
         self.parameters = parameters
-        self.itemsize, self.is_trained = parameters[0].itemsize, parameters[0].requires_grad
+        self.is_trained = parameters[0].requires_grad
         self.sizes = [parameter.numel() for parameter in parameters]
         shard_numel = -(-sum(self.sizes) // ranks)  # rounded up
         self.numel = ranks * shard_numel

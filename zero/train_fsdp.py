@@ -56,10 +56,10 @@ from lab.models.model import GPT, loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from training.arguments import ShardPattern
+from training.arguments import ShardPattern, ZeroArgs
 from training.run import Run
 from training.validate import validate_nccl
-from zero.memory import MemoryReport, Share, ZeroArgs
+from zero.memory import MemoryReport, Share, owned
 
 
 @dataclasses.dataclass
@@ -174,20 +174,6 @@ def full_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shares_of(model: nn.Module, rank: int, ranks: int) -> list[Share]:
-    """Return this rank's share of each parameter: some of its rows, and padding if there are too few."""
-    shares = []
-    for parameter in model.parameters():
-        rows, row = parameter.shape[0], parameter.shape[1:].numel()
-        each = -(-rows // ranks)
-        mine = min(max(0, rows - rank * each), each)
-        padding = (each - mine) * row
-        shares.append(
-            Share(parameter.numel(), mine * row, padding, 0, parameter.itemsize, parameter.requires_grad)
-        )
-    return shares
-
-
 def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
     """Return the traffic to expect of a step.
 
@@ -222,8 +208,9 @@ def main(cluster: Cluster, args: Args) -> None:
     )
     optimizer_class, options = args.optimizer_class()
     optimizer = optimizer_class(model.parameters(), **options)
-    shares = shares_of(model, cluster.rank, cluster.world_size)
-    memory = MemoryReport(cluster, 3, model, optimizer, shares, args.states)
+    mine = [(p.numel(), p.to_local().numel(), p.itemsize, p.requires_grad) for p in model.parameters()]
+    shares = [Share(*numbers) for numbers in mine]  # some rows of each parameter
+    memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -246,7 +233,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.evaluate(step, model)
             model.reshard()  # a root that stays gathered after an evaluation would not be gathered again
             run.stop_if_asked(step)
-    held = memory.finish(as_json=args.json)
+    held = memory.fields()
     full = run.model()
     full.load_state_dict(dict(full_state_dict(model)))
     run.finish(full, **held)

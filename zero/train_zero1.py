@@ -19,8 +19,8 @@ the shards changes the model. Gradients have a flat tensor of their own for each
 
 The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
 reduce-scattered while the backward goes on (`_launch`), what is left is sent and awaited
-(`finish_gradient_sync`), and the update follows (`step`). Its parts are shards.py, the layout, and memory.py,
-the report.
+(`finish_gradient_sync`), and the update follows (`step`). What is not the idea (clipping, checkpoints) is in
+`ShardOptimizer`. Parts of the technique are shards.py, the layout, and memory.py, the report.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -46,11 +46,12 @@ from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
+from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.guard import Guard, refuse_unless_elementwise
 from training.run import Run
-from zero.memory import MemoryReport, ZeroArgs, shares_of
+from zero.memory import MemoryReport, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard, checkpoint_shards, fill_buckets
 
 
@@ -76,7 +77,56 @@ class Bucket:
         self.missing = set(parameters)
 
 
-class ZeroOptimizer(Optimizer):
+def lay_out(options: dict[str, Any], group: Group, first_mb: float, bucket_mb: float) -> list[Bucket]:
+    """Broadcast a param group's parameters and return them in buckets; the group has shards instead."""
+    for parameter in options["params"]:
+        broadcast(parameter.data, root=0, group=group)
+    place = dist.get_rank(group), dist.get_world_size(group)
+    buckets = [Bucket(some, *place) for some in fill_buckets(options["params"], first_mb, bucket_mb)]
+    options["params"] = [shard.tensor for bucket in buckets for shard in bucket.shards]
+    options.pop("param_names", None)
+    return buckets
+
+
+class ShardOptimizer(Optimizer):
+    """Has what an optimizer of shards in `buckets` needs beside the idea: clipping, checkpoints, refusals."""
+
+    group: Group
+    pattern: str | None
+    buckets: list[Bucket]
+    _guard: Guard
+
+    @property
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return this rank's shard of each parameter that is trained."""
+        return [shard for bucket in self.buckets for shard in bucket.shards]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        self._guard.before_step()
+        shards = [shard.tensor for shard in self.parameter_shards]
+        return clip_grad_norm_(shards, max_norm, self.group, self.pattern)
+
+    def shards(self, model: nn.Module) -> list[Shard]:
+        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        mine = checkpoint_shards(names, self.parameter_shards, self)
+        full = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        in_full = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full.items()]
+        return in_full + [shard for shard in mine if not shard.name.startswith("model/")]
+
+    def state_dict(self) -> NoReturn:
+        """Refuse: each rank has the state of its own shards only."""
+        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Let torch's constructor add its groups, and refuse later ones."""
+        if hasattr(self, "_bucket_of"):
+            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
+        super().add_param_group(param_group)
+
+
+class ZeroOptimizer(ShardOptimizer):
     """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
 
     The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
@@ -84,7 +134,7 @@ class ZeroOptimizer(Optimizer):
     not. Call `finish_gradient_sync()` after the last backward. With several microbatches, divide each loss
     by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros.
 
-    Gradients do not stay in the model: clip with `clip_grad_norm_` of this class.
+    Gradients do not stay in the model, and torch's `clip_grad_norm_` would find none: clip with this class's.
     """
 
     def __init__(
@@ -99,17 +149,10 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         refuse_unless_elementwise(optimizer_class, defaults)
         self.group, self.pattern = group, pattern
-        self.buckets: list[Bucket] = []
         groups = optimizer_class(params, **defaults).param_groups  # `params` can have several forms
         self._guard = Guard(nn.ParameterList(p for options in groups for p in options["params"]))
-        place = dist.get_rank(group), dist.get_world_size(group)
-        for options in groups:
-            for parameter in options["params"]:
-                broadcast(parameter.data, root=0, group=group)
-            buckets = [Bucket(some, *place) for some in fill_buckets(options["params"], first_mb, bucket_mb)]
-            options["params"] = [shard.tensor for bucket in buckets for shard in bucket.shards]
-            options.pop("param_names", None)
-            self.buckets += buckets
+        sizes = first_mb, bucket_mb
+        self.buckets: list[Bucket] = [b for options in groups for b in lay_out(options, group, *sizes)]
         self.inner = optimizer_class(groups, **defaults)
         super().__init__(self.inner.param_groups, defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -162,8 +205,11 @@ class ZeroOptimizer(Optimizer):
         work.wait()
         bucket.layout.add_gradient(bucket.shards, bucket.gradients[bucket.layout.mine])
 
-    def _reduce_all(self) -> None:
-        """Send the buckets that are left, with zeros for unused parameters, and wait for all."""
+    def finish_gradient_sync(self) -> None:
+        """Send what is left after the last backward, with zeros for unused parameters, and wait for all."""
+        if self._is_synchronised:
+            return
+        self._guard.before_forward()
         while self._to_launch:
             bucket = self._to_launch.popleft()
             for parameter in bucket.missing:
@@ -174,14 +220,8 @@ class ZeroOptimizer(Optimizer):
         for bucket in self.buckets:
             bucket.missing = set(bucket.layout.parameters)
         self._to_launch.extend(self.buckets)
-
-    def finish_gradient_sync(self) -> None:
-        """Wait, after the last backward, until each shard has its part of the mean gradient."""
-        if not self._is_synchronised:
-            self._guard.before_forward()
-            self._reduce_all()
-            self._guard.synchronised()
-            self._is_synchronised = True
+        self._guard.synchronised()
+        self._is_synchronised = True
 
     def step(self, closure: None = None) -> None:
         """Update this rank's shards, and gather those of all ranks: the model has all new parameters."""
@@ -204,44 +244,16 @@ class ZeroOptimizer(Optimizer):
             shard.parameter.grad = shard.tensor.grad = None
         self._is_synchronised = False
 
-    @property
-    def parameter_shards(self) -> list[ParameterShard]:
-        """Return this rank's shard of each parameter that is trained."""
-        return [shard for bucket in self.buckets for shard in bucket.shards]
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        self._guard.before_step()
-        shards = [shard.tensor for shard in self.parameter_shards]
-        return clip_grad_norm_(shards, max_norm, self.group, self.pattern)
-
-    def traffic_per_step(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
-        """Return the traffic to expect of a step with so many reduce-scatters of each bucket."""
-        pattern, group = self.pattern, self.group
-        total = expected_traffic("all_reduce", pattern, 1, 8, group) if is_clipped else Traffic()
-        for bucket in self.buckets:
-            size = bucket.full.numel(), bucket.full.itemsize
-            total += expected_traffic("all_gather", pattern, *size, group)
-            total += sum([expected_traffic("reduce_scatter", pattern, *size, group)] * reductions, Traffic())
-        return total
-
-    def shards(self, model: nn.Module) -> list[Shard]:
-        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        mine = checkpoint_shards(names, self.parameter_shards, self)
-        full = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        in_full = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full.items()]
-        return in_full + [shard for shard in mine if not shard.name.startswith("model/")]
-
-    def state_dict(self) -> NoReturn:
-        """Refuse: each rank has the state of its own shards only."""
-        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let torch's constructor add its groups, and refuse later ones."""
-        if hasattr(self, "_bucket_of"):
-            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
-        super().add_param_group(param_group)
+def traffic_per_step(optimizer: ZeroOptimizer, reductions: int = 1, is_clipped: bool = False) -> Traffic:
+    """Return the traffic to expect of a step with so many reduce-scatters of each bucket."""
+    pattern, group = optimizer.pattern, optimizer.group
+    total = expected_traffic("all_reduce", pattern, 1, 8, group) if is_clipped else Traffic()
+    for bucket in optimizer.buckets:
+        size = bucket.full.numel(), bucket.full.itemsize
+        total += expected_traffic("all_gather", pattern, *size, group)
+        total += sum([expected_traffic("reduce_scatter", pattern, *size, group)] * reductions, Traffic())
+    return total
 
 
 @dataclasses.dataclass
@@ -259,8 +271,8 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = ZeroOptimizer(
         model.parameters(), optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **options
     )
-    layouts = [bucket.layout for bucket in optimizer.buckets]
-    memory = MemoryReport(cluster, 1, model, optimizer, shares_of(model, layouts), args.states)
+    shares = shares_of(model, optimizer.parameter_shards)
+    memory = MemoryReport(model, optimizer, owned(1, shares, args.states))
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -281,10 +293,10 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(optimizer.traffic_per_step(is_clipped=args.clip is not None))
+            run.expect_traffic(traffic_per_step(optimizer, is_clipped=args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, **memory.finish(as_json=args.json))
+    run.finish(model, **memory.fields())
 
 
 if __name__ == "__main__":

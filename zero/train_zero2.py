@@ -41,8 +41,8 @@ from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.timeline import span
 from training.run import Run
-from zero.memory import MemoryReport, shares_of
-from zero.train_zero1 import Args, Bucket, ZeroOptimizer
+from zero.memory import MemoryReport, owned, shares_of
+from zero.train_zero1 import Args, Bucket, ZeroOptimizer, traffic_per_step
 
 MOST_IN_FLIGHT = 2  # without a limit, all buckets would wait in memory for a slow link
 
@@ -63,8 +63,8 @@ class ZeroGradientOptimizer(ZeroOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Send the gradients of this microbatch, too: they add up in the shards."""
         yield
-        self._reduce_all()
-        self._guard.synchronised()
+        self.finish_gradient_sync()
+        self._is_synchronised = False  # the next microbatch adds to the shards
 
     def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
         """Copy a gradient into its bucket, which gets memory with its first gradient."""
@@ -95,8 +95,8 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = ZeroGradientOptimizer(
         model.parameters(), optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **options
     )
-    layouts = [bucket.layout for bucket in optimizer.buckets]
-    memory = MemoryReport(cluster, 2, model, optimizer, shares_of(model, layouts), args.states)
+    shares = shares_of(model, optimizer.parameter_shards)
+    memory = MemoryReport(model, optimizer, owned(2, shares, args.states))
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -117,10 +117,10 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(optimizer.traffic_per_step(len(parts), args.clip is not None))
+            run.expect_traffic(traffic_per_step(optimizer, len(parts), args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, **memory.finish(as_json=args.json))
+    run.finish(model, **memory.fields())
 
 
 if __name__ == "__main__":

@@ -55,11 +55,12 @@ from lab.models.nested import map_tensors, tensors_in
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
+from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.guard import Guard
 from training.run import Run
-from zero.memory import MemoryReport, ZeroArgs, shares_of
+from zero.memory import MemoryReport, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard, checkpoint_shards
 
 MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link
@@ -151,7 +152,88 @@ class Unit:
         self.layout.add_gradient(self.shards, mine.to(self.shard.dtype, copy=True))
 
 
-class FullyShardedDataParallel(nn.Module):
+class ShardedModule(nn.Module):
+    """Has what a module of shards in `units` needs beside the idea: names, clipping, the full state."""
+
+    module: nn.Module
+    group: Group
+    pattern: str | None
+    compute_dtype: torch.dtype | None
+    units: list[Unit]
+
+    def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
+        if self.compute_dtype is None:
+            return self.module(*inputs, **options)
+        inputs, options = map_tensors((inputs, options), partial(cast, dtype=self.compute_dtype))
+        outputs = self.module(*inputs, **options)
+        return map_tensors(outputs, partial(cast, dtype=self.units[0].shard.dtype))
+
+    def names(self) -> dict[Tensor, list[str]]:
+        """Return the names of each full parameter in the wrapped module; a tied one has several."""
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        return names
+
+    @property
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return this rank's shard of each parameter."""
+        return [shard for unit in self.units for shard in unit.shards]
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's shard of each parameter, by the parameter's name in the wrapped module."""
+        names = self.names()
+        yield from ((names[shard.parameter][0], shard.tensor) for shard in self.parameter_shards)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the plain module, on every rank. All ranks must call it."""
+        names = self.names()
+        state = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        for unit in self.units:
+            full = unit.shard.new_empty(unit.full.shape)
+            all_gather(full, unit.shard, self.group, pattern=self.pattern)
+            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
+                state |= {name: view.clone() for name in names[parameter]}
+        return state
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take this rank's shards of a plain module's state dict."""
+        names = self.names()
+        for unit in self.units:
+            full = unit.shard.new_zeros(unit.full.shape)
+            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
+                view.copy_(state[names[parameter][0]])
+            unit.shard.copy_(full[unit.layout.mine])
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state.get(name, buffer))
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Give the module its full parameters, in the dtype in which it computes, for the `with` block."""
+        for unit in self.units:
+            unit.gather()
+        yield self.module
+        for unit in self.units:
+            unit.free()
+
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: the module's parameters are freed."""
+        raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
+        names = {parameter: names[0] for parameter, names in self.names().items()}
+        buffers = [Shard(f"model/{name}", buffer) for name, buffer in self.module.named_buffers()]
+        return checkpoint_shards(names, self.parameter_shards, optimizer) + buffers
+
+
+class FullyShardedDataParallel(ShardedModule):
     """Wraps a module. Its `parameters()` are what this rank's shards have of each parameter.
 
     Give them to any optimizer that updates each number on its own, such as SGD or Adam. `blocks` are
@@ -175,15 +257,13 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.group, self.pattern, self.compute_dtype = module, group, pattern, compute_dtype
-        self._reshards = reshard_after_forward
+        self.reshards = reshard_after_forward
         for buffer in module.buffers():
             broadcast(buffer, root=0, group=group)
-        self._names: dict[Tensor, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._names.setdefault(parameter, []).append(name)
         modules = blocks_of(module) if blocks is None else blocks
-        divided = divide(module, modules)
-        self.blocks = [self._units(parameters) for parameters in divided]  # the root is number 0
+        self.blocks = [  # number 0 is the root
+            units_of(parameters, group, pattern, compute_dtype) for parameters in divide(module, modules)
+        ]
         self.units = [unit for block in self.blocks for unit in block]
         self._guard = Guard(module)
         self._current: list[Unit] = []  # the block that the backward has reached
@@ -193,16 +273,6 @@ class FullyShardedDataParallel(nn.Module):
             part.register_forward_pre_hook(partial(self._before_forward, i))
             part.register_forward_hook(partial(self._after_forward, i))
 
-    def _units(self, parameters: list[nn.Parameter]) -> list[Unit]:
-        """Return the units of a block: usually one; frozen parameters and other dtypes need their own."""
-        kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
-        for p in parameters:
-            kinds.setdefault((p.requires_grad, p.dtype), []).append(p)
-        return [
-            Unit(kind, self.group, self.pattern, self.compute_dtype or dtype)
-            for (_, dtype), kind in kinds.items()
-        ]
-
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, whose hooks gather the root and the blocks."""
         self._guard.before_forward()
@@ -211,11 +281,7 @@ class FullyShardedDataParallel(nn.Module):
                 "Call finish_gradient_sync() after the last backward, and run the others inside no_sync()."
             )
         self._expects_backward |= torch.is_grad_enabled()
-        if self.compute_dtype is None:
-            return self.module(*inputs, **options)
-        inputs, options = map_tensors((inputs, options), partial(cast, dtype=self.compute_dtype))
-        given = self.units[0].shard.dtype
-        return map_tensors(self.module(*inputs, **options), partial(cast, dtype=given))
+        return self.compute(inputs, options)
 
     def _before_forward(self, i: int, *_: Any) -> None:
         """Wait for the block's parameters, and prefetch those of the next block."""
@@ -233,7 +299,7 @@ class FullyShardedDataParallel(nn.Module):
         for tensor in tensors_in(output):
             if tensor.requires_grad and not any(tensor is other for other in passed_on):
                 tensor.register_hook(partial(self._before_backward, i))
-        is_needed = not self._reshards or i in (0, len(self.blocks) - 1)
+        is_needed = not self.reshards or i in (0, len(self.blocks) - 1)
         if not (is_needed and torch.is_grad_enabled()):
             for unit in self.blocks[i]:
                 unit.free()
@@ -284,72 +350,15 @@ class FullyShardedDataParallel(nn.Module):
         yield
         self.finish_gradient_sync()
 
-    @property
-    def parameter_shards(self) -> list[ParameterShard]:
-        """Return this rank's shard of each parameter."""
-        return [shard for unit in self.units for shard in unit.shards]
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shard of each parameter, by the parameter's name in the wrapped module."""
-        yield from ((self._names[shard.parameter][0], shard.tensor) for shard in self.parameter_shards)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the plain module, on every rank. All ranks must call it."""
-        state = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
-        for unit in self.units:
-            full = unit.shard.new_empty(unit.full.shape)
-            all_gather(full, unit.shard, self.group, pattern=self.pattern)
-            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
-                state |= {name: view.clone() for name in self._names[parameter]}
-        return state
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take this rank's shards of a plain module's state dict."""
-        for unit in self.units:
-            full = unit.shard.new_zeros(unit.full.shape)
-            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
-                view.copy_(state[self._names[parameter][0]])
-            unit.shard.copy_(full[unit.layout.mine])
-        for name, buffer in self.module.named_buffers():
-            buffer.copy_(state.get(name, buffer))
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Give the module its full parameters, in the dtype in which it computes, for the `with` block."""
-        for unit in self.units:
-            unit.gather()
-        yield self.module
-        for unit in self.units:
-            unit.free()
-
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the module's parameters are freed."""
-        raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
-
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
-        """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
-        names = {parameter: names[0] for parameter, names in self._names.items()}
-        buffers = [Shard(f"model/{name}", buffer) for name, buffer in self.module.named_buffers()]
-        return checkpoint_shards(names, self.parameter_shards, optimizer) + buffers
-
-    def traffic_per_step(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
-        """Return the traffic to expect of a step: a block is gathered twice in each microbatch."""
-        norm = expected_traffic("all_reduce", self.pattern, 1, 8, self.group)
-        total = norm if is_clipped else Traffic()
-        for i, block in enumerate(self.blocks):
-            gathers = 2 if self._reshards and 0 < i < len(self.blocks) - 1 else 1
-            for unit in block:
-                size = unit.full.numel(), unit.full.itemsize
-                gather = expected_traffic("all_gather", self.pattern, *size, self.group)
-                reduction = expected_traffic("reduce_scatter", self.pattern, *size, self.group)
-                total += sum([gather] * (gathers * microbatches), Traffic())
-                total += sum([reduction] * (unit.layout.is_trained * microbatches), Traffic())
-        return total
+def units_of(
+    parameters: list[nn.Parameter], group: Group, pattern: str | None, compute_dtype: torch.dtype | None
+) -> list[Unit]:
+    """Return the units of a block: usually one; frozen parameters and other dtypes need their own."""
+    kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    for p in parameters:
+        kinds.setdefault((p.requires_grad, p.dtype), []).append(p)
+    return [Unit(kind, group, pattern, compute_dtype or dtype) for (_, dtype), kind in kinds.items()]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -385,6 +394,23 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def traffic_per_step(
+    model: FullyShardedDataParallel, microbatches: int = 1, is_clipped: bool = False
+) -> Traffic:
+    """Return the traffic to expect of a step: a block is gathered twice in each microbatch."""
+    pattern, group = model.pattern, model.group
+    total = expected_traffic("all_reduce", pattern, 1, 8, group) if is_clipped else Traffic()
+    for i, block in enumerate(model.blocks):
+        gathers = 2 if model.reshards and 0 < i < len(model.blocks) - 1 else 1
+        for unit in block:
+            size = unit.full.numel(), unit.full.itemsize
+            gather = expected_traffic("all_gather", pattern, *size, group)
+            reduction = expected_traffic("reduce_scatter", pattern, *size, group)
+            total += sum([gather] * (gathers * microbatches), Traffic())
+            total += sum([reduction] * (unit.layout.is_trained * microbatches), Traffic())
+    return total
+
+
 def recompute_blocks(module: nn.Module) -> None:
     """Keep only the inputs of the blocks in module lists; the backward computes what is in them again."""
     for block in blocks_of(module):
@@ -412,8 +438,8 @@ def main(cluster: Cluster, args: Args) -> None:
     model = FullyShardedDataParallel(module, None, dtype, run.pattern, args.reshard_after_forward)
     optimizer_class, options = args.optimizer_class()
     optimizer = optimizer_class(model.parameters(), **options)
-    layouts = [unit.layout for unit in model.units]
-    memory = MemoryReport(cluster, 3, model, optimizer, shares_of(module, layouts), args.states)
+    shares = shares_of(module, model.parameter_shards)
+    memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -434,10 +460,10 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(model.traffic_per_step(len(parts), args.clip is not None))
+            run.expect_traffic(traffic_per_step(model, len(parts), args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, **memory.finish(as_json=args.json))
+    run.finish(model, **memory.fields())
 
 
 if __name__ == "__main__":

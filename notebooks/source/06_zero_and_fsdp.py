@@ -197,7 +197,7 @@ def make(stage, module, group=None):
 def train(stage, module, batch, group=None, steps=2):
     """Train some steps. Return the model and its memory report, and the bytes that the last step has sent."""
     model, optimizer, synchronise = make(stage, module, group)
-    memory = MemoryReport(cluster, stage, model, optimizer, [], states=2)
+    memory = MemoryReport(model, optimizer)
     share = rank_slice(batch, dist.get_rank(group), dist.get_world_size(group))
     for _ in range(steps):
         before = LEDGER.total().bytes_sent

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from comm import cost
 from lab.models.model import GPT, SIZES, GPTConfig
@@ -14,13 +13,9 @@ from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tensor_parallel.expected_traffic import activations_formula
 from tests.browser import Browser
 from training import predict
+from training.arguments import OPTIMIZERS
 from zero import memory as zero_memory
 
-OPTIMIZERS = {
-    "adamw": (torch.optim.AdamW, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "sgd": (torch.optim.SGD, {}),
-}
 LINK = cost.Link(alpha=20e-6, beta=8e-11)  # as the page opens
 COSTS = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1.5, 1.25), (1, 1, 3)]  # f, i, w
 
@@ -61,9 +56,8 @@ def test_the_number_of_parameters_is_that_of_the_workbooks_gpt(opened):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_memory_is_that_of_the_zero_formulas(opened, optimizer: str):
-    kind, defaults = OPTIMIZERS[optimizer]
-    share = zero_memory.Share(full=1000, mine=1000)
-    full = zero_memory.of_one_process([share], zero_memory.states_of(kind, **defaults))
+    _, _, states = OPTIMIZERS[optimizer]
+    full = zero_memory.of_one_process([zero_memory.Share(full=1000, mine=1000)], states)
     shown = js(opened, f"ofOneProcess(1000, 'float32', '{optimizer}')")
     assert shown == {
         "parameters": full.parameters, "gradients": full.gradients, "optimizer": full.optimizer_state,

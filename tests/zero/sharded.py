@@ -11,7 +11,9 @@ from comm.collectives import Group, all_reduce, broadcast
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
+from lab.trace.ledger import Traffic
 from tests.data_parallel.equivalence import Loss, mine
+from zero import train_zero1, train_zero3
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -73,6 +75,11 @@ class Sharded:
             with contextlib.nullcontext() if i == len(parts) - 1 else self.syncing.no_sync():
                 (loss(self.model, x, y) / microbatches).backward()
         self.syncing.finish_gradient_sync()
+
+    def expected_traffic(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
+        """Return the lesson's formula for this stage."""
+        lesson = train_zero3 if self.syncing is self.model else train_zero1
+        return lesson.traffic_per_step(self.syncing, reductions, is_clipped)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the full mean gradients, on all ranks."""

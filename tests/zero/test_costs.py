@@ -60,7 +60,7 @@ def test_a_step_sends_exactly_what_the_formula_says(n: int):
                         ours.syncing.clip_grad_norm_(1.0)
                     ours.optimizer.step()
                     reductions = 1 if stage == "zero1" else microbatches
-                    expected = ours.syncing.traffic_per_step(reductions, is_clipped)
+                    expected = ours.expected_traffic(reductions, is_clipped)
                     assert LEDGER.total() == expected, (stage, option, microbatches)
 
     run_ranks(count, n)
@@ -157,6 +157,6 @@ def test_an_unused_parameter_does_not_change_what_is_sent():
             LEDGER.clear()
             ours.accumulate(odd_loss, mine(cluster, examples(2)), 1)
             ours.optimizer.step()
-            assert LEDGER.total() == ours.syncing.traffic_per_step(), stage
+            assert LEDGER.total() == ours.expected_traffic(), stage
 
     run_ranks(work, 2)

@@ -15,8 +15,8 @@ from lab.trace.ledger import LEDGER, Entry
 from lab.trace.memory import saved_activations
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
 from tests.dtensors import full_tensors
-from zero.memory import MemoryReport
-from zero.train_fsdp import Args, full_state_dict, shard, shares_of, traffic_per_step
+from zero.memory import MemoryReport, Share, owned
+from zero.train_fsdp import Args, full_state_dict, shard, traffic_per_step
 
 
 def accumulate(model: nn.Module, loss: Loss, batch: list[Tensor], microbatches: int = 1) -> None:
@@ -167,13 +167,21 @@ def test_a_rank_holds_the_bytes_of_stage_3s_formula_and_padding():
         optimizer = torch.optim.AdamW(model.parameters())
         accumulate(model, text_loss, mine(cluster, text()))
         optimizer.step()
-        shares = shares_of(model, cluster.rank, cluster.world_size)
-        fields = MemoryReport(cluster, 3, model, optimizer, shares, 2).finish()
+        shares = [
+            Share(p.numel(), p.to_local().numel(), p.itemsize, p.requires_grad) for p in model.parameters()
+        ]
+        fields = MemoryReport(model, optimizer, owned(3, shares, 2)).fields()
         held, formula = (
             sum(fields[f"{prefix}{name}_bytes"] for name in ("parameters", "gradients", "optimizer_state"))
             for prefix in ("", "formula_")
         )
         assert held == formula + fields["padding_bytes"]
+        rows = [
+            (-(-p.shape[0] // 3) - p.to_local().shape[0]) * (p.numel() // p.shape[0])
+            for p in model.parameters()
+        ]
+        kinds = [1 + p.requires_grad for p in model.parameters()]
+        assert fields["padding_bytes"] == 4 * sum(a * b for a, b in zip(rows, kinds, strict=True))
         return fields["padding_bytes"]
 
     # Only the last rank lacks rows, such as the last two of the embedding's 61: 21, 21 and 19.

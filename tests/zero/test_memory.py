@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP
-from lab.ranks import run_ranks
 from zero.memory import (
     Held,
     MemoryReport,
@@ -19,10 +17,9 @@ from zero.memory import (
     formula,
     of_one_process,
     owned,
-    padding_of,
     shares_of,
 )
-from zero.shards import FlatLayout
+from zero.shards import FlatLayout, ParameterShard
 
 
 def test_the_formula_gives_the_gigabytes_of_the_papers_figure_1():
@@ -49,15 +46,26 @@ def test_shards_add_up_to_the_formula_and_padding_makes_them_equal(
     for parameter in groups[0]:
         parameter.requires_grad_(False)
     model = nn.ParameterList(parameter for group in groups for parameter in group)
-    shares = [shares_of(model, [FlatLayout(group, rank, ranks) for group in groups]) for rank in range(ranks)]
+    layouts = [[FlatLayout(group, rank, ranks) for group in groups] for rank in range(ranks)]
+    shares = [shares_of(model, shards_of(own)) for own in layouts]
     one_process = of_one_process(shares[0], states)
     assert one_process.parameters == 4 * sum(sum(group) for group in sizes)
     assert one_process.gradients == 4 * sum(sum(group) for group in sizes[1:])
     for stage in (1, 2, 3):
         total = [sum(astuple(owned(stage, s, states))[i] for s in shares) for i in range(3)]
         assert total == pytest.approx([ranks * part for part in astuple(formula(stage, one_process, ranks))])
-    held = [owned(3, s, states).parameters + padding_of(3, s).parameters for s in shares]
-    assert set(held) == {4 * sum(-(-sum(group) // ranks) for group in sizes)}
+    padding = 4 * sum(layout.padding for layout in layouts[0])
+    in_shards = sum(4 * (own.mine.stop - own.mine.start) for of_rank in layouts for own in of_rank)
+    assert sum(owned(3, s, states).parameters for s in shares) + padding == in_shards
+
+
+def shards_of(layouts: list[FlatLayout]) -> list[ParameterShard]:
+    """Return a rank's shard of each parameter."""
+    sizes = [layout.mine.stop - layout.mine.start for layout in layouts]
+    empty = [torch.empty(size, device="meta") for size in sizes]
+    return [
+        shard for layout, flat in zip(layouts, empty, strict=True) for shard in layout.parameter_shards(flat)
+    ]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -65,55 +73,32 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
-def plain(cluster: Cluster, stage: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, MemoryReport]:
+def plain(mine: float = 1) -> tuple[nn.Module, torch.optim.Optimizer, list[Share]]:
+    """Return a model and its optimizer, and this rank's share of each parameter, of which it owns a part."""
     model = MLP([10, 20, 30])
-    optimizer = torch.optim.AdamW(model.parameters())
-    shares = [Share(p.numel(), p.numel()) for p in model.parameters()]
-    return model, optimizer, MemoryReport(cluster, stage, model, optimizer, shares, 2)
+    shares = [Share(p.numel(), int(p.numel() * mine)) for p in model.parameters()]
+    return model, torch.optim.AdamW(model.parameters()), shares
 
 
-def test_the_table_has_a_row_for_each_rank_and_the_formulas_below(capfd):
-    def work(cluster: Cluster) -> dict[str, int]:
-        model, optimizer, report = plain(cluster)
+def test_a_report_has_what_a_rank_holds_beside_the_formula_and_the_first_forwards_activations():
+    model, optimizer, shares = plain()
+    report = MemoryReport(model, optimizer, owned(0, shares, 2))
+    for examples in (3, 5):
         with report.forward():
-            model(torch.zeros(cluster.rank + 1, 10))
-        step(model, optimizer, torch.zeros(3, 10))
-        return report.finish()
-
-    results = run_ranks(work, 3)
+            model(torch.zeros(examples, 10))
+    step(model, optimizer, torch.zeros(3, 10))
+    fields = report.fields()
     numbers = 10 * 20 + 20 + 20 * 30 + 30
-    for rank, fields in enumerate(results):
-        assert fields["parameters_bytes"] == fields["formula_parameters_bytes"] == 4 * numbers
-        assert fields["gradients_bytes"] == fields["formula_gradients_bytes"] == 4 * numbers
-        assert fields["optimizer_state_bytes"] == fields["formula_optimizer_state_bytes"] == 8 * numbers
-        assert fields["step_counters_bytes"] == 4 * 4
-        assert fields["padding_bytes"] == 0
-        assert fields["activations_bytes"] == 4 * (10 + 20) * (rank + 1)
-    lines = [line.removeprefix("[rank 0] ").split() for line in capfd.readouterr().out.splitlines()]
-    held = ["3.4", "kB", "3.4", "kB", "6.8", "kB"]
-    assert [line[:7] for line in lines if line and line[0] in "012"] == [[str(r), *held] for r in range(3)]
-    assert ["P+G+O", *held] in lines
-    assert any("equal to the formula to the byte" in " ".join(line) for line in lines)
+    assert fields["parameters_bytes"] == fields["formula_parameters_bytes"] == 4 * numbers
+    assert fields["gradients_bytes"] == fields["formula_gradients_bytes"] == 4 * numbers
+    assert fields["optimizer_state_bytes"] == fields["formula_optimizer_state_bytes"] == 8 * numbers
+    assert fields["step_counters_bytes"] == 4 * 4
+    assert fields["padding_bytes"] == 0
+    assert fields["activations_bytes"] == 4 * (10 + 20) * 3
 
 
-def test_only_the_first_forwards_activations_count():
-    def work(cluster: Cluster) -> None:
-        model, _, report = plain(cluster)
-        for examples in (3, 5):
-            with report.forward():
-                model(torch.zeros(examples, 10))
-        assert report.measure().activations == 4 * (10 + 20) * 3
-
-    run_ranks(work, 1)
-
-
-def test_a_gradient_that_should_be_freed_is_reported(capfd):
-    def work(cluster: Cluster) -> None:
-        model, optimizer, _ = plain(cluster)
-        shares = [Share(p.numel(), p.numel() // 2) for p in model.parameters()]
-        step(model, optimizer, torch.zeros(3, 10))
-        optimizer.state.clear()
-        MemoryReport(cluster, 2, model, optimizer, shares, 0).finish()
-
-    run_ranks(work, 2)
-    assert "3,400 bytes" in capfd.readouterr().out  # half of 850 numbers' gradients, on two ranks
+def test_a_gradient_that_should_be_freed_shows_beside_the_formula():
+    model, optimizer, shares = plain(mine=0.5)
+    step(model, optimizer, torch.zeros(3, 10))
+    fields = MemoryReport(model, optimizer, owned(2, shares, 2)).fields()
+    assert fields["gradients_bytes"] == 2 * fields["formula_gradients_bytes"] == 4 * 850
