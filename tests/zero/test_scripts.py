@@ -83,7 +83,8 @@ def test_a_rank_holds_the_bytes_of_the_formula_and_padding(name, world_size):
         assert held == formula + summary["padding_bytes"]
     padding = sum(summary["padding_bytes"] for summary in summaries)
     assert (padding > 0) == (world_size == 3)  # the tiny GPT's sizes are even
-    assert padding < 0.01 * summaries[0]["parameters_bytes"] * world_size
+    if name in OURS:  # FSDP2 pads rows, and test_fsdp.py counts them
+        assert padding < 0.01 * summaries[0]["parameters_bytes"] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
