@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from lab.evaluation import evaluating
 from torch import Tensor, nn
 
 from comm.collectives import Group
