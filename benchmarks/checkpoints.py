@@ -131,7 +131,7 @@ def measure(args: Args, folder: Path) -> Rows:
 def main(args: Args) -> None:
     if args.every < 1:
         raise SystemExit(f"--every {args.every}: there is at least 1 step between two checkpoints.")
-    preload("hybrid_parallel.run")  # ranks are forked, so they start with all modules imported
+    preload("hybrid_parallel.train_hybrid")  # ranks are forked, so they start with all modules imported
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = measure(args, Path(folder))
     side_by_side.show("checkpoints", rows, args.json, f"{RANKS} ranks, GPT of 12.9 M parameters, AdamW")

@@ -16,9 +16,9 @@ from hybrid_parallel.elastic import train_elastic, train_elastic_mesh
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
-from hybrid_parallel.run import Run
 from lab.cluster import Cluster
 from training.checkpoint_storage import complete_steps
+from training.run import Run
 
 KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost
 EVENTS, WAY = "ELASTIC_EVENTS", "ELASTIC_WAY"  # variables with the name of the file, and the way to go on

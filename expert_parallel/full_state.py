@@ -11,7 +11,7 @@ So to load a full state dict a rank takes what has the names that it knows, whic
 
 import re
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from comm.functions import InFlightAllGather
 from expert_parallel.config import ExpertGroups
@@ -33,12 +33,3 @@ def full_state(own: dict[str, Tensor], groups: ExpertGroups) -> dict[str, Tensor
         for rank, one in enumerate(every):
             full[f"{before}{int(number) + (rank - groups.rank) * num_own}{after}"] = one.clone()
     return full
-
-
-class FullModel(nn.Module):
-    """Holds a full state under its names, so that the replicas of all ranks can be compared bit for bit."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        super().__init__()
-        for name in sorted(state):
-            self.register_buffer(name.replace(".", "/"), state[name])

@@ -74,6 +74,20 @@ class HybridArgs(ClipArgs, TrainArgs):
     """Algorithm of the collectives: a ring, a tree, the fastest of ours as measured (auto), or PyTorch's own.
     None: the backend's default."""
 
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError for options that the hybrid training does not offer, or has no use for."""
+        if self.metronome is not None:
+            raise WorkbookError(
+                f"--metronome {self.metronome}: the hybrid training does not offer it; leave it out."
+            )
+        if not 0 <= self.aux_weight < math.inf:
+            raise WorkbookError(f"--aux-weight {self.aux_weight:g}: it is a number from 0, such as 0.01.")
+        moe_of(self)
+        if self.checkpoint_every < 0:
+            raise WorkbookError(f"--checkpoint-every {self.checkpoint_every}: it is a number of steps, or 0.")
+        if self.checkpoint_keep < 1:
+            raise WorkbookError(f"--checkpoint-keep {self.checkpoint_keep}: at least 1 checkpoint must stay.")
+
 
 def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
     """Return how the ranks are divided.
@@ -125,18 +139,3 @@ def moe_of(args: HybridArgs) -> MoEConfig | None:
     moe = MoEConfig(args.experts, args.top_k, args.capacity)
     refuse_choice(moe)
     return moe
-
-
-def refuse_options(args: HybridArgs) -> None:
-    """Raise WorkbookError for options that the hybrid training does not offer, or has no use for."""
-    if args.metronome is not None:
-        raise WorkbookError(
-            f"--metronome {args.metronome}: the hybrid training does not offer it; leave it out."
-        )
-    if not 0 <= args.aux_weight < math.inf:
-        raise WorkbookError(f"--aux-weight {args.aux_weight:g}: it is a number from 0, such as 0.01.")
-    moe_of(args)
-    if args.checkpoint_every < 0:
-        raise WorkbookError(f"--checkpoint-every {args.checkpoint_every}: it is a number of steps, or 0.")
-    if args.checkpoint_keep < 1:
-        raise WorkbookError(f"--checkpoint-keep {args.checkpoint_keep}: at least 1 checkpoint must stay.")

@@ -32,7 +32,6 @@ from hybrid_parallel.arguments import (
     Pattern,
     microbatches_for,
     model_of,
-    refuse_options,
     sizes_of,
 )
 from hybrid_parallel.mesh import AXES
@@ -106,7 +105,7 @@ def load(path: str, overrides: Sequence[str] = (), choose: Choose | None = None)
         validate_arguments(args, args.data or 1, args.model)
         if args.link is not None:
             slow_link.parse(args.link)
-        refuse_options(args)
+        args.validate(number)
         model = model_of(args)
         if auto and choose is not None:
             args = dataclasses.replace(args, **dataclasses.asdict(choose(args, number, given)))

@@ -38,7 +38,7 @@ from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
-from hybrid_parallel.state import mesh_shards
+from hybrid_parallel.state import load_full, mesh_shards
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, loss_of
 from lab.models.text import microbatches
@@ -47,6 +47,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.checkpoint import Shard
+from training.evaluation import Sums, sums_of
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -55,7 +56,7 @@ from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
 OptimizerClass = type[torch.optim.Optimizer]
 
 
-class HybridParallel:
+class HybridParallel(nn.Module):
     """Trains a GPT or an MLP on the ranks of `mesh`, in the way that `mesh.sizes` says.
 
     All ranks must give a `model` of the same shape, and the ranks of a pipeline group also the same weights:
@@ -73,6 +74,7 @@ class HybridParallel:
         experts: Experts | None = None,
         **options: Any,
     ) -> None:
+        super().__init__()
         self.mesh, self.plain, self.sizes, sizes = mesh, model, mesh.sizes, mesh.sizes
         self.device = example.device
         for group in (mesh.pipeline, mesh.replicas, mesh.context, mesh.tensor):
@@ -217,9 +219,26 @@ class HybridParallel:
                 state = {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
         return state if self.experts is None else full_state(state, self.experts.groups)
 
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what this rank holds of a full state, such as that of a plain model."""
+        load_full(self, state)
+
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
         return mesh_shards(self, optimizer)
+
+    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
+        """Return a replica's sums on one of its ranks: the last stage's, and there the first tensor rank."""
+        x, y = self.own_tokens(x), self.own_tokens(y)
+        with self.in_precision():
+            logits = self.pipeline.forward_only(x) if self.pipeline is not None else self.module(x)
+        if logits is None:
+            return None
+        is_first = self.mesh.coordinate("tensor") == 0
+        if self.tensor is None or isinstance(self.plain, MLP):  # each tensor rank has all outputs of an MLP
+            return sums_of(logits, y, counts) if is_first else None
+        loss = self.tensor.loss(logits, y).double() * y.numel()
+        return torch.stack([loss, torch.zeros_like(loss)]) if is_first else None
 
     def gathered(self) -> contextlib.AbstractContextManager[Any]:
         """With ZeRO 3, gather the full parameters along the data axis for the `with` block."""
@@ -228,7 +247,7 @@ class HybridParallel:
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.data is None else self.data.no_sync()
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
+    def named_own_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by all names that they have in the full model.
 
         A tied parameter has both names, or in a pipeline only that of this rank's copy. With ZeRO 3 the

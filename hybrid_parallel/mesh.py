@@ -53,6 +53,15 @@ def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
     return {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
 
 
+def stream_of(rank: int, sizes: ParallelSizes) -> int:
+    """Return the number of the stream from which a rank draws its dropout masks.
+
+    Replicas and stages draw masks of their own. The ranks of a tensor group hold the same activations, and
+    need the same masks; where each has a part, tensor_parallel/randomness.py gives it a stream of its own.
+    """
+    return rank // sizes.tensor
+
+
 def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
     """Return the groups along an axis: lists of ranks that differ in their place along this axis only.
 

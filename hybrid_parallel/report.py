@@ -9,6 +9,8 @@ The numbers are those of traffic.py. Ranks of one stage can differ: then the lea
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -16,9 +18,31 @@ from comm.exchange import exchange
 from hybrid_parallel.expert_axis import layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.sizes import ParallelSizes
-from hybrid_parallel.traffic import AXES, ByAxis
+from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from lab.trace.ledger import Entry, Traffic
 from lab.units import show_bytes
+from training.run import Run
+
+
+class AxesReport:
+    """Keeps what this rank should send along each axis in the steps of a run, for the rows of its report."""
+
+    def __init__(self, run: Run, hybrid: HybridParallel, is_clipped: bool) -> None:
+        self._run, self._hybrid, self._is_clipped = run, hybrid, is_clipped
+        self._expected: ByAxis = dict.fromkeys(AXES, Traffic())
+
+    def expect_step(self) -> None:
+        """Add what this rank should send in a step such as the last one."""
+        for axis, traffic in traffic_of_axes(self._hybrid, self._is_clipped).items():
+            self._expected[axis] += traffic
+            self._run.expect_traffic(traffic, has_mean_loss=True)
+
+    def rows(self) -> dict[str, Any]:
+        """Return the sizes, what was sent and expected, and the figures of experts. All ranks call it."""
+        hybrid = self._hybrid
+        rows: dict[str, Any] = {f"axis_{name}": value for name, value in asdict(hybrid.sizes).items()}
+        rows |= figures(counted_by_axis(self._run.traffic), self._expected, hybrid.sizes)
+        return rows if hybrid.experts is None else rows | expert_figures(hybrid)
 
 
 def counted_by_axis(rows: Mapping[Entry, Traffic]) -> ByAxis:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hybrid_parallel.clipping import counted_elsewhere
 from lab.models.model import GPT
 from training.checkpoint import Shard, shards_of
+from training.checkpoint_storage import Boxes
 
 
 class Held(NamedTuple):
@@ -35,7 +36,7 @@ def held(hybrid: Any) -> Iterator[Held]:
     """Yield what this rank's optimizer trains, each parameter once."""
     is_tied = isinstance(hybrid.plain, GPT) and hybrid.plain.config.tied
     first = {"head.weight": "token_embedding.weight"} if is_tied else {}
-    names = {p: first.get(name, name) for name, p in hybrid.named_parameters().items()}
+    names = {p: first.get(name, name) for name, p in hybrid.named_own_parameters().items()}
     if hybrid.sizes.zero:
         for piece in hybrid.pieces:
             yield Held(names[piece.parameter], piece.parameter, piece.tensor, piece.start)
@@ -57,3 +58,21 @@ def mesh_shards(hybrid: Any, optimizer: Optimizer) -> list[Shard]:
         where = shape, offset, local, one.start, one.parameter in copies
         shards += shards_of(one.name, one.tensor, optimizer, *where)
     return shards
+
+
+def load_full(hybrid: Any, state: dict[str, Tensor]) -> None:
+    """Fill this rank's shards and buffers of the model from a full state."""
+    for shard in mesh_shards(hybrid, hybrid.optimizer):
+        kind, _, name = shard.name.partition("/")
+        boxes: dict[str, Boxes] = {}
+        if kind == "model":
+            shard.add_to(boxes)
+        for views in boxes.values():
+            for offset, view in views.views.items():
+                ends = zip(offset, view.shape, strict=True)
+                view.copy_(state[name][tuple(slice(first, first + size) for first, size in ends)])
+    for name, buffer in hybrid.plain.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])
+    if hybrid.sizes.zero in (1, 2):
+        hybrid.data.gather_parameters()

@@ -152,7 +152,9 @@ def _recomputed(hybrid: HybridParallel) -> Iterator[set[str]]:
 
 def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
     """Return the number of elements that this rank trains of parameters that no tensor rank divides."""
-    replicated = [parameter for name, parameter in hybrid.named_parameters().items() if name not in divided]
+    replicated = [
+        parameter for name, parameter in hybrid.named_own_parameters().items() if name not in divided
+    ]
     if not hybrid.sizes.zero:
         return sum(parameter.numel() for parameter in replicated)
     of_pieces = {piece.parameter: piece.tensor.numel() for piece in hybrid.pieces}

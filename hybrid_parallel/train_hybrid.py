@@ -21,18 +21,45 @@ What to read, in this order:
 sizes.py says which sizes make sense together.
 """
 
+import torch
+
 from comm.script import start
-from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, sizes_of
+from hybrid_parallel.expert_axis import Experts
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh, coordinates_of, drawn, stream_of
 from hybrid_parallel.planner.auto import read_arguments
-from hybrid_parallel.run import Run
+from hybrid_parallel.report import AxesReport, drawn_traffic
+from hybrid_parallel.sizes import refuse_sizes
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
 from lab.trace.timeline import span
+from training.run import Run
+
+
+def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, HybridParallel]:
+    """Return the run and the model on the mesh, and print the mesh and what each axis sends."""
+    sizes = sizes_of(args, cluster.world_size)
+    refuse_sizes(sizes, model_of(args), args.batch_size, cluster.world_size, args.experts)
+    share = coordinates_of(cluster.rank, sizes)["data"], sizes.data
+    stream = stream_of(cluster.rank, sizes)
+    run = Run(cluster, args, run_mode, share=share, stream=stream, same_weights=sizes.pipeline > 1)
+    run.not_measured = "the axes share a rank's time, and their spans overlap"
+    x, _ = run.batch(0)
+    example = x[: len(x) // sizes.microbatches]
+    moe = moe_of(args)
+    experts = None if moe is None else Experts(moe, args.aux_weight, args.seed)
+    mesh = Mesh(cluster, sizes)
+    hybrid = HybridParallel(run.model(), mesh, example, torch.optim.AdamW, experts, lr=args.lr)
+    sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None))
+    if cluster.is_main and not args.json:
+        print("\n".join([drawn(sizes), "", sent]), flush=True)
+    return run, hybrid
 
 
 def main(cluster: Cluster, args: HybridArgs) -> None:
-    run = Run(cluster, args)
-    hybrid = run.hybrid()
+    run, hybrid = begin(cluster, args, "hybrid")
+    axes = AxesReport(run, hybrid, args.clip is not None)
     with run.checkpointing(hybrid, hybrid.optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
@@ -43,12 +70,12 @@ def main(cluster: Cluster, args: HybridArgs) -> None:
                     hybrid.clip_grad_norm_(args.clip)
                 with span("step", "optimizer"):
                     hybrid.optimizer.step()
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic_of_axes(traffic_of_axes(hybrid, is_clipped=args.clip is not None))
-            run.evaluate(step, hybrid.module)
+                record.loss = hybrid.mean_loss(loss)
+            axes.expect_step()
+            run.evaluate(step, hybrid)
             run.save_if_due(step)
             run.stop_if_asked(step)
-    run.finish(hybrid.module)
+    run.finish(hybrid, **axes.rows())
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, MLPConfig
 from lab.models.text import rank_slice
 from lab.trace import timeline
 from lab.trace.gantt import Event
-from lab.trace.ledger import LEDGER, Traffic
+from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
@@ -293,9 +293,18 @@ class Run:
         all_reduce(mean, op="mean", pattern=self.pattern)
         return mean
 
-    def expect_traffic(self, of_the_step: Traffic) -> None:
-        """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce."""
-        self._expected += of_the_step + expected_traffic("all_reduce", self.pattern, 1, 4)
+    def expect_traffic(self, of_the_step: Traffic, has_mean_loss: bool = False) -> None:
+        """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce.
+
+        With `has_mean_loss` the formula has that already.
+        """
+        of_loss = expected_traffic("all_reduce", self.pattern, 1, 4)
+        self._expected += of_the_step if has_mean_loss else of_the_step + of_loss
+
+    @property
+    def traffic(self) -> dict[Entry, Traffic]:
+        """Return what this rank has sent in the steps so far."""
+        return {} if self._meter is None else self._meter.traffic
 
     def evaluate(self, step: int, model: nn.Module) -> None:
         """Compute the loss on held-out data, after every --eval-every steps and after the last.
@@ -310,7 +319,7 @@ class Run:
         tokens, device = self._data.held_out_tokens, self._cluster.device
         before = LEDGER.total()
         with evaluating(model):
-            sums = partial(self.sums, model)
+            sums = partial(self._sums, model)
             loss, right = held_out_means(batches, sums, tokens, device, self.pattern)  # type: ignore[arg-type]
         self._validation_bytes += (LEDGER.total() - before).bytes_sent
         self._validation = {"validation_loss": loss, "validation_bytes_sent": self._validation_bytes}
@@ -319,16 +328,11 @@ class Run:
         if done < args.steps and self._meter is not None:
             self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")
 
-    def sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
+    def _sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return the sums over this rank's slice of a held-out batch; None if another rank counts them."""
         if hasattr(model, "evaluation_sums"):
             return model.evaluation_sums(x, y, counts)  # type: ignore[operator]
-        outputs = self.outputs(model, x)
-        return None if outputs is None else sums_of(outputs, y, counts)
-
-    def outputs(self, model: nn.Module, x: Tensor) -> Tensor | None:
-        """Return the model's outputs; None if another rank has them, or has the same and counts them."""
-        return model(x)
+        return sums_of(model(x), y, counts)
 
     def stop_if_asked(self, step: int) -> None:
         """End the training after this step if a rank was asked to (lab/launch/interrupt.py); only with

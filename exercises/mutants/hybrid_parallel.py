@@ -237,7 +237,7 @@ def hybrid_positions_of_own_tokens(self: ContextAxis, _: nn.Module, args: tuple[
 
 
 @mutant(
-    target="hybrid_parallel.run.stream_of",
+    target="hybrid_parallel.mesh.stream_of",
     killer="tests.hybrid_parallel.test_run.test_replicas_and_stages_draw_masks_of_their_own",
 )
 def hybrid_replicas_draw_alike(rank: int, sizes: ParallelSizes) -> int:

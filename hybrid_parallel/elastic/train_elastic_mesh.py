@@ -33,9 +33,9 @@ from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
 from hybrid_parallel.elastic.deaths import Deaths, ElasticOptions
 from hybrid_parallel.elastic.survivors import Survivors
-from hybrid_parallel.run import Run
+from hybrid_parallel.report import AxesReport
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.train_hybrid import begin
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 
@@ -67,8 +67,8 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
 
 def train(survivors: Survivors, args: ElasticMeshArgs, deaths: Deaths) -> None:
     """Train to the end in the present group, from the last checkpoint if there is one."""
-    run = Run(survivors.cluster, args, "hybrid_elastic_mesh")
-    hybrid = run.hybrid()
+    run, hybrid = begin(survivors.cluster, args, "hybrid_elastic_mesh")
+    axes = AxesReport(run, hybrid, args.clip is not None)
     with run.checkpointing(hybrid, hybrid.optimizer) as first:
         for step in range(first, args.steps):
             deaths.die_if_due(survivors.name, step)
@@ -79,12 +79,12 @@ def train(survivors: Survivors, args: ElasticMeshArgs, deaths: Deaths) -> None:
                 if args.clip is not None:
                     hybrid.clip_grad_norm_(args.clip)
                 hybrid.optimizer.step()
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic_of_axes(traffic_of_axes(hybrid, is_clipped=args.clip is not None))
-            run.evaluate(step, hybrid.module)
+                record.loss = hybrid.mean_loss(loss)
+            axes.expect_step()
+            run.evaluate(step, hybrid)
             run.save_if_due(step)
             run.stop_if_asked(step)
-    run.finish(hybrid.module, survivors=survivors.names)
+    run.finish(hybrid, **axes.rows(), survivors=survivors.names)
 
 
 def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSizes:

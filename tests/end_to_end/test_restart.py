@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_parallel import run, train_hybrid
+from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.hybrid import HybridParallel
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.comm.places import free_port
+from training.run import Run
 
 STEPS, EVERY = 8, 3
 MESHES = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2, "microbatches": 2}}
@@ -44,21 +46,23 @@ start(main, HybridArgs, read=read_arguments)
 
 def note_losses(log: str, before=lambda rank, step: None) -> None:
     """Let rank 0 write the number and the exact loss of each step. Each rank calls `before` between steps."""
-    mean_loss, batch = run.Run.mean_loss, run.Run.batch
+    mean_loss, batch = HybridParallel.mean_loss, Run.batch
+    steps = []
 
     def noted(self, loss):
         mean = mean_loss(self, loss)
-        if self._cluster.is_main:
+        if self.mesh.rank == 0:
             with open(log, "a") as file:
-                file.write(f"{self._first_step + self._steps_done} {mean.item().hex()}\n")
+                file.write(f"{steps[-1]} {mean.item().hex()}\n")
         return mean
 
     def watched(self, step):
         if self._steps_done:
             before(self._cluster.rank, step)
+        steps.append(step)
         return batch(self, step)
 
-    run.Run.mean_loss, run.Run.batch = noted, watched  # type: ignore[method-assign]
+    HybridParallel.mean_loss, Run.batch = noted, watched  # type: ignore[method-assign]
 
 
 def losses(log: Path) -> list[tuple[int, str]]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from hybrid_parallel.elastic import train_elastic_mesh
 from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
-from hybrid_parallel.run import Run
+from hybrid_parallel.train_hybrid import begin
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
 from training.checkpoint import Checkpoints
+from training.run import Run
 
 ARGS = ElasticMeshArgs(
     steps=6, batch_size=24, size="tiny", layers=4, clip=0.1, json=True, patience=5.0, checkpoint_every=2
@@ -53,7 +54,7 @@ def die_in(owner: type, name: str, call: int) -> None:
 def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
     """Return all parameters and both moments of each from the checkpoint of the last step."""
     torch.set_default_dtype(torch.float64)
-    hybrid = Run(cluster, args, "hybrid_elastic_mesh").hybrid()
+    _, hybrid = begin(cluster, args, "hybrid_elastic_mesh")
     checkpoints = Checkpoints(str(args.checkpoint), cluster)
     step = checkpoints.latest()
     assert step == args.steps

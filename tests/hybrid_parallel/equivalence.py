@@ -113,7 +113,7 @@ def those_of(hybrid: HybridParallel, every: Tensors) -> Tensors:
     def any_expert(names: Iterable[str]) -> set[str]:
         return {re.sub(r"experts\.\d+", "experts", name) for name in names}
 
-    own = any_expert(hybrid.named_parameters())
+    own = any_expert(hybrid.named_own_parameters())
     return {name: tensor for name, tensor in every.items() if any_expert([name]) <= own}
 
 
@@ -128,7 +128,7 @@ def full(hybrid: HybridParallel, name: str, tensor: Tensor) -> Tensor:
 
 def gradients_of(hybrid: HybridParallel) -> Tensors:
     """Return the full gradients; ZeRO's pieces of them are put together from the data axis."""
-    named, zero = hybrid.named_parameters(), hybrid.sizes.zero
+    named, zero = hybrid.named_own_parameters(), hybrid.sizes.zero
     local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
     for piece in hybrid.pieces if zero else ():
         flat = torch.zeros(piece.parameter.numel(), dtype=torch.float64)
@@ -192,7 +192,7 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
         counted, by_formula = counted_by_axis(sent), traffic_of_axes(hybrid, is_clipped=True)
         assert counted == by_formula, f"step {number}, {what}: sends {counted}, by the formulas {by_formula}"
         with hybrid.gathered():
-            own = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_parameters().items()}
+            own = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_own_parameters().items()}
         ours, expected = with_all_experts(hybrid, own), those_of(hybrid, step.parameters)
         done = f"parameter after step {number} (its gradients and norm were right), {what},"
         assert_same(ours, expected, RTOL, done)

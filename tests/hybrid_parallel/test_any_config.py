@@ -25,9 +25,9 @@ from hybrid_parallel.planner import search as planner
 from hybrid_parallel.planner.auto import planned_shape
 from hybrid_parallel.planner.machine import machine_of
 from hybrid_parallel.report import counted_by_axis
-from hybrid_parallel.run import Run
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.train_hybrid import begin
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
@@ -104,8 +104,7 @@ def first_step(cluster: Cluster, args: HybridArgs) -> FirstStep:
 
     Refuse a rank that sends other bytes along an axis than the formulas say.
     """
-    run = Run(cluster, args)
-    hybrid = run.hybrid()
+    run, hybrid = begin(cluster, args, "hybrid")
     initial = hybrid.full_state_dict() if args.experts > 1 else None
     sent: dict[Entry, Traffic] = {}
     with counting(sent):

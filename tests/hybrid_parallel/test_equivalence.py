@@ -7,9 +7,10 @@ from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import SCHEDULES
-from tests.hybrid_parallel.equivalence import TIME, compare, gpt
+from tests.hybrid_parallel.equivalence import TIME, batch, compare, gpt
 
 
 def check(*every: Sizes, **changes: object) -> None:
@@ -144,3 +145,17 @@ def test_an_mlp_on_each_axis_and_on_every_pair():
 
 def test_an_mlp_on_all_three_axes():
     check(Sizes(pipeline=2, data=2, tensor=2, microbatches=2, recompute=True), **MLP)
+
+
+def test_a_second_backward_before_zero_grad_is_refused():
+    def work(cluster: Cluster) -> None:
+        for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3), Sizes(tensor=2)):
+            x, y = batch(2)
+            hybrid = HybridParallel(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
+            hybrid.backward(x, y)
+            with pytest.raises(WorkbookError, match=r"call optimizer\.zero_grad\(\) first"):
+                hybrid.backward(x, y)
+            hybrid.optimizer.zero_grad()
+            hybrid.backward(x, y)
+
+    run_ranks(work, 2)

@@ -26,7 +26,7 @@ def test_gradients_are_means_over_the_ranks_of_the_data_and_the_context_axis():
         # have different halves of each sequence. These are the context axis.
         hybrid = HybridParallel(gpt(), mesh, x[examples], torch.optim.SGD, lr=0.1)
         hybrid.backward(x[examples], y[examples])
-        ours: Tensors = {name: parameter.grad for name, parameter in hybrid.named_parameters().items()}
+        ours: Tensors = {name: parameter.grad for name, parameter in hybrid.named_own_parameters().items()}
 
         # One process sees all tokens. Its loss is the mean over them, and so is each gradient: a mean over
         # the four ranks. Over two of them it would be that of half of the tokens.
@@ -54,7 +54,7 @@ def test_the_auxiliary_loss_in_a_pipeline_is_the_mean_over_its_microbatches():
 
         # The gradient of the auxiliary loss alone: that of both losses, less that of the other one.
         hybrid = in_a_pipeline(weight)
-        both, other = hybrid.named_parameters(), in_a_pipeline(0.0).named_parameters()
+        both, other = hybrid.named_own_parameters(), in_a_pipeline(0.0).named_own_parameters()
         term: Tensors = {name: both[name].grad - other[name].grad for name in both}
 
         # In one process each microbatch has its own auxiliary loss, and their mean counts, as with the loss.

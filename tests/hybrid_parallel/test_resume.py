@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hybrid_parallel import export
-from lab.check import module_digest
+from lab.check import state_digest
 from lab.models.model import GPT, GPTConfig
 from lab.ranks import RankError
 from tests.hybrid_parallel.test_run import summaries
@@ -96,7 +96,7 @@ def test_plain_pytorch_loads_what_is_exported(tmp_path):
     export.export(tmp_path / "run", tmp_path / "model.safetensors")
     model = GPT(GPTConfig.named("tiny", num_layers=4))
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert module_digest(model)[:16] == summary["replica_digest"]
+    assert state_digest(model.state_dict())[:16] == summary["replica_digest"]
 
 
 def test_a_run_of_other_arguments_and_an_empty_folder_are_refused(tmp_path):

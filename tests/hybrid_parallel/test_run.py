@@ -7,12 +7,12 @@ import pytest
 
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs, sizes_of
-from hybrid_parallel.mesh import AXES
+from hybrid_parallel.mesh import AXES, stream_of
 from hybrid_parallel.planner.auto import Planner
-from hybrid_parallel.run import Run, stream_of
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
+from training.run import Run
 
 ARGS = HybridArgs(steps=3, batch_size=8, size="tiny", layers=4, json=True)
 WAYS = {

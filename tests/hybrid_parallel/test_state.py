@@ -117,6 +117,9 @@ def check_each_loads_the_checkpoint_of_the_one_before(
     def handed_on(cluster: Cluster, sizes: Sizes, before: Path, after: Path) -> None:
         other = None if experts is None else Experts(experts.moe, experts.aux_weight, seed=8)
         hybrid = a_hybrid(cluster, sizes, other, seed=1)  # of other weights, so all must be loaded
+        other_weights = {name: tensor + 1 for name, tensor in hybrid.full_state_dict().items()}
+        hybrid.load_full_state_dict(other_weights)
+        assert_same(hybrid.full_state_dict(), other_weights, 0, f"parameter of a full state on {sizes}")
         load(cluster, before, hybrid)
         full = {f"model/{name}": tensor for name, tensor in hybrid.full_state_dict().items()}
         loaded = {name: tensor for name, tensor in full.items() if name in saved}
