@@ -385,7 +385,7 @@ class Streams:
                 if not is_open or events & (select.POLLHUP | select.POLLERR):
                     outs[number].has_left = True
 
-    def _polled(self, something: select.poll, seconds: float) -> list[tuple[int, int]]:
+    def _polled(self, something: "select.poll", seconds: float) -> list[tuple[int, int]]:
         """Sleep, and let other threads move messages meanwhile."""
         self._a_thread_sleeps = True
         self._lock.release()

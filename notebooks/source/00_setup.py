@@ -309,7 +309,7 @@ TORCHRUN = [sys.executable, "-m", "lab.launch.torchrun", "--nproc-per-node=2"]  
 
 
 def train_script(script: str, *options: str) -> dict:
-    command = [*TORCHRUN, f"data_parallel/{script}", "--steps", "5", "--json", *options]
+    command = [*TORCHRUN, f"zero/{script}", "--steps", "5", "--json", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from lab.ranks import run_ranks
 from lab.replace import replaced
 
 STEPS, RANKS = 3, 2
-TERMS = ("context ring", "context all_to_all", "pipeline")  # a rank's loss is one term of a sum over ranks
+TERMS = ("pipeline",)  # a rank's loss is one term of a sum over ranks
 
 
 def losses(cluster: Cluster) -> dict[str, list[list[float]]]:
