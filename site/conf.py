@@ -16,7 +16,7 @@ project = html_title = "The Distributed Training Workbook"
 extensions = ["myst_nb", "mathml", "repository"]
 root_doc = "index"
 
-include_patterns = ["*.md", "*/*.md", "*/*/*.md", "notebooks/*.ipynb"]
+include_patterns = ["*.md", "*/*.md", "*/*/*.md", "lab/models/data/*.md", "notebooks/*.ipynb"]
 exclude_patterns = [".*", "*/.*", "site/_build", "traces", "checkpoints", "runs", "shared"]
 
 nb_execution_mode = "off"

@@ -59,7 +59,7 @@ function drawMemory(result) {
     ["gradients", `G${shard(2)}, with G = ${each} bytes × parameters / p`, zero, bytes(full.gradients), bytes(chosen.gradients)],
     ["optimizer state", `O${shard(1)}, with O = ${copy + 4 * numbers} bytes × parameters / p`,
       zero, bytes(full.optimizer), bytes(chosen.optimizer)],
-    ["activations", activationWords(result), "{{lesson tensor_parallel/run.py}}, {{lesson pipeline_parallel/analysis/theory.py}}",
+    ["activations", activationWords(result), "{{lesson tensor_parallel/expected_traffic.py}}, {{lesson pipeline_parallel/analysis/theory.py}}",
       activations === null ? "" : bytes(activations),
       activations === null ? "" : bytes(activations)],
   ];
