@@ -1,5 +1,5 @@
 // The formulas of the lessons: memory of ZeRO (zero/memory.py), schedules (pipeline_parallel/analysis/theory.py),
-// collectives (comm/cost.py), activations (tensor_parallel/run.py). Tests compare each function with its lesson's.
+// collectives (comm/cost.py), activations (tensor_parallel/expected_traffic.py). Tests compare each function with its lesson's.
 
 /** The parameters of lab/models/model.py's GPT, with one matrix for embedding and head. */
 const parametersOf = ({ layers, width, vocabulary, context }) =>
