@@ -88,8 +88,6 @@ class OwnStages(nn.Module):
         self.channels = Channels(group, pairs | {pair for tie in self.ties for pair in (tie, tie[::-1])})
         self._make_copies_equal()
 
-    # ------------------------------------------------------------- parameters that stages of two ranks share
-
     def _tie(self, holders: dict[nn.Parameter, set[int]]) -> None:
         """Note which pairs of ranks hold one parameter, and this rank's copies with the other rank."""
         shared = {parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1}
@@ -150,8 +148,6 @@ class OwnStages(nn.Module):
     def later_copies(self) -> set[nn.Parameter]:
         """Return this rank's copies of shared parameters whose other copy is on a lower rank."""
         return {copy for copy, peer in self.tied if peer < self.rank}
-
-    # ----------------------------------------------------------------------------- evaluation, state, traffic
 
     @torch.no_grad()
     def forward_only(self, x: Tensor) -> Tensor | None:

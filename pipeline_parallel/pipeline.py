@@ -119,8 +119,6 @@ class Pipeline(OwnStages):
         self.leaving.clear()
         return torch.stack(losses).sum() if losses else None
 
-    # --------------------------------------------------------------------------------------------- compute
-
     def compute(
         self, action: Action, given: Tensor | None, xs: Sequence[Tensor], ys: Sequence[Tensor]
     ) -> Tensor | None:
@@ -163,8 +161,6 @@ class Pipeline(OwnStages):
         kind, microbatch, stage = action
         place = {"microbatch": microbatch, "stage": stage, "chunk": self.chunk_of[stage]}
         return span(str(microbatch), GANTT_KIND[kind], action=kind, **place)
-
-    # -------------------------------------------------------------------------------------------- messages
 
     def post(self, message: Message) -> None:
         """Post the receive of a message."""

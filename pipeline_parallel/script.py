@@ -1,4 +1,4 @@
-"""What the scripts of this lesson share: their options, and the rows of a report about a schedule.
+"""Give the scripts of this lesson their options, and the rows of a report about a schedule.
 
 makespan   from the start of a step's first action, on any rank, to the end of its last one
 bubble     the share of that time in which ranks do not compute: 1 - sum of their actions / (p makespan)

@@ -305,10 +305,15 @@ def pipeline_tied_averaged(self) -> None:
     symptom="The two copies of a tied weight differ from the first step on.",
 )
 def pipeline_tied_copies_differ(self) -> None:
-    """Tied weights differ from the first step on, because only the first rank has loaded pretrained
-    weights.
+    """Tied weights differ from the first step on: what the second rank receives goes into a clone of its
+    copy.
     """
-    pass
+    for copy, peer in self.tied:
+        received = copy.detach().clone()
+        if self.rank < peer:
+            send(copy, peer, self.channels.of(self.rank, peer))
+        else:
+            recv(received, peer, self.channels.of(peer, self.rank))
 
 
 @mutant(
@@ -319,8 +324,16 @@ def pipeline_tied_copies_differ(self) -> None:
     symptom="The embedding and the head share a weight, and after some steps they do not.",
 )
 def pipeline_tied_not_synchronised(self) -> None:
-    """The embedding and the head share a weight in the model, but each rank trains its own copy."""
-    pass
+    """Each rank trains its own copy of a shared weight: the sum of both gradients is not stored in .grad."""
+    for copy, peer in self.tied:
+        gradient = copy.grad.clone()
+        theirs = torch.empty_like(gradient)
+        arriving = irecv(theirs, peer, self.channels.of(peer, self.rank))
+        leaving = isend(gradient, peer, self.channels.of(self.rank, peer))
+        arriving.wait()
+        leaving.wait()
+        gradient.add_(theirs)
+    self._is_complete = True
 
 
 @mutant(
