@@ -37,6 +37,8 @@ class Args:
 
 
 def main(args: Args) -> None:
+    if not (args.folder / "trace.json").is_file():
+        raise SystemExit(f"{args.folder} has no trace.json: give the folder that the run's --trace named.")
     steps = steps_of_trace(args.folder / "trace.json")
     if not steps:
         raise SystemExit(f"{args.folder / 'trace.json'} has no actions of a pipeline.")
