@@ -61,39 +61,52 @@ from comm.functions import (
     sum_over_ranks,
 )
 from lab.launch.errors import WorkbookError
-from lab.models.model import seeded
 
 CURE = "; --size 24heads takes 2, 3, 4, 6, 8, 12 or 24 ranks"
 TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 
 
+def padded_shard(full: Tensor, dim: int, group: Group) -> Tensor:
+    """Return this rank's n-th of the tensor along `dim`, as a view. Zeros pad rows that n does not divide."""
+    if dim == 0:  # a vocabulary has any size
+        full = F.pad(full, (0, 0) * (full.dim() - 1) + (0, -len(full) % dist.get_world_size(group)))
+    return own_shard(full, dim, group)
+
+
+def divide(parameter: nn.Parameter, dim: int, size: int, group: Group) -> nn.Parameter:
+    """Replace the parameter's values, `size` along `dim`, by this rank's shard. The object stays the same.
+
+    So an optimizer keeps it, and two layers share it if it is tied: the second one finds a shard already.
+    """
+    if parameter.shape[dim] == size:
+        parameter.data = padded_shard(parameter.detach(), dim, group).clone()
+    return parameter
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes an n-th of the outputs: (..., inputs) to (..., outputs/n).
 
-    With `gather_output` every rank gets all outputs. With `sequence_parallel` the input is this rank's
-    shard of the tokens, along dim 1, and the output has all tokens. The full weight is drawn from `seed` as
-    nn.Linear draws it, the same for every number of ranks. Raises WorkbookError unless n divides the
-    outputs.
+    The parameters of `plain`, equal on all ranks, become this rank's shards. With `gather_output` every rank
+    gets all outputs. With `sequence_parallel` the input is this rank's shard of the tokens, along dim 1, and
+    the output has all tokens. `dims` says along which dim a parameter is divided, and its full size there.
     """
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
+        plain: nn.Linear,
         group: Group = None,
         sequence_parallel: bool = False,
         gather_output: bool = False,
-        seed: int = 0,
         overlap: bool = True,
     ) -> None:
         super().__init__()
-        validate_divisible("outputs", out_features, group)
         self.group, self.sequence_parallel = group, sequence_parallel
         self.gather_output, self.overlap = gather_output, overlap
-        full = _linear(in_features, out_features, bias, seed)
-        self.weight = nn.Parameter(own_shard(full.weight.detach(), 0, group).clone())
-        self.bias = nn.Parameter(own_shard(full.bias.detach(), 0, group).clone()) if bias else None
+        size = plain.out_features
+        self.weight, self.bias = divide(plain.weight, 0, size, group), plain.bias
+        if plain.bias is not None:
+            divide(plain.bias, 0, size, group)
+        self.dims = {"weight": (0, size), "bias": (0, size)}
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self])
@@ -176,21 +189,12 @@ class RowParallelLinear(nn.Module):
     inputs.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        group: Group = None,
-        sequence_parallel: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, plain: nn.Linear, group: Group = None, sequence_parallel: bool = False) -> None:
         super().__init__()
-        validate_divisible("inputs", in_features, group)
+        validate_divisible("inputs", plain.in_features, group)
         self.group, self.sequence_parallel = group, sequence_parallel
-        full = _linear(in_features, out_features, bias, seed)
-        self.weight = nn.Parameter(own_shard(full.weight.detach(), 1, group).clone())
-        self.bias = full.bias
+        self.weight, self.bias = divide(plain.weight, 1, plain.in_features, group), plain.bias
+        self.dims = {"weight": (1, plain.in_features)}
 
     def forward(self, x: Tensor) -> Tensor:
         term = F.linear(x, self.weight)
@@ -210,19 +214,12 @@ class VocabParallelEmbedding(nn.Module):
     GPU it is a device-side assertion, as nn.Embedding's is).
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        width: int,
-        group: Group = None,
-        sequence_parallel: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, plain: nn.Embedding, group: Group = None, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.vocab_size = group, sequence_parallel, vocab_size
-        with seeded(seed):
-            full = torch.randn(vocab_size, width)
-        self.weight = nn.Parameter(own_shard(pad_vocabulary(full, group), 0, group).clone())
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.vocab_size = plain.num_embeddings
+        self.weight = divide(plain.weight, 0, self.vocab_size, group)
+        self.dims = {"weight": (0, self.vocab_size)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows, is_own = own_rows(tokens, len(self.weight), self.vocab_size, self.group)
@@ -249,19 +246,8 @@ def own_rows(
     return rows.where(is_own, 0).where(is_known, -1), is_own
 
 
-def pad_vocabulary(full: Tensor, group: Group) -> Tensor:
-    """Return the tensor with rows of zeros at the end, so that the number of ranks divides its rows."""
-    ranks = dist.get_world_size(group)
-    return F.pad(full, (0, 0) * (full.dim() - 1) + (0, -len(full) % ranks))
-
-
 def validate_divisible(what: str, size: int, group: Group, cure: str = "") -> None:
     """Raise WorkbookError unless the number of ranks divides `size`."""
     ranks = dist.get_world_size(group)
     if size % ranks:
         raise WorkbookError(f"{size} {what} cannot be divided among {ranks} ranks equally{cure}.")
-
-
-def _linear(in_features: int, out_features: int, bias: bool, seed: int) -> nn.Linear:
-    with seeded(seed):
-        return nn.Linear(in_features, out_features, bias)

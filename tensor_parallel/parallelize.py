@@ -38,7 +38,7 @@ from tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
-    pad_vocabulary,
+    padded_shard,
     validate_divisible,
 )
 from tensor_parallel.randomness import RankDropout, RankRandomness
@@ -77,13 +77,12 @@ class TensorParallel(nn.Module):
         self.module, self.group = module, group
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
         self.randomness = RankRandomness(group, next(module.parameters()).device)
-        self._divided: dict[nn.Parameter, tuple[int, int]] = {}  # along which dim, and its full size there
         if isinstance(module, GPT):
             self._divide_gpt(module)
         else:
             self._divide_mlp(module)
-        named = dict(module.named_parameters(remove_duplicate=False))
-        self.dims = {name: self._divided[p] for name, p in named.items() if p in self._divided}
+        layers = [(path, layer) for path, layer in module.named_modules() if hasattr(layer, "dims")]
+        self.dims = {f"{path}.{name}": where for path, layer in layers for name, where in layer.dims.items()}
         # Where ZeRO divides parameters along another axis: this rank's shard of each of them.
         self.held: Mapping[nn.Parameter, nn.Parameter] | None = None
         ranks = dist.get_world_size(group)
@@ -99,10 +98,10 @@ class TensorParallel(nn.Module):
 
     def _divide_gpt(self, model: GPT) -> None:
         config, ranks = model.config, dist.get_world_size(self.group)
-        embedding = VocabParallelEmbedding(ranks, 1, self.group, self.sequence_parallel)
-        embedding.vocab_size = config.vocab_size
-        embedding.weight = self.shard(model.token_embedding.weight, 0)
-        model.token_embedding, model.head = embedding, self.column(model.head)
+        model.token_embedding = VocabParallelEmbedding(
+            model.token_embedding, self.group, self.sequence_parallel
+        )
+        model.head = self.column(model.head)
         for block in model.blocks:
             block.attention = ParallelAttention(block.attention, self)
             for mlp in [module for module in block.mlp.modules() if isinstance(module, FeedForward)]:
@@ -116,31 +115,11 @@ class TensorParallel(nn.Module):
 
     def column(self, plain: nn.Linear, gather_output: bool = False) -> ColumnParallelLinear:
         """Return the layer divided by its outputs."""
-        ranks = dist.get_world_size(self.group)
-        options = {"gather_output": gather_output, "overlap": self.overlap}
-        layer = ColumnParallelLinear(1, ranks, False, self.group, self.sequence_parallel, **options)
-        layer.weight, layer.bias = self.shard(plain.weight, 0), plain.bias
-        if plain.bias is not None:
-            self.shard(plain.bias, 0)
-        return layer
+        return ColumnParallelLinear(plain, self.group, self.sequence_parallel, gather_output, self.overlap)
 
     def row(self, plain: nn.Linear) -> RowParallelLinear:
         """Return the layer divided by its inputs."""
-        ranks = dist.get_world_size(self.group)
-        layer = RowParallelLinear(ranks, 1, False, self.group, self.sequence_parallel)
-        layer.weight, layer.bias = self.shard(plain.weight, 1), plain.bias
-        return layer
-
-    def shard(self, parameter: nn.Parameter, dim: int) -> nn.Parameter:
-        """Replace the parameter's values by this rank's shard. The object stays, so an optimizer keeps it."""
-        if parameter not in self._divided:  # else it is tied to another one
-            self._divided[parameter] = dim, parameter.shape[dim]
-            parameter.data = self._own(parameter.detach(), dim).clone()
-        return parameter
-
-    def _own(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard. Only a vocabulary needs padding: all other sizes are divisible."""
-        return own_shard(full if dim else pad_vocabulary(full, self.group), dim, self.group)
+        return RowParallelLinear(plain, self.group, self.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         self._guard.before_forward()
@@ -195,11 +174,12 @@ class TensorParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this rank's shards of a plain model's state dict."""
-        self.module.load_state_dict({name: self.shard_of(name, full) for name, full in state.items()})
-
-    def shard_of(self, name: str, full: Tensor) -> Tensor:
-        """Return what this rank holds of the full tensor that belongs to the parameter `name`."""
-        return self._own(full, self.dims[name][0]) if name in self.dims else full
+        own = {
+            name: padded_shard(state[name], dim, self.group)
+            for name, (dim, _) in self.dims.items()
+            if name in state
+        }
+        self.module.load_state_dict(state | own)
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state."""

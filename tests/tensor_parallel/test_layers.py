@@ -25,28 +25,14 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(4)).double()
 
 
-def plain_linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
+def plain_linear(inputs: int, outputs: int, seed: int, bias: bool = True) -> nn.Linear:
     with seeded(seed):
-        return nn.Linear(inputs, outputs).double()
+        return nn.Linear(inputs, outputs, bias).double()
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_the_full_weights_are_equal_on_any_number_of_ranks(n: int):
-    def compare(cluster: Cluster) -> None:
-        torch.manual_seed(cluster.rank)  # must not matter
-        linear = plain_linear(24, 12, seed=3).float()
-        column, row = ColumnParallelLinear(24, 12, seed=3), RowParallelLinear(24, 12, seed=3)
-        embedding = VocabParallelEmbedding(61, 6, seed=3)
-        with seeded(3):
-            entries = nn.Embedding(61, 6).weight
-        expected = {"weight": linear.weight.detach(), "bias": linear.bias.detach()}
-        assert_same({"weight": gathered(column.weight, 0), "bias": gathered(column.bias, 0)}, expected, 0)
-        assert_same({"weight": gathered(row.weight, 1), "bias": row.bias.detach()}, expected, 0)
-        padded = gathered(embedding.weight, 0)
-        assert_same({"entries": padded[:61]}, {"entries": entries.detach()}, 0)
-        assert len(padded) == -(-61 // n) * n and not padded[61:].any()
-
-    run_ranks(compare, n)
+def plain_embedding() -> nn.Embedding:
+    with seeded(3):
+        return nn.Embedding(61, 6).double()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -59,21 +45,17 @@ def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
             (y * weight).sum().backward()
 
             column = ColumnParallelLinear(
-                6, 24, sequence_parallel=by_tokens, seed=1, overlap=overlap
-            ).double()
-            row = RowParallelLinear(24, 5, sequence_parallel=by_tokens, seed=2).double()
+                plain_linear(6, 24, seed=1), sequence_parallel=by_tokens, overlap=overlap
+            )
+            row = RowParallelLinear(plain_linear(24, 5, seed=2), sequence_parallel=by_tokens)
             mine = [own_shard(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
             part = mine[0].requires_grad_()
             ours = row(F.gelu(column(part)))
             (ours * mine[1]).sum().backward()
+            actual = {"y": ours.detach(), "x": part.grad, "row.bias": row.bias.grad}
             if by_tokens:
-                actual = {
-                    "y": gathered(ours, 1),
-                    "x": gathered(part.grad, 1),
-                    "row.bias": summed(row.bias.grad, None),
-                }
-            else:
-                actual = {"y": ours.detach(), "x": part.grad, "row.bias": row.bias.grad}
+                actual = {name: gathered(actual[name], 1) for name in ("y", "x")}
+                actual["row.bias"] = summed(row.bias.grad, None)
             actual |= {
                 "column.weight": gathered(column.weight.grad, 0),
                 "column.bias": gathered(column.bias.grad, 0),
@@ -93,8 +75,8 @@ def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
 def test_the_output_may_be_gathered_also_for_an_input_without_a_batch_dimension():
     def compare(cluster: Cluster) -> None:
         for shape in ((7, 6), (6,)):
-            plain, ours = plain_linear(6, 12, seed=5), ColumnParallelLinear(6, 12, gather_output=True, seed=5)
-            ours.double()
+            plain = plain_linear(6, 12, seed=5)
+            ours = ColumnParallelLinear(plain_linear(6, 12, seed=5), gather_output=True)
             xs = [numbers(*shape).requires_grad_() for _ in range(2)]
             y, expected = ours(xs[0]), plain(xs[1])
             for output in (y, expected):
@@ -106,7 +88,7 @@ def test_the_output_may_be_gathered_also_for_an_input_without_a_batch_dimension(
 
 def test_the_bias_of_a_row_layer_is_added_once():
     def look(cluster: Cluster) -> None:
-        layer = RowParallelLinear(4, 3, seed=0).double()
+        layer = RowParallelLinear(plain_linear(4, 3, seed=0))
         layer.bias.data.copy_(torch.tensor([1.0, 2.0, 3.0]))
         y = layer(torch.zeros(5, 2).double())
         y.sum().backward()
@@ -114,8 +96,8 @@ def test_the_bias_of_a_row_layer_is_added_once():
         assert_same({"bias": layer.bias.grad}, {"bias": torch.full((3,), 5.0)})
 
         for by_tokens in (False, True):  # a layer may have no bias
-            plain = RowParallelLinear(4, 3, bias=False, sequence_parallel=by_tokens).double()
-            assert not plain(torch.zeros(1, 6, 2).double()).any()
+            without = RowParallelLinear(plain_linear(4, 3, 0, bias=False), sequence_parallel=by_tokens)
+            assert not without(torch.zeros(1, 6, 2).double()).any()
 
     run_ranks(look, 2)
 
@@ -123,14 +105,15 @@ def test_the_bias_of_a_row_layer_is_added_once():
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
     def compare(cluster: Cluster) -> None:
-        with seeded(3):
-            plain = nn.Embedding(61, 6).double()
+        plain = plain_embedding()
         tokens = torch.cat([torch.arange(61), torch.tensor([0, 60, 60])]).view(2, 32)[:, :24]
         weight = numbers(2, 24, 6)
         y = plain(tokens)
         (y * weight).sum().backward()
         for by_tokens in (False, True):
-            ours = VocabParallelEmbedding(61, 6, sequence_parallel=by_tokens, seed=3).double()
+            ours = VocabParallelEmbedding(plain_embedding(), sequence_parallel=by_tokens)
+            padded = gathered(ours.weight, 0)
+            assert len(padded) == -(-61 // n) * n and not padded[61:].any()
             found = ours(tokens)
             (found * (own_shard(weight, 1, None) if by_tokens else weight)).sum().backward()
             actual = {
@@ -147,13 +130,12 @@ def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
 
     def refuse(cluster: Cluster) -> None:
         for by_tokens in (False, True):
-            embedding = VocabParallelEmbedding(61, 6, sequence_parallel=by_tokens)
+            embedding = VocabParallelEmbedding(plain_embedding(), sequence_parallel=by_tokens)
             model = parallelize(gpt(num_layers=1), None, by_tokens)
             for token in (-1, 61, 62, 999):
-                tokens = torch.tensor([[3, 60, token, 0]])
                 for module in (embedding, model):
                     with pytest.raises(IndexError) as error:
-                        module(tokens)
+                        module(torch.tensor([[3, 60, token, 0]]))
                     expected = f"token {token} is outside of the vocabulary, which is 0 to 60."
                     assert str(error.value) == expected, f"{type(module).__name__}: {error.value}"
             embedding(torch.tensor([[0, 60]]))
@@ -164,11 +146,10 @@ def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
 def test_under_autocast_layers_compute_and_send_what_plain_ones_do_bit_by_bit():
     def compare(cluster: Cluster) -> None:
         for by_tokens, make in itertools.product((False, True), (ColumnParallelLinear, RowParallelLinear)):
-            layer, plain = make(6, 12, sequence_parallel=by_tokens), nn.Linear(6, 12)
-            plain.load_state_dict(layer.state_dict())
+            linears = [plain_linear(6, 12, seed=0).float() for _ in range(2)]
             found = []
-            for module in (layer, plain):
-                x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            for module in (make(linears[0], sequence_parallel=by_tokens), linears[1]):
+                x = numbers(2, 4, 6).float().requires_grad_()
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     y = module(x)
                 assert y.dtype == torch.bfloat16
@@ -183,8 +164,8 @@ def test_second_derivatives_are_refused():
     """A sum over ranks has no second derivative; without a refusal its terms would be missing silently."""
 
     def work(cluster: Cluster) -> None:
-        x = torch.ones(2, 4, requires_grad=True)
-        [gradient] = torch.autograd.grad((ColumnParallelLinear(4, 6)(x) ** 2).sum(), x, create_graph=True)
+        x, layer = torch.ones(2, 4, requires_grad=True), ColumnParallelLinear(nn.Linear(4, 6))
+        [gradient] = torch.autograd.grad((layer(x) ** 2).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
 
@@ -219,7 +200,7 @@ def test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed():
                 events.append("awaited")
                 return self._work.wait()
 
-        layer = ColumnParallelLinear(6, 12, sequence_parallel=by_tokens)
+        layer = ColumnParallelLinear(nn.Linear(6, 12), sequence_parallel=by_tokens)
         y = layer(torch.ones(2, 4, 6, requires_grad=True))
         with mock.patch.object(layers, name, Watched), Products(events):
             y.sum().backward()
@@ -234,7 +215,7 @@ def test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several
     def count(cluster: Cluster) -> None:
         for overlap, by_tokens in itertools.product((True, False), (False, True)):
             options = {"sequence_parallel": by_tokens, "overlap": overlap}
-            shared = [ColumnParallelLinear(6, 12, seed=seed, **options) for seed in range(3)]
+            shared = [ColumnParallelLinear(nn.Linear(6, 12), **options) for _ in range(3)]
             ys = layers.column_parallel(torch.ones(2, 4, 6, requires_grad=True), shared)
             LEDGER.clear()
             sum(y.sum() for y in ys).backward()

@@ -3,6 +3,8 @@
 The matrix of models, ranks and options stands in test_parallelize.py.
 """
 
+from copy import deepcopy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,10 +30,9 @@ def test_tensor_parallel_equals_one_process():
         # A rank holds two hidden features: two columns of the first matrix, two rows of the second. (PyTorch
         # stores a matrix transposed, so that outputs are dim 0 and inputs are dim 1.)
         own = slice(2 * rank, 2 * rank + 2)
-        column, row = ColumnParallelLinear(4, 6).double(), RowParallelLinear(6, 5).double()
-        with torch.no_grad():
-            column.weight.copy_(up.weight[own]), column.bias.copy_(up.bias[own])
-            row.weight.copy_(down.weight[:, own]), row.bias.copy_(down.bias)
+        column, row = ColumnParallelLinear(deepcopy(up)), RowParallelLinear(deepcopy(down))
+        assert torch.equal(column.weight, up.weight[own]) and torch.equal(column.bias, up.bias[own])
+        assert torch.equal(row.weight, down.weight[:, own]) and torch.equal(row.bias, down.bias)
 
         # All ranks have the same input. GELU works on each hidden feature alone, so it needs no other rank.
         own_x = x.detach().clone().requires_grad_()
@@ -72,11 +73,8 @@ def test_sequence_parallel_equals_one_process():
         # Two ranks divide the MLP by hidden features, and everything outside of it by tokens.
         own, own_tokens = slice(3 * rank, 3 * rank + 3), slice(3 * rank, 3 * rank + 3)
         own_norm = nn.LayerNorm(4).double()
-        column = ColumnParallelLinear(4, 6, sequence_parallel=True).double()
-        row = RowParallelLinear(6, 4, sequence_parallel=True).double()
-        with torch.no_grad():
-            column.weight.copy_(up.weight[own]), column.bias.copy_(up.bias[own])
-            row.weight.copy_(down.weight[:, own]), row.bias.copy_(down.bias)
+        column = ColumnParallelLinear(deepcopy(up), sequence_parallel=True)
+        row = RowParallelLinear(deepcopy(down), sequence_parallel=True)
 
         # A rank normalises 3 tokens, and so keeps half of the activations.
         normalised = own_norm(x[:, own_tokens])
@@ -121,11 +119,10 @@ def test_vocabulary_parallel_equals_one_process():
 
         # A rank holds 2 entries of the vocabulary, in the embedding and in the head.
         own = slice(2 * rank, 2 * rank + 2)
-        own_embedding = VocabParallelEmbedding(6, 4).double()
-        own_head = ColumnParallelLinear(4, 6, bias=False).double()
-        with torch.no_grad():
-            own_embedding.weight.copy_(embedding.weight[own])
-            own_head.weight.copy_(head.weight[own])
+        own_embedding = VocabParallelEmbedding(deepcopy(embedding))
+        own_head = ColumnParallelLinear(deepcopy(head))
+        assert torch.equal(own_embedding.weight, embedding.weight[own])
+        assert torch.equal(own_head.weight, head.weight[own])
 
         # A token's vector is on one rank. The others look up zeros, and the sum over ranks is the vector.
         x = own_embedding(tokens)
