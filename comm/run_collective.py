@@ -55,7 +55,8 @@ def run_collective(
                 queue, ready, lambda link: cost.seconds(header.op, header.pattern, num_bytes, ranks, link)
             )
             try:
-                wire = _begin(dataclasses.replace(header, ready=delay.ready), group, sequence, delay, parts)
+                mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
+                wire = _begin(mine, group, sequence, delay, parts)
                 tensors = [buffer.to_wire() for buffer in buffers]
                 algorithm(wire, *tensors)
                 for buffer, tensor in zip(buffers, tensors, strict=True):

@@ -40,13 +40,14 @@ from comm.transport.listener import Address, Listener, connect, connect_locally
 from comm.transport.memory_ends import MemoryIn, MemoryOut, drain, wake
 from comm.transport.stream_ends import Done, StreamIn, StreamOut
 from comm.wire import hosts
-from comm.wire.handshake import RowExchange
+from comm.wire.handshake import exchange_numbers
 from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble
 from comm.wire.work_queue import COMMUNICATION_THREAD
 
 LARGE_MESSAGE_BYTES = 1 << 17  # of a point-to-point message, which a sender that computes cannot help to move
 _SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small message
-_SLICE_SECONDS, _PAUSE = 1e-3, 0.1  # if another program takes the core for a slice, do not spin for a while
+_SLICE_SECONDS = 1e-3  # if another program takes the core for so long, do not spin for a while ...
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # ... and for twice as long if that happens again
 _NAP = 2e-3  # of the thread that moves messages while no other does, and of ranks that have not met yet
 _FRAME = struct.Struct("=q")
 
@@ -143,7 +144,7 @@ class Streams:
         self._a_thread_sleeps = False
         self._bell = socket.socketpair()  # wakes that thread when another one has moved something
         self._helper: threading.Thread | None = None
-        self._spins_from = 0.0
+        self._spins_from, self._pause = 0.0, _SHORTEST_PAUSE
         self._is_local = transport != "sockets" and segment.is_possible()
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -159,8 +160,7 @@ class Streams:
 
     def exchange_addresses(self, group: dist.ProcessGroup, wire: Wire) -> None:
         """Exchange addresses and hosts with all other ranks, which call this too."""
-        mine = torch.tensor([*self._listener.address(), hosts.own_host()])
-        rows = RowExchange(wire, mine).finish().tolist()
+        rows = exchange_numbers(wire, [*self._listener.address(), hosts.own_host()])
         hosts.remember(group, [row[3] for row in rows])
         for name, (_, port, _, _) in zip(self.names, rows, strict=True):
             if port == 0:
@@ -338,9 +338,13 @@ class Streams:
             os.sched_yield()
             self._lock.acquire()
             before, now = now, time.perf_counter()
+            has_moved = self._move()
             if now - before > _SLICE_SECONDS:
-                self._spins_from = now + _PAUSE
-            if self._move():
+                self._spins_from = now + self._pause
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+                return has_moved
+            if has_moved:
+                self._pause = _SHORTEST_PAUSE
                 return True
         return False
 

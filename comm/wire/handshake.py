@@ -14,6 +14,7 @@ The rounds cost latency. So on streams the first messages leave while the header
 
 import struct
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -102,10 +103,9 @@ class RowExchange:
     algorithms for all-to-all communications in multiport message-passing systems", 1997).
     """
 
-    def __init__(self, wire: AnyWire, row: torch.Tensor) -> None:
-        self._wire = wire
-        self._rows = torch.empty(wire.size, row.numel(), dtype=row.dtype)
-        self._rows[0] = row
+    def __init__(self, wire: AnyWire, row: bytes) -> None:
+        self._wire, self._row_bytes = wire, len(row)
+        self._rows = bytearray(row) + bytearray((wire.size - 1) * len(row))
         self._have = 1
         self._start_round()
 
@@ -113,31 +113,40 @@ class RowExchange:
         n, r, have = self._wire.size, self._wire.rank, self._have
         if have < n:
             self._count = min(have, n - have)
-            self._arriving = self._wire.irecv(
-                self._rows[have : have + self._count], (r + have) % n, header=True
-            )
-            self._leaving = self._wire.isend(self._rows[: self._count], (r - have) % n, header=True)
+            self._arriving = self._wire.irecv(self._part(have), (r + have) % n, header=True)
+            self._leaving = self._wire.isend(self._part(0), (r - have) % n, header=True)
 
-    def finish(self) -> torch.Tensor:
-        """Return all rows in rank order, of shape (ranks, len(row))."""
+    def _part(self, first: int) -> torch.Tensor:
+        """Return the rows that move in this round: as many as are missing or there, from the first one."""
+        count, start = self._count * self._row_bytes, first * self._row_bytes
+        return torch.frombuffer(self._rows, dtype=torch.uint8, count=count, offset=start)
+
+    def finish(self) -> bytes:
+        """Return all rows in rank order."""
         while self._have < self._wire.size:
             self._arriving.wait()
             self._leaving.wait()
             self._have += self._count
             self._start_round()
-        return self._rows.roll(self._wire.rank, dims=0)
+        here = (self._wire.size - self._wire.rank) * self._row_bytes  # the rows begin with that of this rank
+        return bytes(self._rows[here:] + self._rows[:here])
+
+
+def exchange_numbers(wire: AnyWire, mine: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the numbers of each rank, in rank order. All ranks pass equally many, of 64 bits."""
+    row = struct.Struct(f"={len(mine)}q")
+    return list(row.iter_unpack(RowExchange(wire, row.pack(*mine)).finish()))
 
 
 class HeaderExchange:
     """The exchange of headers. It starts when made. `finish()` sets `wire.full_numel`, the largest `full`."""
 
     def __init__(self, wire: AnyWire, mine: Header) -> None:
-        row = torch.frombuffer(bytearray(mine.pack()), dtype=torch.int64)
-        self._wire, self._mine, self._rows = wire, mine, RowExchange(wire, row)
+        self._wire, self._mine, self._rows = wire, mine, RowExchange(wire, mine.pack())
 
     def finish(self) -> int:
         """Wait for all headers, and check them as `check_rows` does."""
-        rows = self._rows.finish().numpy().tobytes()
+        rows = self._rows.finish()
         self._wire.full_numel = self._mine.full
         if self._mine.op in ("scatter", "gather"):  # only the root knows it
             self._wire.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
@@ -241,11 +250,7 @@ def check_parts(wire: AnyWire, out_sizes: list[int], in_sizes: list[int]) -> Non
     The ranks exchange the sizes of their parts. An all-to-all whose parts all have one size needs no such
     exchange: the headers have shown it.
     """
-    table = (
-        RowExchange(wire, torch.tensor([out_sizes, in_sizes]).flatten())
-        .finish()
-        .view(wire.size, 2, wire.size)
-    )
+    table = torch.tensor(exchange_numbers(wire, [*out_sizes, *in_sizes])).view(wire.size, 2, wire.size)
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()
     if wrong:

@@ -23,10 +23,9 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from comm.wire.handshake import RowExchange
+from comm.wire.handshake import exchange_numbers
 from comm.wire.wire import Group, Wire, group_of, peer_wire
 
 VARIABLE = "WORKBOOK_HOST"
@@ -69,6 +68,5 @@ def hosts_of(wire: Wire) -> list[int]:
     """Return the number of each rank's host. At its first use in a group, all ranks must call it."""
     if wire.group not in _hosts:
         apart = peer_wire(wire.group, counted=False)  # as the addresses of the streams, it is no header
-        hashes = RowExchange(apart, torch.tensor([own_host()])).finish()
-        remember(wire.group, hashes.flatten().tolist())
+        remember(wire.group, [host for [host] in exchange_numbers(apart, [own_host()])])
     return _hosts[wire.group]
