@@ -1,6 +1,5 @@
 """The configuration of a hybrid training: what the keys mean, and the sentence for each kind of mistake."""
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from comm.script import Usage
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
-from hybrid_parallel.config import KEYS, Config, load, main, read_command_line, split_config
+from hybrid_parallel.config import Config, load, main, read_command_line
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
@@ -90,35 +89,11 @@ def test_zero_redundancy_without_a_number_depends_on_the_pipeline(read, zero, pi
     assert read(beside_tokens).args.zero == 2
 
 
-def test_the_batch_is_per_device_and_the_devices_of_a_replica_share_theirs(read):
-    assert read("num_gpus: 8\nbatch_size: 6\ntensor: 2\npipeline: 2").args.batch_size == 12
-    assert read("num_gpus: 8\nbatch_size: 6").args.batch_size == 48
-
-
 def test_a_pipeline_has_about_four_microbatches_per_stage_unless_their_number_is_given(read):
     assert read("num_gpus: 4\nbatch_size: 24\npipeline: 2").args.microbatches == 8
     assert read("num_gpus: 4\nbatch_size: 7\npipeline: 2").args.microbatches == 7
     assert read("num_gpus: 4\nbatch_size: 24").args.microbatches == 1
     assert read("num_gpus: 4\nbatch_size: 24\npipeline: 2\nmicrobatches: 3").args.microbatches == 3
-
-
-def test_every_other_key_sets_the_option_of_its_name(read):
-    lines = {
-        "model": "tiny", "num_gpus": "2", "layers": "3", "lr": "1e-3", "clip": "0.5", "seed": "7",
-        "steps": "5", "link": "200mbit,1ms", "eval_every": "2", "checkpoint": "folder",
-        "resume": "yes", "trace": "None", "json": "true", "schedule": "gpipe", "chunks": "3",
-        "recompute": "on", "precision": "bf16", "communication_pattern": "tree", "tensor": "2",
-        "sequence_parallel": "True",
-    }  # fmt: skip
-    args = read("".join(f"{key}: {value}\n" for key, value in lines.items())).args
-    assert args == HybridArgs(
-        size="tiny", batch_size=8, layers=3, lr=1e-3, clip=0.5, seed=7, steps=5, link="200mbit,1ms",
-        eval_every=2, checkpoint="folder", resume=True, trace=None, json=True,
-        schedule="gpipe", chunks=3, recompute=True, precision="bf16", pattern="tree", data=1, tensor=2,
-        sequence_parallel=True, pipeline=1, microbatches=1,
-    )  # fmt: skip
-    options = {field.name for field in dataclasses.fields(HybridArgs)}
-    assert options - {"config"} <= KEYS.keys() == KEYS.keys() - {"config"}, "each other option is a key"
 
 
 def test_the_command_line_comes_before_the_file_also_with_the_key_of_another_name(read):
@@ -138,14 +113,6 @@ def test_the_model_is_a_gpt_of_a_size_or_an_mlp_of_its_width(read):
     assert model_of(read(text).args) == MLPConfig(2, 512)
     assert model_of(read(text, "--model", "tiny").args) == GPTConfig.named("tiny", num_layers=2)
     assert model_of(read("num_gpus: 1\nmodel: tiny", "--model", "mlp").args) == MLPConfig(8, 32)
-
-
-def test_the_words_for_the_file_are_taken_out_of_a_command_line():
-    assert split_config(["--a", "1", "--config", "f", "--b"]) == ("f", ["--a", "1", "--b"])
-    assert split_config(["--config=f"]) == ("f", [])
-    assert split_config(["--steps", "3"]) == (None, ["--steps", "3"])
-    with pytest.raises(WorkbookError, match="--config has no value"):
-        split_config(["--config", "--steps"])
 
 
 def test_auto_asks_the_planner_for_what_is_not_given(read):
@@ -183,12 +150,6 @@ def test_the_training_reads_a_file_or_options_alone(read, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train_hybrid.py", *words, "--help"])
     with pytest.raises(Usage, match="--config"):
         read_command_line(sys.argv[1:], 4)
-
-
-def test_the_command_prints_the_number_of_processes_alone(capsys):
-    assert main(["--config", str(ROOT / "configs" / "config.yaml"), "--data", "1"]) == 0
-    assert main(["--config", str(ROOT / "configs" / "zero3.yaml")]) == 0
-    assert capsys.readouterr() == ("8\n4\n", "")
 
 
 def test_the_command_says_what_is_wrong_on_stderr(capsys):

@@ -106,21 +106,6 @@ def test_machines_that_make_no_sense_are_refused_before_any_start(launch, change
     assert done.stderr.splitlines()[-1] == said
 
 
-def test_an_option_without_a_value_is_refused(launch):
-    for words in (["--config"], ["--config", "--nnodes", "2"], ["--config", "c.yaml", "--nnodes"]):
-        done = launch(*words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.endswith("has no value.\n")
-
-
-def test_the_usage_names_every_option(launch):
-    done = launch("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    options = [*re.findall(r"(--[a-z-]+) \|", SCRIPT.read_text()), "--max-restarts"]
-    assert len(options) >= 6 and all(option in done.stdout for option in options)
-    assert launch().stderr.startswith(done.stdout), "so does a call without options"
-
-
 def test_without_python_it_says_what_to_do(launch, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()

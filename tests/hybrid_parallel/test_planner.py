@@ -7,23 +7,16 @@ import time
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hybrid_parallel.planner.auto
-from comm.cost import Link
 from hybrid_parallel.planner.__main__ import Args, main
-from hybrid_parallel.planner.auto import measured_machine
 from hybrid_parallel.planner.machine import MACHINES, Machine
-from hybrid_parallel.planner.memory import predict_memory
-from hybrid_parallel.planner.search import Plan, best_by_division, candidates, choose, plans, reason_of
+from hybrid_parallel.planner.search import Plan, candidates, choose, plans
 from hybrid_parallel.planner.shapes import SHAPES, MLPShape, ModelShape, shape_of
-from hybrid_parallel.planner.step_time import Seconds, TimeModel
-from hybrid_parallel.planner.table import table_of
+from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.launch.errors import WorkbookError
 
@@ -125,14 +118,6 @@ def test_less_memory_makes_plans_that_hold_less():
     assert tight.memory_bytes < 0.5 * free.memory_bytes and tight.step_seconds > free.step_seconds
 
 
-def test_a_run_of_this_workbook_on_gpus_is_planned_with_autocast(monkeypatch):
-    monkeypatch.setattr(hybrid_parallel.planner.auto, "measure_all_reduce", lambda *_, **__: Link(1.0, 1.0))
-    monkeypatch.setattr(hybrid_parallel.planner.auto, "default_pattern", lambda _: "ring")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    machine = measured_machine(SimpleNamespace(device=torch.device("cuda"), world_size=8))
-    assert machine.device == H100.device and machine.autocast and not H100.autocast
-
-
 def test_a_reason_names_what_differs():
     found = on_8_devices()
     assert found[0].reason == "the fastest that fits"
@@ -153,31 +138,6 @@ def test_of_equally_fast_plans_the_one_with_larger_microbatches_and_less_memory_
     found = {p.sizes.schedule: p for p in plans(shape_of("small"), H100, 2, 8, given=given)}
     more = found["gpipe"].memory_bytes - found["1f1b"].memory_bytes
     assert list(found).index("1f1b") < list(found).index("gpipe") and more > 0
-
-
-def test_plans_that_differ_in_the_fourth_digit_are_told_apart_in_their_reason():
-    sizes = ParallelSizes(data=4)
-    held = predict_memory(LLAMA, sizes, 64)
-
-    def plan(compute: float, bytes_more: float) -> Plan:
-        seconds = Seconds(compute, *[0.0] * (len(fields(Seconds)) - 1))
-        return Plan(sizes, replace(held, temporary=held.temporary + bytes_more), seconds)
-
-    best = plan(9.0, 1e9)
-    assert reason_of(plan(9.0004, 2e9), best, 1e12) == "as fast, with 1.0 GB more memory"
-    assert reason_of(plan(9.0004, 1e9), best, 1e12) == "as fast, with no more memory"
-    assert reason_of(plan(9.004, 0), best, 1e12).startswith("0.04% slower: ")
-    assert reason_of(plan(9.09, 0), best, 1e12).startswith("1.0% slower: ")
-
-
-def test_a_table_has_one_row_for_each_division():
-    found = on_8_devices()
-    axes = ("pipeline", "data", "context", "tensor")
-    rows = [tuple(getattr(plan.sizes, axis) for axis in axes) for plan in best_by_division(found)]
-    powers = (1, 2, 4, 8)
-    assert sorted(rows) == sorted(
-        (p, 8 // p // c // t, c, t) for p in powers for c in (1, 2, 4) for t in powers if p * c * t <= 8
-    )
 
 
 @pytest.mark.parametrize(
@@ -230,21 +190,6 @@ def test_the_command_line_ends_with_a_sentence_and_no_stack_trace():
     assert ended.stderr.startswith("There is no model 'llama-4'") and ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"devices": 0}, "The number of devices is 0"),
-        ({"rows": 0}, "The number of rows is 0"),
-        ({"sequence_length": 0}, "sequence_length of a model is 0; it must be at least 1."),
-        ({"batch": -1}, "The number of examples in a step is -1"),
-        ({"link": "fast"}, "--link fast"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_a_sentence(wrong, sentence: str):
-    with pytest.raises(WorkbookError, match=sentence):
-        main(Args(**wrong))
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([SMALL_EXPERTS, replace(SMALL_EXPERTS, experts=1, active_experts=1, dropout=True)]),
@@ -280,64 +225,8 @@ def test_a_long_sequence_is_cut_into_pieces_of_2048_tokens_or_more_unless_a_size
     assert contexts(48) == {1, 2, 4, 8}
 
 
-def test_a_sequence_that_fits_on_no_rank_fits_if_it_is_cut():
-    shape = replace(SHAPES["llama-3-8b"], sequence_length=1 << 20)
-    whole, cut = (plans(shape, H100, 64, 16, given=given) for given in ({"context": 1}, {}))
-    with pytest.raises(WorkbookError, match="No plan fits"):
-        choose(whole, H100.device.memory_bytes)
-    assert choose(cut, H100.device.memory_bytes).sizes.context > 1
-
-
 def test_replicas_hold_mixtral_without_zero_only_if_they_share_its_experts():
     replicas = {"pipeline": 1, "tensor": 1, "zero": 0}
     found = plans(replace(MIXTRAL, sequence_length=2048), H200, 8, 64, given=replicas)
     fit = [plan for plan in found if plan.seconds is not None]
     assert values(found, "expert_ranks") == {1, 2, 4, 8} and values(fit, "expert_ranks") == {8}
-
-
-def test_the_choice_depends_on_what_a_ring_can_hide():
-    shape = replace(SHAPES["llama-3-8b"], sequence_length=65_536)
-    given = {"context": 8, "recompute": True, "zero": 3}
-    apart = replace(H100, devices_per_node=1)
-    # With 8 key heads for 32 query heads messages are short enough to hide behind the attention to a block.
-    for kv_heads, attention in ((8, "ring"), (32, "all_to_all")):
-        found = plans(replace(shape, num_kv_heads=kv_heads), apart, 8, 8, given=given)
-        assert found[0].sizes.attention == attention
-
-
-def heads(found: list[Plan], shape: ModelShape) -> list[object]:
-    return [column.header for column in table_of(found, TimeModel(shape, H100, 8)).columns]
-
-
-def test_a_table_has_columns_for_context_and_experts_only_if_a_plan_uses_them():
-    shape = SMALL_EXPERTS
-    before = ["pipeline", "data", "tensor", "microbatches", "schedule", "ZeRO"]
-    before += ["also", "memory", "step", "MFU", "why"]
-    found = {
-        key: plans(shape, H100, 2, 8, given={"context": key[0], "expert_ranks": key[1]})
-        for key in ((1, 1), (2, 1), (1, 2), (2, 2))
-    }
-    assert heads(found[1, 1], shape) == before
-    assert heads(found[2, 1], shape) == [*before[:2], "context", *before[2:]]
-    assert heads(found[1, 2], shape) == [*before[:3], "experts", *before[3:]]
-    both = [*before[:2], "context", "tensor", "experts", *before[3:]]
-    assert heads(found[2, 2], shape) == heads(found[1, 1] + found[2, 2], shape) == both
-
-
-def test_the_command_line_divides_the_experts_of_mixtral(capsys):
-    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=3))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "experts on 8 ranks" in said and "tensor experts microbatches" in said
-    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=1, json=True))
-    [best] = json.loads(capsys.readouterr().out)["plans"]
-    assert best["expert_ranks"] == 8 and best["step_seconds"] > 0
-
-
-def test_the_command_line_cuts_long_sequences_and_keeps_a_given_context_axis(capsys):
-    main(Args(model="llama-3-8b", devices=64, sequence_length=131_072, batch=64, rows=1))
-    assert "(context)" in capsys.readouterr().out
-    main(Args(model="small", devices=4, batch=16, context=2, json=True, rows=100))
-    found = json.loads(capsys.readouterr().out)["plans"]
-    assert found and {plan["context"] for plan in found} == {2}
-    with pytest.raises(WorkbookError, match=r"makes sense .* and context 3;"):
-        main(Args(model="small", devices=4, batch=16, context=3))

@@ -6,28 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from expert_parallel.config import MoEConfig, form_groups
-from expert_parallel.train_moe import ExpertParallel
 from hybrid_parallel.planner.memory import (
     experts_of,
-    fullest_ranks,
     has_head,
     layer_activations,
-    layers_by_stage,
     layers_of,
     parameters_of,
     predict_memory,
 )
 from hybrid_parallel.planner.shapes import SHAPES, MLPShape, ModelShape, shape_of, shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
-from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT as Model
 from lab.models.model import MLP, SIZES, GPTConfig, MLPConfig, loss_of
-from lab.ranks import run_ranks
 from lab.trace.memory import saved_activations
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.analysis.simulate import Costs, simulate
@@ -36,7 +28,6 @@ from tensor_parallel.expected_traffic import activations_formula
 from zero.memory import Held, formula
 
 GPT = ModelShape(8, 64, 8, 256, 32, dropout=True, fused_attention=False)
-CONFIG = GPTConfig(64, 64, num_layers=4, num_heads=8, width=128)
 EXPERTS = ModelShape(1, width=8, num_heads=2, vocab_size=16, sequence_length=4, experts=4, active_experts=2)
 
 LLAMA = {
@@ -104,14 +95,6 @@ def test_a_wrong_file_is_refused_in_one_sentence_with_its_name(tmp_path, content
     assert sentence in said and str(tmp_path / "config.json") in said and "\n" not in said
 
 
-def test_models_that_do_not_exist_are_refused():
-    for model in ("llama-3-9b", "missing/config.json"):
-        with pytest.raises(WorkbookError, match=r"There is no (model 'llama-3-9b': choose|file missing)"):
-            shape_of(model)
-    with pytest.raises(WorkbookError, match="experts is 4, and an MLP has no blocks"):
-        shape_of_config(MLPConfig(), 4, 2)
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_layers_activations_are_those_of_korthikantis_equations_2_and_4(
@@ -148,40 +131,12 @@ def test_the_state_of_a_rank_is_the_papers_table(zero: int):
     assert (held.parameters, held.gradients, held.optimizer_state) == astuple(expected)
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_layers_are_divided_as_evenly_as_can_be(layers: int, stages: int):
-    by_stage = layers_by_stage(layers, stages)
-    assert sum(by_stage) == layers and len(by_stage) == stages
-    assert max(by_stage) - min(by_stage) <= 1
-    assert by_stage[-1] == min(by_stage)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
 def test_all_ranks_together_hold_each_layer_once(schedule: str):
     for shape in (GPT, replace(GPT, num_layers=11)):
         sizes = ParallelSizes(pipeline=3, schedule=schedule, chunks=3)
         assert sum(layers_of(shape, sizes, rank) for rank in range(3)) == shape.num_layers
         assert sum(has_head(sizes, rank) for rank in range(3)) == 1
-
-
-@given(
-    st.integers(1, 60),
-    st.integers(1, 12),
-    st.integers(2, 4),
-    st.sampled_from(["1f1b", "interleaved", "zb_v"]),
-)
-def test_no_rank_has_more_layers_than_the_fullest_ones(layers: int, pipeline: int, chunks: int, schedule):
-    shape, sizes = replace(GPT, num_layers=layers), ParallelSizes(pipeline, schedule=schedule, chunks=chunks)
-    most = max(layers_of(shape, sizes, rank) for rank in fullest_ranks(sizes))
-    assert most == max(layers_of(shape, sizes, rank) for rank in range(pipeline))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_pipeline_holds_tied_weights_twice(tied: bool):
-    shape = replace(GPT, tied=tied)
-    held = sum(parameters_of(shape, ParallelSizes(pipeline=4), rank) for rank in range(4))
-    final_norm = 2 * shape.width
-    assert held - (shape.num_parameters - final_norm) == (shape.head_parameters if tied else 0)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
@@ -261,24 +216,3 @@ def test_expert_ranks_divide_experts_and_nothing_else():
     whole = 32 + 32 + 8
     assert parameters_of(EXPERTS, both, 0) == whole + (dense - whole) / 2 + 4 / 2 * ((expert - 8) / 2 + 8)
     assert experts_of(replace(EXPERTS, experts=1, active_experts=1), ParallelSizes(data=2), 0) == 0
-
-
-def test_ranks_with_experts_hold_the_parameters_and_keep_the_activations_that_are_predicted():
-    def held(_: Cluster) -> list[tuple[int, int]]:
-        found = []
-        for expert_ranks in (1, 2):
-            model = ExpertParallel(Model(CONFIG), MoEConfig(4, 2), form_groups(expert_ranks))
-            tokens = torch.arange(128).view(2, 64) % 64
-            with saved_activations(model.parameters) as saved:
-                logits = model(tokens)
-                loss_of(logits, tokens)
-            found.append((sum(p.numel() for p in model.parameters()), saved.bytes + logits.nbytes))
-        return found
-
-    shape = shape_of_config(CONFIG, 4, 2)
-    for expert_ranks, *of_ranks in zip((1, 2), *run_ranks(held, 2), strict=True):
-        plan = predict_memory(shape, ParallelSizes(data=2, expert_ranks=expert_ranks), 4)
-        numbers, kept = zip(*of_ranks, strict=True)
-        assert [plan.parameters / 4 + 2 * 128] * 2 == list(numbers)  # the final norm is left out
-        # The router decides which rank has more tokens; the mean is known.
-        assert plan.activations + plan.temporary == pytest.approx(sum(kept) / 2, rel=0.015)

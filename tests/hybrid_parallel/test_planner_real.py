@@ -1,12 +1,7 @@
 """What the planner predicts on paper is what ranks of this machine hold."""
 
-from collections.abc import Iterable
-
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from comm.cost import Link
 from hybrid_parallel.hybrid import HybridParallel
@@ -77,50 +72,3 @@ def test_parameters_gradients_and_optimizer_state_are_those_of_the_plan_in_both_
         plan = predict_memory(SHAPE, sizes, 8, autocast=machine.autocast)
         expected = [plan.parameters, plan.gradients, plan.optimizer_state]
         assert [max(each) for each in zip(*of_ranks, strict=True)] == pytest.approx(expected, rel=0.02), sizes
-
-
-class Peak(TorchDispatchMode):
-    """Measures the most bytes that tensors made in the block have at a time, without those of `known`."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
-        return made
-
-
-def test_a_pipeline_with_recomputation_holds_the_inputs_of_stages_and_computes_one_stage_again():
-    config, batch = GPTConfig(64, 64, num_layers=16, num_heads=4, width=64), 4
-    ways = [
-        ParallelSizes(pipeline=2, microbatches=4, schedule=schedule, recompute=again)
-        for schedule in ("1f1b", "zb_h1")
-        for again in (True, False)
-    ]
-
-    def peaks(cluster: Cluster) -> list[int]:
-        found = []
-        for sizes in ways:
-            x = y = torch.zeros(4 * batch, 64, dtype=torch.int64)
-            hybrid = HybridParallel(GPT(config), Mesh(cluster, sizes), x[:batch], torch.optim.SGD, lr=0.1)
-            hybrid.backward(x, y)
-            hybrid.optimizer.zero_grad()
-            with Peak(hybrid.module.parameters()) as peak:
-                hybrid.backward(x, y)
-            found.append(peak.bytes)
-        return found
-
-    for sizes, *of_ranks in zip(ways, *run_ranks(peaks, 2), strict=True):
-        plan = predict_memory(shape_of_config(config), sizes, 4 * batch)
-        predicted = plan.gradients + plan.activations + plan.temporary + plan.in_flight + plan.deferred
-        assert max(of_ranks) == pytest.approx(predicted, rel=0.05), sizes

@@ -1,18 +1,15 @@
 """The time model adds up what the lessons' formulas and the simulator say."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import hybrid_parallel.planner.step_time
 from comm import cost
 from comm.cost import Link
-from context_parallel.cost import ring_layer, ring_seconds, step_pairs
+from context_parallel.cost import ring_seconds, step_pairs
 from context_parallel.sequence_cut import SequenceCut
-from hybrid_parallel.planner.machine import MACHINES, Device, Handling, Machine, machine_of
+from hybrid_parallel.planner.machine import MACHINES, Device, Machine, machine_of
 from hybrid_parallel.planner.memory import experts_of, parameters_of
 from hybrid_parallel.planner.shapes import SHAPES, ModelShape
 from hybrid_parallel.planner.step_time import ADAM_BYTES, Seconds, TimeModel
@@ -48,21 +45,6 @@ def test_one_process_takes_the_operations_of_the_model_over_its_rate():
         assert seconds.total == pytest.approx(48 * shape.sequence_length * shape.flops_per_token(causal=True))
         used = TimeModel(shape, FREE, 48).utilisation(ParallelSizes(), seconds.total, causal=True)
         assert used == pytest.approx(1)
-
-
-def test_attention_without_a_fused_kernel_computes_all_scores_and_moves_them():
-    shape = replace(SHAPE, sequence_length=512, fused_attention=False)
-    seconds = predict(ParallelSizes(), shape=shape).total
-    assert seconds == pytest.approx(48 * 512 * shape.flops_per_token(causal=False))
-    slow_memory = replace(FREE, device=replace(CLOCK, bandwidth=1.0))
-    fused = replace(shape, fused_attention=True)
-    more = predict(ParallelSizes(), slow_memory, shape=shape).compute - seconds
-    less = (
-        predict(ParallelSizes(), slow_memory, shape=fused).compute
-        - predict(ParallelSizes(), shape=fused).total
-    )
-    # Written, read and written by the softmax, and read: 4 times 4 bytes in each of three passes.
-    assert more - less == pytest.approx(3 * 48 * 512 * 12 * 8 * 512 * 4 * 4)
 
 
 def test_recomputation_adds_a_third_to_the_layers():
@@ -105,16 +87,6 @@ def test_the_tensor_axis_costs_four_all_reduces_in_each_layer():
     # A gather and a scatter send as many bytes as an all-reduce; they have one header more.
     apart = predict(ParallelSizes(tensor=4, sequence_parallel=True), machine).tensor
     assert apart == pytest.approx(12 * 4 * (each + 2 * machine.inner.alpha))
-
-
-def test_a_message_between_stages_goes_as_shards_and_is_gathered_within_a_node(monkeypatch):
-    monkeypatch.setattr(hybrid_parallel.planner.step_time, "SIMULATED", 0)
-    machine = replace(FREE, outer=Link(0.0, 1.0), devices_per_node=2)
-    numbers = 8 * 4096  # of a microbatch
-    sizes, shape = ParallelSizes(pipeline=4, tensor=2, microbatches=6), replace(SHAPE, tied=False)
-    assert predict(sizes, machine, shape=shape).messages == pytest.approx(2 * 6 * numbers * 4 / 2)
-    interleaved = replace(sizes, schedule="interleaved", chunks=3)
-    assert predict(interleaved, machine, shape=shape).messages == pytest.approx(3 * 2 * 6 * numbers * 4 / 2)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -162,12 +134,6 @@ def test_the_optimizers_state_is_read_and_written_by_its_owners_alone():
     assert predict(ParallelSizes(data=4, zero=1), machine).optimizer == numbers * ADAM_BYTES / 4
 
 
-def test_the_overhead_is_a_share_of_the_step():
-    machine = replace(FREE, device=replace(CLOCK, overhead=0.2))
-    seconds = predict(ParallelSizes(), machine)
-    assert seconds.overhead / seconds.total == pytest.approx(0.2)
-
-
 def test_this_machine_is_measured_and_shared_by_its_ranks():
     link = Link(1e-4, 8e-9)
     one, many = (machine_of("this", ranks, link) for ranks in (1, 1000))
@@ -183,12 +149,6 @@ def test_an_unknown_device_is_refused_with_those_that_are_known():
     assert machine_of("h100", 8, Link(1.0, 1.0)).inner == MACHINES["h100"].inner
 
 
-def test_each_layer_of_the_data_axis_has_messages_of_its_own():
-    machine = replace(FREE, inner=Link(1.0, 0.0))
-    once = cost.seconds("all_gather", "ring", 1, 4, machine.inner)
-    assert predict(ParallelSizes(pipeline=2, data=4, zero=1), machine).data == pytest.approx(2 * 6 * once)
-
-
 def predicted(shape: ModelShape, sizes: ParallelSizes, where: Machine, batch: int = 1) -> Seconds:
     return predict(sizes, where, batch, shape)
 
@@ -200,17 +160,6 @@ def test_a_ring_shows_what_is_longer_than_the_attention_to_a_block_and_the_last_
     assert predicted(TINY, ring, machine(2.0)).context == pytest.approx((256 - 128) + (256 - 256) + 256)
     assert predicted(TINY, ring, machine(3.0)).context == pytest.approx((384 - 128) + (384 - 256) + 384)
     assert predicted(TINY, ring, machine(0.5)).context == pytest.approx(64)  # all but the last is hidden
-
-
-def test_neighbours_of_a_ring_are_as_far_apart_as_the_tensor_axis_is_long():
-    nodes, shape = Machine(CLOCK, 2, Link(0.0, 0.0), Link(0.0, 1e6)), replace(TINY, num_layers=2)
-    for attention in ("ring", "all_to_all"):
-        within, across = (
-            predicted(shape, ParallelSizes(context=2, tensor=t, attention=attention), nodes) for t in (1, 2)
-        )
-        assert within.context == 0 < across.context
-    # Stages lie beyond all replicas: those of 2 stages are in different nodes.
-    assert predicted(shape, ParallelSizes(pipeline=2, context=2), nodes).bubble > 1e6
 
 
 @pytest.mark.parametrize("beta", [0.01, 1.0, 10.0])
@@ -225,17 +174,6 @@ def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, be
     assert seconds.context + attention == pytest.approx(expected, rel=0.02)
 
 
-@given(st.integers(2, 8), st.sampled_from([1, 2]), st.sampled_from(["float32", "bf16"]))
-def test_a_slow_ring_takes_the_bytes_of_the_lessons_formula(ranks: int, kv_heads: int, precision):
-    shape = replace(TINY, sequence_length=16 * ranks, num_kv_heads=kv_heads)
-    cut = SequenceCut.zigzag(16 * ranks, ranks)
-    layer = ring_layer(SimpleNamespace(rank=0, size=ranks, cut=cut), 2, kv_heads, 4)
-    slow, sizes = machine(1e6), ParallelSizes(context=ranks, precision=precision)
-    waiting = predicted(shape, sizes, slow).context
-    sent = sum(traffic.bytes_sent for traffic in layer) * (1 if precision == "float32" else 0.5)
-    assert waiting == pytest.approx(sent * 1e6, rel=1e-2)
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_all_to_alls_take_the_bytes_of_the_lessons_formula_and_hide_nothing(ranks: int):
     shape = ModelShape(3, width=64, num_heads=16, vocab_size=1, sequence_length=64, num_kv_heads=8)
@@ -246,52 +184,6 @@ def test_all_to_alls_take_the_bytes_of_the_lessons_formula_and_hide_nothing(rank
     assert predicted(shape, sizes, machine(1e-9), 5).context == pytest.approx(3 * sent * 1e-9)
     again = replace(sizes, recompute=True)  # the forward sends once more
     assert predicted(shape, again, machine(1.0), 5).context == pytest.approx(1.5 * 3 * sent)
-
-
-def test_a_program_that_gathers_keys_waits_for_all_of_them():
-    where = machine(1.0, gathers_keys=True)
-    gather = cost.seconds("all_gather", "ring", 8 * 2 * 4 * 4, 4, where.inner)
-    assert predicted(TINY, ParallelSizes(context=4), where).context == pytest.approx(2 * gather)
-
-
-def test_a_ring_adds_results_in_float32_and_an_all_to_all_copies():
-    slow = replace(machine(0.0), device=replace(CLOCK, bandwidth=1.0))
-    plain, ring, exchanged = (
-        predicted(TINY, sizes, slow, 2).compute
-        for sizes in (
-            ParallelSizes(data=2),
-            ParallelSizes(context=2),
-            ParallelSizes(context=2, attention="all_to_all"),
-        )
-    )
-    numbers = 2 * 4 * 4  # of the queries of a rank; keys and values have twice as many
-    # The plain model has 8 tokens on each rank, too. Two blocks; 12 bytes for each number that is added.
-    assert ring - plain == pytest.approx(2 * 12 * (numbers + numbers + 2 * numbers))
-    assert exchanged - plain == pytest.approx(2 * 2 * 2 * (numbers + 2 * numbers + numbers) * 4)
-
-
-def test_messages_between_nodes_go_through_one_card_each():
-    where = Machine(CLOCK, 8, Link(1.0, 1.0), Link(5.0, 10.0))
-    assert where.message_link(8, 1) == where.pairwise_link(4, 2) == where.inner
-    assert where.message_link(16, 1) == where.message_link(2, 8) == where.outer
-    # Of 15 messages of an all-to-all, 7 stay in the node; with a stride of 4, one of 7.
-    assert where.pairwise_link(16, 1) == Link(5.0, (7 * 1 + 8 * 10) / 15)
-    assert where.pairwise_link(8, 4) == Link(5.0, (1 * 1 + 6 * 10) / 7)
-
-
-@pytest.mark.parametrize("cores", [4, 2])
-@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
-def test_messages_of_the_context_axis_need_a_core_as_a_part_of_their_time(attention: str, cores: int):
-    shape, sizes = replace(TINY, num_heads=4, num_kv_heads=4), ParallelSizes(context=4, attention=attention)
-    slow = Machine(CLOCK, 4, Link(0.0, 1e3), Link(0.0, 1e3), cores)
-    costs = (Handling(), Handling(call=7.0, byte=2.0))
-    without, handled = (predicted(shape, sizes, replace(slow, handling=cost)) for cost in costs)
-    block = 2 * 2 * 4 * 4  # bytes of the keys and values of two tokens
-    ring = 9 * (7.0 + 2.0 * block)
-    exchanges = 4 * 7.0 + 2 * 3 / 4 * 2.0 * (block + block)  # q, k, v and y: twice as much as k and v
-    work = ring if attention == "ring" else exchanges
-    assert handled.compute - without.compute == pytest.approx(work * 4 / cores)
-    assert without.context - handled.context == pytest.approx(work)
 
 
 def test_a_layer_sends_its_tokens_to_their_experts_and_back_in_both_passes():
@@ -321,31 +213,6 @@ def test_the_replicas_of_an_expert_reduce_its_gradients():
         assert predicted(shape, sizes, where, 8).data == pytest.approx(expected)
 
 
-def test_exchanges_with_experts_need_a_core_as_a_part_of_their_time():
-    slow = Machine(CLOCK, 4, Link(0.0, 1e3), Link(0.0, 1e3), 2)
-    costs = (Handling(), Handling(call=7.0, byte=2.0))
-    sizes = ParallelSizes(data=4, expert_ranks=2)
-    without, handled = (predicted(EXPERTS, sizes, replace(slow, handling=cost), 4) for cost in costs)
-    work = 5 * 7.0 + 2.0 * (4 * 1 / 2 * 4 * 2 * 8 * 4 + 3 / 4 * 4 * 4 * 8)
-    assert handled.compute - without.compute == pytest.approx(work * 2)  # 4 ranks on 2 cores
-    assert without.experts - handled.experts == pytest.approx(work)
-
-
-def test_tokens_are_copied_weighted_and_added_up_on_their_way_to_experts():
-    dense = replace(EXPERTS, experts=1, active_experts=1, feed_forward_width=2 * 32)
-    slow = replace(machine(0.0), device=replace(CLOCK, bandwidth=1.0))
-    # Both have 64 numbers between the linear layers of a token. Two experts get 8 numbers each.
-    one, two = (predicted(shape, ParallelSizes(), slow).compute for shape in (dense, EXPERTS))
-    router = 6 * 4 * 8 * 4
-    assert two - one == pytest.approx(3 * 4 * 2 * 7 * 8 * 4 + router)
-
-
-def test_a_tensor_axis_adds_up_the_output_of_each_expert_of_a_token():
-    alone = replace(EXPERTS, experts=1, active_experts=1)
-    one, two = (predicted(shape, ParallelSizes(tensor=2), machine(1.0)).tensor for shape in (alone, EXPERTS))
-    assert two == pytest.approx(one * 3 / 2)
-
-
 SHARED = replace(SHAPE, tied=False)
 
 
@@ -363,32 +230,3 @@ def test_ranks_share_cores_evenly_and_a_pipeline_fills_its_bubble():
     # With one microbatch no two ranks compute at the same time.
     alone = [predict(ParallelSizes(pipeline=4), on_cores(n, NO_LINK), shape=SHARED).total for n in (4, 2)]
     assert alone[0] == pytest.approx(alone[1])
-
-
-def test_the_weights_gradient_hides_the_reduction_of_the_inputs_gradient():
-    sizes, slow = ParallelSizes(tensor=4), on_cores(4, Link(0.0, 1e4))
-    each = cost.seconds("all_reduce", "ring", 48 * 4096 * 4, 4, slow.inner)
-    shown, hidden = (
-        TimeModel(SHARED, replace(slow, hides_reductions=hides), 48).predict(sizes).tensor for hides in (0, 1)
-    )
-    assert shown == pytest.approx(12 * 4 * each)
-    columns = SHARED.column_weights * 2 * 48 / 4  # operations of the products that hide it
-    assert hidden == pytest.approx(12 * (2 * each + max(0.0, 2 * each - columns)), rel=1e-5)
-
-
-def test_copies_slow_down_what_hides_the_gradients():
-    sizes, one = ParallelSizes(data=4), on_cores(2, Link(0.0, 1e-3))
-    costs = (Handling(), Handling(byte=1e-3))
-    more = [TimeModel(SHARED, replace(one, handling=cost), 48).predict(sizes).data for cost in costs]
-    sent = 2 * 3 / 4 * 4 * SHARED.num_layers * sum(SHARED.dense_parameters)
-    assert more[1] - more[0] == pytest.approx(sent * 1e-3 * 2, rel=0.01)
-
-
-@pytest.mark.parametrize("cores", [4, 2])
-def test_a_layers_collectives_need_a_core_for_calls_and_copies_as_a_part_of_their_time(cores: int):
-    sizes, one = ParallelSizes(tensor=4), replace(on_cores(cores, Link(0.0, 1e-3)), hides_reductions=False)
-    costs = (Handling(), Handling(call=5.0, byte=1e-4))
-    without, handled = (TimeModel(SHARED, replace(one, handling=cost), 48).predict(sizes) for cost in costs)
-    of_all = 12 * 4 * (5.0 + 2 * 3 / 4 * 48 * 4096 * 4 * 1e-4)
-    assert handled.compute - without.compute == pytest.approx(of_all * 4 / cores)
-    assert without.tensor - handled.tensor == pytest.approx(of_all)

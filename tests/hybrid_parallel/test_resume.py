@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from hybrid_parallel import export
 from lab.check import state_digest
 from lab.models.model import GPT, GPTConfig
-from lab.ranks import RankError
 from tests.hybrid_parallel.test_run import summaries
 from training.checkpoint_storage import complete_steps
 
@@ -60,27 +59,6 @@ def test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was():
             assert going_on[what] == pytest.approx(expected[what], rel=1e-5), (first, second)
 
 
-CUT: list[tuple[tuple[int, Way], tuple[int, Way]]] = [
-    ((2, {"context": 2}), (4, {"pipeline": 2, "tensor": 2, "microbatches": 2})),
-    ((2, {"zero": 3}), (4, {"context": 2, "attention": "all_to_all", "zero": 1})),
-]
-EXPERTS: dict[str, Any] = {"experts": 4, "aux_weight": 0.1}
-DIVIDED: list[tuple[tuple[int, Way], tuple[int, Way]]] = [
-    ((2, EXPERTS | {"expert_ranks": 2}), (1, EXPERTS)),
-    ((2, EXPERTS), (4, EXPERTS | {"context": 2, "expert_ranks": 4})),
-]
-
-
-def test_a_run_of_cut_sequences_or_divided_experts_goes_on_from_other_meshes_and_they_from_it():
-    [straight, of_experts] = summaries(1, [{"steps": 4}, EXPERTS | {"steps": 4}])
-    for meshes, expected in ((CUT, straight), (DIVIDED, of_experts)):
-        for first, second in meshes:
-            with tempfile.TemporaryDirectory() as folder:
-                going_on = resumed(Path(folder), first, second)
-            for what in ("last_loss", "validation_loss"):
-                assert going_on[what] == pytest.approx(expected[what], rel=1e-5), (first, second)
-
-
 def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay_of_which_each_replica_saves_a_half(
     tmp_path,
 ):
@@ -97,14 +75,3 @@ def test_plain_pytorch_loads_what_is_exported(tmp_path):
     model = GPT(GPTConfig.named("tiny", num_layers=4))
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert state_digest(model.state_dict())[:16] == summary["replica_digest"]
-
-
-def test_a_run_of_other_arguments_and_an_empty_folder_are_refused(tmp_path):
-    run = {"steps": 1, "checkpoint": str(tmp_path / "a")}
-    summaries(1, [run])
-    with pytest.raises(RankError, match="The checkpoint was made with"):
-        summaries(1, [run | {"steps": 2, "resume": True, "lr": 0.5}])
-    with pytest.raises(RankError, match=r"There is no checkpoint in .* to resume from"):
-        summaries(1, [{"checkpoint": str(tmp_path / "b"), "resume": True}])
-    with pytest.raises(RankError, match="has 1 steps already; ask for more with --steps"):
-        summaries(1, [run | {"resume": True}])

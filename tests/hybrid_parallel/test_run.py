@@ -78,17 +78,6 @@ def test_the_report_counts_the_same_choices_and_dropped_tokens_on_every_mesh_wit
     assert divided["dropped_tokens"] == 0 and "imbalance" not in dense
 
 
-def test_the_mlp_trains_the_same_in_every_way():
-    ways = {1: [{}], 2: [{"zero": 3}], 4: [{"pipeline": 2, "tensor": 2, "microbatches": 2}]}
-    mlp = {"model": "mlp", "size": "small"}
-    alone, *others = [one for n, some in ways.items() for one in summaries(n, [mlp | way for way in some])]
-    assert alone["validation_loss"] < alone["first_loss"]
-    for one in others:
-        assert_equal_replicas_and_traffic(one)
-        for what in ("first_loss", "last_loss", "validation_loss", "validation_accuracy"):
-            assert one[what] == pytest.approx(alone[what], rel=1e-4), one
-
-
 def test_without_sizes_the_ranks_are_stages_tensor_ranks_and_replicas_and_sizes_override_that():
     def axes(ranks: int, **given: int) -> tuple[int, ...]:
         sizes = sizes_of(dataclasses.replace(ARGS, **given), ranks)
@@ -120,11 +109,6 @@ def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given
     assert of_rank_0 == of_rank_1
     free, given, of_mlp = of_rank_0
     assert free.world_size == of_mlp.world_size == given.world_size == given.pipeline == 2
-
-
-def test_an_option_without_effect_is_refused():
-    with pytest.raises(RankError, match="--metronome 20ms: the hybrid training does not offer it"):
-        run_ranks(lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, metronome="20ms")), 1)
 
 
 def test_replicas_and_stages_draw_masks_of_their_own():
