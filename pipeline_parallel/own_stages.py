@@ -83,9 +83,10 @@ class OwnStages(nn.Module):
                 holders.setdefault(parameter, set()).add(rank_of[index])
                 first_names.setdefault(parameter, name)
         self.first_names = {parameter: first_names[parameter] for parameter in self.parameters()}
-        pairs = {(rank_of[s], rank_of[s + step]) for s in rank_of for step in (1, -1) if s + step in rank_of}
         self._tie(holders)
-        self.channels = Channels(group, pairs | {pair for tie in self.ties for pair in (tie, tie[::-1])})
+        neighbours = {(rank_of[stage], rank_of[stage + 1]) for stage in range(self.last)} | {*self.ties}
+        pairs = {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
+        self.channels = Channels(group, pairs)
         self._make_copies_equal()
 
     def _tie(self, holders: dict[nn.Parameter, set[int]]) -> None:

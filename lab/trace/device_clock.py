@@ -48,9 +48,10 @@ class DeviceClock:
 
     def _run(self, ticks: int, given: Tensor | None, like: Tensor | None) -> Tensor:
         """Let ticks pass that need `given`, and return a tensor that says when they ended."""
-        now, made_at = time.perf_counter_ns(), 0
+        made_at = 0
         if given is not None and given.is_floating_point() and given.nbytes >= STAMP_BYTES:
-            made_at = int(_stamp(given).view(torch.int64))
+            made_at = int(_stamp(given).view(torch.int64))  # on a GPU this waits until `given` is there
+        now = time.perf_counter_ns()
         length = round(ticks * self.seconds * 1e9)
         is_late = made_at > self._free_at or now - self._free_at > SLACK * length
         start = now if is_late else self._free_at
