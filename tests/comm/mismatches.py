@@ -1,4 +1,4 @@
-"""Call collectives that do not fit together, and return the error that all ranks raise."""
+"""Return the error of a call, and find out whether a group still works after it."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError
-from lab.ranks import run_ranks
 
 
 def error_text(call: Callable[[], object]) -> str:
@@ -23,17 +22,3 @@ def works(group=None) -> bool:
     x = torch.ones(5)
     collectives.all_reduce(x, group=group)
     return bool((x == dist.get_world_size(group)).all())
-
-
-def sentence_of_all(n: int, call: Callable[[int], object]) -> str:
-    """Return the error of all ranks, when each does `call(rank)`. The group works before and after it."""
-
-    def bring(cluster) -> str:
-        assert works()
-        text = error_text(lambda: call(cluster.rank))
-        assert works(), "the group does not work after the mismatch"
-        return text
-
-    texts = run_ranks(bring, n, group_timeout=10)
-    assert texts[0] and len(set(texts)) == 1, f"not the same on all ranks: {texts}"
-    return texts[0]

@@ -27,8 +27,7 @@ def test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would():
             for got in (given, shard):
                 assert torch.equal(got, mine[: len(got)]), f"{op}, {pattern}: {got}"
 
-    for n in (2, 4):
-        run_ranks(mean, n)
+    run_ranks(mean, 2)
 
 
 def test_a_mean_of_float16_is_rounded_once_on_any_number_of_ranks():
@@ -46,8 +45,8 @@ def bits(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 7])
-def test_an_all_reduce_of_random_floats_is_bitwise_the_same_on_every_rank(n: int):
+@pytest.mark.parametrize("n", [3, 4])
+def test_an_all_reduce_is_bitwise_the_same_on_every_rank(n: int):
     def reduce_all(cluster) -> list[str]:
         results = []
         for pattern, dtype, op in itertools.product(
@@ -59,33 +58,21 @@ def test_an_all_reduce_of_random_floats_is_bitwise_the_same_on_every_rank(n: int
             mine = inputs[cluster.rank].clone()
             collectives.all_reduce(mine, op, pattern=pattern)
             if op != "product":
-                scale = n if op == "mean" else 1
-                expected = torch.stack(inputs).double().sum(0) / scale
+                expected = torch.stack(inputs).double().sum(0) / (n if op == "mean" else 1)
                 tolerance = n * torch.finfo(dtype).eps * 10
                 assert torch.allclose(mine.double(), expected, rtol=0, atol=tolerance), (pattern, dtype, op)
             results.append(f"{pattern} {dtype} {op} {bits(mine)}")
-        return results
-
-    first, *others = run_ranks(reduce_all, n)
-    for other in others:
-        assert other == first
-
-
-def test_zeros_of_both_signs_and_nans_end_the_same_on_every_rank():
-    def reduce_all(cluster) -> list[str]:
-        signs, results = [0.0, -0.0, torch.nan, 1.0, -0.0], []
+        signs = [0.0, -0.0, torch.nan, 1.0, -0.0]
         for pattern, op in itertools.product(ALL_REDUCE, REDUCTIONS):
             mine = torch.tensor([signs[(cluster.rank + i) % len(signs)] for i in range(20)])
             collectives.all_reduce(mine, op, pattern=pattern)
             assert pattern == "torch" or mine.isnan().any(), (pattern, op)
             mine[mine.isnan()] = 2.0
-            results.append(f"{pattern} {op} {bits(mine)}")
+            results.append(f"{pattern} {op} with zeros of both signs and NaNs {bits(mine)}")
         return results
 
-    for n in (2, 4, 5):
-        first, *others = run_ranks(reduce_all, n)
-        for other in others:
-            assert other == first
+    first, *others = run_ranks(reduce_all, n)
+    assert others == [first] * (n - 1)
 
 
 def test_a_conjugated_view_is_reduced_by_its_values():

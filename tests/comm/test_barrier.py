@@ -21,5 +21,4 @@ def test_no_rank_leaves_a_barrier_before_all_have_arrived(pattern: str):
             assert cluster.store.add(f"came {late}", 0) == cluster.world_size
             cluster.store.add(f"through {late}", 1)
 
-    for n in (1, 2, 3, 5):
-        run_ranks(meet, n)
+    run_ranks(meet, 3)

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from comm import rendezvous
-from comm.membership import meeting, settings
+from comm.membership import meeting
 from lab.ranks import RankError, run_ranks
 from tests.comm.places import places, set_variables
 
@@ -66,12 +65,3 @@ def test_two_ranks_with_one_gpu_are_refused_on_all_ranks():
         ("cuda:1", "gloo"),
         ("cuda:0", "gloo"),
     ]
-
-
-@pytest.mark.parametrize(
-    "names, ranks",
-    [({0: "a", 1: "b"}, None), ({0: "", 1: ""}, None), ({0: "b", 1: "a", 2: "c", 3: "a"}, "Ranks 1 and 3")],
-)
-def test_only_the_same_gpu_of_two_ranks_is_refused(names: dict[int, str], ranks: str | None):
-    refusal = settings.refusal_of_gpus(names)
-    assert refusal.startswith(ranks) if ranks else not refusal

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from comm import collectives, cost
 from comm.algorithms import hierarchical, pipelined_ring
-from comm.cost import Link
 from comm.transport.choice import use_transport
 from comm.transport.stream_wire import StreamWire
 from comm.wire.hosts import VARIABLE, hosts_of
@@ -33,10 +32,8 @@ PLACEMENTS = {  # the host of each rank, by the number of ranks
     1: ["a"],
     2: ["aa", "ab"],
     3: ["aaa", "aab", "aba", "abc"],
-    4: ["aabb", "abab", "abba", "abbb", "aaba", "aabc", "abcd"],
-    5: ["aabbb", "ababa", "abcde"],
-    6: ["aabbcc", "aaabbb", "ababab", "abcabc", "abccba", "abbccc"],
-    7: ["aaabbbb", "abcabca"],
+    4: ["aabb", "abab", "abba", "abbb", "aabc", "abcd"],
+    6: ["aabbcc", "aaabbb", "abcabc", "abbccc"],
 }
 TRANSPORTS = ("auto", "sockets", "gloo")
 
@@ -108,9 +105,7 @@ def _noting(isend, sent: dict[int, int]):
     return noting
 
 
-@pytest.mark.parametrize(
-    ("n", "transport"), [*((n, "auto") for n in PLACEMENTS), *((4, other) for other in TRANSPORTS[1:])]
-)
+@pytest.mark.parametrize(("n", "transport"), [*((n, "auto") for n in PLACEMENTS), (4, "gloo")])
 def test_it_equals_one_process_on_every_placement(n: int, transport: str):
     cycles = map(itertools.cycle, (DTYPES, LAYOUTS, REDUCTIONS))
 
@@ -120,7 +115,7 @@ def test_it_equals_one_process_on_every_placement(n: int, transport: str):
         ran = 0
         for names in PLACEMENTS[n]:
             with placed(cluster, names) as group:
-                for numel in (0, 1, n - 1, n + 1, 4 * n, 101, 102, 103):
+                for numel in (0, n - 1, 4 * n, 101):
                     for _ in range(3):
                         case = Case(
                             "all_reduce",
@@ -137,10 +132,10 @@ def test_it_equals_one_process_on_every_placement(n: int, transport: str):
         return ran
 
     with short_segments(32):
-        assert min(run_ranks(reduce_all, n)) > 0.6 * 24 * len(PLACEMENTS[n])
+        assert min(run_ranks(reduce_all, n)) > 0.6 * 12 * len(PLACEMENTS[n])
 
 
-@pytest.mark.parametrize(("n", "transport"), [(3, "sockets"), (4, "gloo"), (6, "auto")])
+@pytest.mark.parametrize(("n", "transport"), [(4, "gloo"), (6, "auto")])
 def test_what_is_counted_within_and_between_hosts_equals_the_formula(n: int, transport: str):
     def count(cluster) -> None:
         use_transport(transport)
@@ -166,23 +161,6 @@ def test_what_is_counted_within_and_between_hosts_equals_the_formula(n: int, tra
 
     with short_segments(16):
         run_ranks(count, n)
-
-
-def test_seconds_take_the_links_within_and_between_hosts():
-    within, between = Link(1e-6, 1e-9), Link(1e-3, 1e-6)
-
-    def seconds(names: str) -> float:
-        hosts = [ord(name) for name in names]
-        return cost.hierarchical_seconds(1200, hosts, within, between)
-
-    assert seconds("aabb") == pytest.approx(2 * (1e-6 + 600e-9) + 2 * (1e-3 + 600e-6))
-    assert seconds("abab") == seconds("aabb")
-    assert seconds("abcd") == pytest.approx(2 * 3 * (1e-3 + 300e-6))
-    assert seconds("abbb") == pytest.approx(2 * 2 * (1e-6 + 1200e-9) + 2 * (1e-3 + 600e-6))
-    headers = 2e-6
-    assert seconds("aaaa") + headers == pytest.approx(cost.seconds("all_reduce", "ring", 1200, 4, within))
-    on_one_host = cost.seconds("all_reduce", "hierarchical", 1200, 4, within)
-    assert on_one_host == pytest.approx(seconds("aaaa") + headers)
 
 
 def test_a_group_of_some_ranks_knows_the_hosts_of_its_own():

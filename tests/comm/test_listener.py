@@ -5,14 +5,12 @@ import random
 import socket
 import struct
 import time
-from contextlib import ExitStack, nullcontext
 
 import pytest
 
 from comm.transport import listener as module
 from comm.transport import segment
-from comm.transport.listener import Arrival, Listener, connect, connect_locally
-from lab.replace import replaced
+from comm.transport.listener import Arrival, Listener, connect
 
 HELLO = struct.Struct("!qqQ")
 linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
@@ -51,32 +49,6 @@ def is_closed(end: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize("is_near", [pytest.param(True, marks=linux), False])
-def test_ranks_of_the_group_are_let_in_over_a_unix_socket_and_from_elsewhere_over_tcp(listener, is_near):
-    *_, token = listener.address()
-    elsewhere = replaced("comm.transport.listener._unix_connection", lambda *_: None)
-    with ExitStack() as opened:
-        opened.enter_context(nullcontext() if is_near else elsewhere)
-        opened.enter_context(connect(listener.address(), 3, 5.0))
-        [arrival] = arrivals(listener)
-        opened.enter_context(arrival.socket)
-        assert (arrival.rank, arrival.segment) == (3, None)
-        assert (arrival.socket.family == socket.AF_UNIX) == is_near
-        assert token > 0
-
-
-@linux
-def test_ranks_of_one_machine_share_a_segment(listener):
-    sender, theirs = connect_locally(listener.address(), 2, 5.0)
-    with sender:
-        [arrival] = arrivals(listener)
-        with arrival.socket:
-            assert arrival.rank == 2
-            theirs.ring[:5] = b"hello"
-            assert bytes(arrival.segment.ring[:5]) == b"hello"
-            assert bytes(arrival.segment.nonce) == bytes(theirs.nonce) != bytes(16)
-
-
 def test_strangers_are_not_let_in_and_keep_no_rank_out(listener):
     _, _, token = listener.address()
     wrong_token, no_rank = HELLO.pack(token ^ 1, 1, 0), HELLO.pack(token, 4, 0)
@@ -84,7 +56,7 @@ def test_strangers_are_not_let_in_and_keep_no_rank_out(listener):
     strangers = [
         knock(listener, data) for data in (b"", b"abc", wrong_token, no_rank, HELLO.pack(token, -1, 0))
     ]
-    for _ in range(60):
+    for _ in range(20):
         strangers.append(knock(listener, source.randbytes(source.randrange(60))))
         assert arrivals(listener, 0.002) == []
     reset = knock(listener, b"")
@@ -99,14 +71,8 @@ def test_strangers_are_not_let_in_and_keep_no_rank_out(listener):
         stranger.close()
 
 
-def test_a_connection_that_does_not_say_hello_is_closed_after_a_while(listener):
-    with knock(listener, b"only a part") as silent:
-        assert arrivals(listener) == []
-        assert is_closed(silent)
-
-
 @linux
-@pytest.mark.parametrize("what", ["not sealed", "too small", "no memory"])
+@pytest.mark.parametrize("what", ["not sealed", "too small"])
 def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
     _, _, token = listener.address()
     descriptor = os.memfd_create("other", os.MFD_ALLOW_SEALING)
@@ -114,9 +80,6 @@ def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
         os.ftruncate(descriptor, 100)
     elif what == "not sealed":
         os.ftruncate(descriptor, segment._SIZE)
-    elif what == "no memory":
-        os.close(descriptor)
-        descriptor = os.open("/dev/null", os.O_RDWR)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(module._name(token))
         socket.send_fds(stranger, [HELLO.pack(token, 1, 0)], [descriptor])

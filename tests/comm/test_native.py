@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from comm.cost import Link
 from comm.wire import native, slow_link
+from comm.wire.staging import Handover, handover_of, taken
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.overlap import Overlap, overlap_of
@@ -88,3 +89,17 @@ def test_nccls_barrier_gets_its_gpu():
         return asked
 
     assert run_ranks(look, 1) == [[[0], None]]
+
+
+def test_another_thread_waits_for_what_was_launched_before_and_not_for_what_comes_after():
+    with simulated_gpu() as gpu:
+        start, elapsed = gpu.host_ns, []
+        gpu.launch(10)
+        handover = Handover(gpu.device)
+        gpu.launch(500)
+        with taken(handover):
+            elapsed.append(gpu.host_ns - start)
+            gpu.current.launch(2)  # a copy
+        elapsed.append(gpu.host_ns - start)
+    assert elapsed == [10 * MS, 12 * MS]
+    assert handover_of([torch.zeros(3), torch.zeros(2)]) is None  # in host memory

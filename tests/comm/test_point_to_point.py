@@ -4,17 +4,14 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comm import collectives, point_to_point
-from comm.collectives import CommError
 from comm.cost import Link
-from comm.point_to_point import irecv, isend, measure_link, recv, send
+from comm.point_to_point import irecv, isend, measure_link
 from comm.transport.choice import use_transport
 from comm.wire import slow_link
 from comm.wire.wire import Wire
 from lab.ranks import RankError, run_ranks
-from lab.trace.ledger import LEDGER, Entry, Traffic
 
 
 def test_a_ring_that_sends_first_never_ends_and_the_report_shows_where_each_rank_is_stuck():
@@ -42,28 +39,8 @@ def test_both_cures_bring_every_tensor_to_the_right_neighbour(ring):
             got.append(incoming[0].item())
         return got
 
-    for n in (2, 3, 4, 5):
+    for n in (2, 3):
         assert run_ranks(turn, n) == [[(rank - 1) % n] * 2 for rank in range(n)]
-
-
-def test_a_peer_outside_of_the_group_and_the_rank_itself_are_refused_in_a_sentence():
-    def wrong(cluster) -> list[str]:
-        refusals = []
-        for call in (isend, irecv):
-            for peer in (-1, 2, cluster.rank):
-                with pytest.raises(CommError) as error:
-                    call(torch.ones(3), peer)
-                refusals.append(str(error.value).split("asked to ")[1])
-        return refusals
-
-    assert run_ranks(wrong, 2)[1] == [
-        "send to rank -1, but the group has ranks 0 to 1.",
-        "send to rank 2, but the group has ranks 0 to 1.",
-        "send to rank 1, which is itself.",
-        "receive from rank -1, but the group has ranks 0 to 1.",
-        "receive from rank 2, but the group has ranks 0 to 1.",
-        "receive from rank 1, which is itself.",
-    ]
 
 
 def test_messages_and_collectives_do_not_take_each_others_data():
@@ -83,31 +60,11 @@ def test_messages_and_collectives_do_not_take_each_others_data():
     run_ranks(both, 2, timeout=20)
 
 
-def test_ranks_are_those_of_the_group_and_messages_are_counted():
-    def in_pair(cluster) -> None:
-        pair = dist.new_group([0, 2])
-        LEDGER.clear()
-        if cluster.rank == 0:
-            send(torch.tensor([7.0, 8.0]), 1, pair)  # rank 1 of the pair is rank 2 of all
-            assert LEDGER.rows() == {Entry("point_to_point", "direct"): Traffic(8, 1)}
-        if cluster.rank == 2:
-            got = torch.empty(2)
-            recv(got, 0, pair)
-            assert got.tolist() == [7.0, 8.0]
-            assert LEDGER.total() == Traffic()
-
-    run_ranks(in_pair, 3)
-
-
 def test_alpha_and_beta_are_measured_once_and_the_same_on_every_rank():
-    for n in (2, 3):
-        first, *others = run_ranks(lambda cluster: measure_link(repeats=5), n)
-        assert first.alpha > 0 and first.beta >= 0
-        assert others == [first] * (n - 1)
-
-
-def test_one_rank_alone_has_a_link_that_costs_nothing():
-    assert run_ranks(lambda cluster: measure_link(), 1) == [point_to_point.Link(0.0, 0.0)]
+    first, *others = run_ranks(lambda cluster: measure_link(repeats=5), 3)
+    assert first.alpha > 0 and first.beta >= 0
+    assert others == [first] * 2
+    assert run_ranks(lambda cluster: measure_link(), 1) == [Link(0.0, 0.0)]  # alone
 
 
 class OnGpu(torch.Tensor):

@@ -40,15 +40,6 @@ def test_sizes_that_no_message_has_are_refused_in_a_sentence():
         tour.main(cluster, tour.Args(repeats=0))
 
 
-def test_messages_of_different_sizes_are_refused_before_the_first_one():
-    def refuse(cluster: Cluster) -> None:
-        for script in (tour, point_to_point):
-            with pytest.raises(WorkbookError, match=r"^--mb is 1.0 on rank 0 and 2.0 on rank 1: start all"):
-                script.main(cluster, script.Args(mb=1.0 + cluster.rank))
-
-    run_ranks(refuse, 2)
-
-
 def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
     """Start a script's ranks with these command lines; return their exit codes and output."""
 
@@ -85,12 +76,6 @@ def test_an_error_of_all_ranks_is_reported_once(capfd):
     ends, _, err = outcome(capfd, *["--steps 0"] * 3)
     assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
     assert err == "[rank 0] rank 0: --steps 0: there must be at least one."
-
-
-def test_a_variable_that_all_ranks_refuse_is_reported_once_after_they_have_met(capfd):
-    ends, _, err = outcome(capfd, *[""] * 3, OP_TIMEOUT="soon")
-    assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
-    assert err.count("OP_TIMEOUT is 'soon'") == 1 and err.startswith("[rank 0]")
 
 
 def test_an_error_of_one_rank_is_reported_by_it_and_the_others_name_it(capfd):

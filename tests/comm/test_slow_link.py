@@ -30,8 +30,10 @@ def test_what_is_not_a_link_is_refused_in_a_sentence(text: str):
         slow_link.parse(text)
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
-@pytest.mark.parametrize("pattern", ["pipelined_ring", "tree", "halving_doubling", "torch"])
+@pytest.mark.parametrize(
+    ("pattern", "transport"),
+    [("pipelined_ring", "auto"), ("tree", "sockets"), ("ring", "gloo"), ("torch", "auto")],
+)
 def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pattern: str, transport: str):
     def slow(cluster) -> None:
         use_transport(transport)

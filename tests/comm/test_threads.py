@@ -1,9 +1,7 @@
-"""Ranks of one machine share its cores, and MKL's vector functions are first called in one thread."""
+"""Ranks of one machine share its cores, if they were started by hand too."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from comm import rendezvous
 from comm.script import joined
 from lab.ranks import run_ranks
 from lab.replace import replaced
@@ -31,28 +29,3 @@ def test_ranks_started_by_hand_share_the_cores_of_their_machine():
     assert threads([{0}, {0}, {1, 2, 3}]) == [1, 1, 3], "the third is pinned to cores of its own"
     assert threads([set(range(64))]) == [8], "not more than torch takes by itself"
     assert threads([six, six], OMP_NUM_THREADS=5) == [8, 8], "torch has read it already"
-
-
-class Calls(TorchDispatchMode):
-    """A mode that collects the called operations, with the type and size of their tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[str, torch.dtype, int]] = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if args and isinstance(args[0], torch.Tensor):
-            self.seen.add((op.overloadpacket.__name__, args[0].dtype, args[0].numel()))
-        return op(*args, **(kwargs or {}))
-
-
-def test_a_rank_calls_the_functions_of_an_optimizer_once_in_one_thread_before_its_first_step():
-    def calls(cluster) -> set[tuple[str, torch.dtype, int]]:
-        set_variables({})
-        with Calls() as calls:
-            rendezvous.join()
-        return calls.seen
-
-    (seen,) = run_ranks(calls, 1, backend=None)
-    for name in ("sqrt", "exp", "log", "tanh"):
-        assert {(name, torch.float32, 1), (name, torch.float64, 1)} <= seen

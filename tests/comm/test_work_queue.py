@@ -15,40 +15,14 @@ def test_handles_may_be_waited_for_in_any_order():
     def many(cluster) -> None:
         n, r = cluster.world_size, cluster.rank
         tensors = [torch.full((50,), float(i * (r + 1))) for i in range(20)]
-        handles = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors]
-        work_queue = list(enumerate(handles))
-        random.Random(r).shuffle(work_queue)  # another one on each rank
-        for i, handle in work_queue:
+        handles = list(enumerate(collectives.all_reduce(tensor, async_op=True) for tensor in tensors))
+        random.Random(r).shuffle(handles)  # another order on each rank
+        for i, handle in handles:
             handle.wait()
             assert (tensors[i] == i * n * (n + 1) / 2).all()
             handle.wait()  # a second time does no harm
 
-    run_ranks(many, 4)
-
-
-def test_different_collectives_in_flight_do_not_disturb_each_other():
-    def mixed(cluster) -> None:
-        n, r = cluster.world_size, cluster.rank
-        total, whole, shard = torch.tensor([r + 1.0]), torch.zeros(7), torch.zeros(2 if r == 0 else 1)
-        news, exchanged = torch.tensor([r * 10.0]), torch.zeros(n)
-        mine = torch.full((len(torch.tensor_split(whole, n)[r]),), float(r))
-        handles = [
-            collectives.all_reduce(total, async_op=True, pattern="tree"),
-            collectives.all_gather(whole, mine, async_op=True),
-            collectives.broadcast(news, root=2, async_op=True),
-            collectives.reduce_scatter(shard, torch.arange(n + 1.0), async_op=True),
-            collectives.all_to_all(exchanged, torch.arange(n) + 10.0 * r, async_op=True),
-            collectives.barrier(async_op=True),
-        ]
-        for handle in reversed(handles):
-            handle.wait()
-        assert total.item() == n * (n + 1) / 2
-        assert whole.tolist() == [0, 0, 1, 1, 2, 2, 3]
-        assert news.item() == 20
-        assert shard.tolist() == ([0.0, n] if r == 0 else [n * (r + 1.0)])
-        assert exchanged.tolist() == [10.0 * p + r for p in range(n)]
-
-    run_ranks(mixed, 4)
+    run_ranks(many, 3)
 
 
 def test_a_synchronous_operation_takes_its_turn_behind_the_asynchronous_ones():
