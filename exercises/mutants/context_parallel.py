@@ -19,7 +19,7 @@ from lab.trace.timeline import span
 
 @mutant(
     target="context_parallel.train_ring_attention.RingAttention.backward",
-    killer="tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home",
+    killer="tests.context_parallel.test_equivalence.test_queries_meet_all_keys_and_gradients_come_home",
     symptom=(
         "The first loss is right, and the gradients of attention are too large, the more so the more ranks."
     ),
@@ -56,7 +56,7 @@ def context_backward_by_the_blocks_own_sum(ctx: Any, dy: Tensor) -> tuple[Tensor
 
 @mutant(
     target="context_parallel.parallel_model.SharedSequence.parts",
-    killer="tests.context_parallel.test_mutant_killers.test_no_query_attends_to_another_document",
+    killer="tests.context_parallel.test_equivalence.test_no_query_attends_to_another_document",
     symptom="With --documents the loss depends on the number of ranks, and without it does not.",
 )
 def context_documents_ignored_on_the_ring(self, source: int) -> list[Part]:
@@ -67,7 +67,7 @@ def context_documents_ignored_on_the_ring(self, source: int) -> list[Part]:
 
 @mutant(
     target="context_parallel.sequence_cut.SequenceCut.parts",
-    killer="tests.context_parallel.test_mutant_killers.test_no_query_attends_to_a_later_key",
+    killer="tests.context_parallel.test_equivalence.test_no_query_attends_to_a_later_key",
     symptom="The loss falls faster than it can, and the trained model writes nonsense.",
 )
 def context_every_block_causal(
@@ -81,7 +81,7 @@ def context_every_block_causal(
 
 @mutant(
     target="context_parallel.parallel_model.ContextParallel.finish_gradient_sync",
-    killer="tests.context_parallel.test_mutant_killers.test_the_terms_of_all_ranks_add_up_to_each_gradient",
+    killer="tests.context_parallel.test_equivalence.test_the_terms_of_all_ranks_add_up_to_each_gradient",
     cause="sum",
     symptom="With SGD the learning rate grows with the number of ranks. With Adam nothing is noticed.",
 )
@@ -94,7 +94,7 @@ def context_gradient_summed(self) -> None:
 
 @mutant(
     target="context_parallel.train_all_to_all_attention.all_heads_of_own_tokens",
-    killer="tests.context_parallel.test_mutant_killers.test_each_head_comes_back_to_its_place",
+    killer="tests.context_parallel.test_equivalence.test_each_head_comes_back_to_its_place",
     cause="right and in the wrong order",
     symptom="The loss is too high with two ranks and more. A model with as many heads as ranks trains well.",
 )
@@ -108,7 +108,7 @@ def context_heads_in_the_wrong_order(y_bhte: Tensor, sequence: SharedSequence) -
 
 @mutant(
     target="context_parallel.block_attention.join",
-    killer="tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home",
+    killer="tests.context_parallel.test_equivalence.test_queries_meet_all_keys_and_gradients_come_home",
     symptom=(
         "The loss is that of one process on one rank, and a different one for each other number of ranks."
     ),
@@ -122,7 +122,7 @@ def context_joined_without_rescaling(
 
 @mutant(
     target="context_parallel.train_ring_attention.RingAttention.backward",
-    killer="tests.context_parallel.test_mutant_killers.test_queries_meet_all_keys_and_gradients_come_home",
+    killer="tests.context_parallel.test_equivalence.test_queries_meet_all_keys_and_gradients_come_home",
     symptom=(
         "The first loss is right. The gradients of keys and values are wrong, those of queries are right."
     ),
@@ -158,7 +158,7 @@ def context_key_gradients_one_hop_short(ctx: Any, dy: Tensor) -> tuple[Tensor, T
 
 @mutant(
     target="context_parallel.sequence_cut.SequenceCut.positions",
-    killer="tests.context_parallel.test_mutant_killers.test_a_rank_uses_its_own_positions_and_targets",
+    killer="tests.context_parallel.test_equivalence.test_a_rank_uses_its_own_positions_and_targets",
     symptom="The loss is not that of one process, from the first step on.",
 )
 def context_positions_contiguous(self, rank: int) -> Tensor:
@@ -169,7 +169,7 @@ def context_positions_contiguous(self, rank: int) -> Tensor:
 
 @mutant(
     target="context_parallel.parallel_model.ContextParallel.loss",
-    killer="tests.context_parallel.test_mutant_killers.test_a_rank_uses_its_own_positions_and_targets",
+    killer="tests.context_parallel.test_equivalence.test_a_rank_uses_its_own_positions_and_targets",
     symptom="The loss hardly falls, although the logits of the first step are right.",
 )
 def context_targets_of_other_tokens(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:

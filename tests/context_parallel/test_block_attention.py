@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from context_parallel.block_attention import (
-    KERNELS,
-    NO_KEY,
-    join,
-    repeat_heads,
-    sum_repeated,
-)
+from context_parallel.block_attention import KERNELS, NO_KEY, join
 from context_parallel.sequence_cut import Part
 from lab.check import assert_same
 from tests.context_parallel.equivalence import RTOL, qkv
@@ -100,30 +94,6 @@ def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: i
         for name, leaf, gradient in zip(("dq", "dk", "dv"), leaves, gradients, strict=True):
             expected[name], found[name] = leaf.grad, gradient
         assert_same(found, expected, RTOL, f"result of {kernel.attend.__name__} under {part},")
-
-
-def test_the_terms_of_two_sets_of_keys_add_up_to_the_gradients():
-    q, k, v, dy = blocks()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    y, lse = softmax_attention(*leaves)
-    y.backward(dy)
-    for name, kernel in KERNELS.items():
-        terms = []
-        for own in (slice(0, 3), slice(3, KEYS)):
-            part = Part(slice(0, QUERIES), slice(0, own.stop - own.start))
-            terms.append(kernel.backward(dy, q, k[:, :, own], v[:, :, own], y.detach(), lse.detach(), part))
-        (dq, dk, dv), (other_dq, other_dk, other_dv) = terms
-        found = {"dq": dq + other_dq, "dk": torch.cat([dk, other_dk], 2), "dv": torch.cat([dv, other_dv], 2)}
-        expected = dict(zip(found, [leaf.grad for leaf in leaves], strict=True))
-        assert_same(found, expected, RTOL, f"gradient of {name},")
-
-
-def test_query_heads_that_share_a_key_head_are_neighbours_and_their_gradients_add_up():
-    k, q = torch.arange(2.0).view(1, 2, 1, 1), torch.zeros(1, 6, 1, 1)
-    assert repeat_heads(k, q).flatten().tolist() == [0, 0, 0, 1, 1, 1]
-    assert repeat_heads(k, k) is k
-    grad = torch.tensor([1.0, 2, 3, 10, 20, 30]).view(1, 6, 1, 1)
-    assert sum_repeated(grad, k).flatten().tolist() == [6, 60]
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

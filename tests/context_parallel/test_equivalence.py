@@ -5,16 +5,19 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, loss_of
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.ranks import run_ranks
+from lab.trace.memory import saved_activations
 from tests.context_parallel.equivalence import (
     ALL_TO_ALL,
+    CONTIGUOUS_RING,
     RING,
+    RTOL,
     TEXTBOOK_RING,
     VARIANTS,
     Variant,
@@ -31,35 +34,55 @@ from tests.context_parallel.equivalence import (
 BORDERS = ((3, 8, 10), (12,), (1, 2, 4, 15), ())
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_training_equals_one_process(n: int):
+def test_queries_meet_all_keys_and_gradients_come_home():
     def work(cluster: Cluster) -> None:
-        for variant in VARIANTS:
-            compare_with_one_process(cluster, variant, 17)
-            compare_with_one_process(cluster, variant, 24, num_kv_heads=n, tied=False, num_layers=1)
-            compare_with_one_process(cluster, variant, 9, num_layers=1, documents=DOCUMENTS_OF_9)
-        frozen = ("token_embedding", "blocks.0.attention.k_proj", "blocks.1.mlp", "final_norm")
-        for variant in (RING, ALL_TO_ALL):
-            compare_with_one_process(cluster, variant, 12, frozen=frozen)
-            compare_with_one_process(cluster, variant, 12, backwards=2)
+        for variant in (RING, TEXTBOOK_RING):
+            compare_attention(cluster, variant, 12, is_causal=False)
 
-    run_ranks(work, n)
+    run_ranks(work, 3)
 
 
-DOCUMENTS_OF_9 = documents_with_borders(9, (4, 5), (2,))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token(n: int):
+def test_no_query_attends_to_a_later_key():
     def work(cluster: Cluster) -> None:
-        for length in (1, 3, 5):
-            for variant in VARIANTS:
-                compare_with_one_process(cluster, variant, length, steps=1, num_layers=1)
-        if n == 4:
-            assert [RING.cut(1, n).length(rank) for rank in range(n)] == [1, 0, 0, 0]
-            assert [ALL_TO_ALL.cut(5, n).length(rank) for rank in range(n)] == [2, 1, 1, 1]
+        for variant in (CONTIGUOUS_RING, RING):
+            compare_attention(cluster, variant, 12)
 
-    run_ranks(work, n)
+    run_ranks(work, 3)
+
+
+def test_no_query_attends_to_another_document():
+    def work(cluster: Cluster) -> None:
+        documents = documents_with_borders(12, (3, 8), (10,))
+        for variant in (CONTIGUOUS_RING, RING):
+            compare_attention(cluster, variant, 12, documents=documents)
+
+    run_ranks(work, 3)
+
+
+def test_each_head_comes_back_to_its_place():
+    run_ranks(lambda cluster: compare_attention(cluster, ALL_TO_ALL, 6), 2)
+
+
+def test_a_rank_uses_its_own_positions_and_targets():
+    def work(cluster: Cluster) -> None:
+        own = [[0, 1, 6, 7], [2, 3, 4, 5]][cluster.rank]
+        plain, ours = gpt(num_layers=1), RING.wrap(gpt(num_layers=1))
+        x, y = text(8)
+        logits, found = plain(x)[:, own], ours(x)
+        actual = {"logits": found.detach(), "loss": ours.loss(found, y).detach()}
+        expected = {"logits": logits.detach(), "loss": loss_of(logits, y[:, own]).detach()}
+        assert_same(actual, expected, RTOL, "forward of the ring, 8 tokens, 2 ranks,")
+
+    run_ranks(work, 2)
+
+
+def test_the_terms_of_all_ranks_add_up_to_each_gradient():
+    def work(cluster: Cluster) -> None:
+        # The gradient of the keys' bias is rounding alone.
+        frozen = ("blocks.0.attention.k_proj.bias",)
+        compare_with_one_process(cluster, RING, 9, frozen=frozen, num_layers=1)
+
+    run_ranks(work, 3)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -67,26 +90,27 @@ def test_attention_and_its_gradients_equal_one_process_under_any_mask(n: int):
     def work(cluster: Cluster) -> None:
         heads = 4 * n
         for variant in VARIANTS:
-            for length in (1, 3, 16, 19):
-                for kv_heads in (heads, 2 * n):
-                    compare_attention(variant, length, True, None, heads, kv_heads)
-                compare_attention(variant, length, False, None, heads)
+            for length in (3, 16, 19):
+                compare_attention(cluster, variant, length, True, None, heads, 2 * n)
+            compare_attention(cluster, variant, 16, False, None, heads)
             for rows in (BORDERS[:2], BORDERS[2:]):
                 documents = documents_with_borders(16, *rows)
                 for is_causal in (True, False):
-                    compare_attention(variant, 16, is_causal, documents, heads, 2 * n)
+                    compare_attention(cluster, variant, 16, is_causal, documents, heads, 2 * n)
 
     run_ranks(work, n)
 
 
-def test_the_ranks_of_a_group_cut_sequences_of_their_own():
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token(n: int):
     def work(cluster: Cluster) -> None:
-        groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
-        group, length = [(groups[0], 5), (groups[1], 14)][cluster.rank in (1, 2)]
-        for variant in VARIANTS:
-            compare_with_one_process(cluster, variant, length, group=group)
+        for length in (1, 5):
+            for variant in VARIANTS:
+                compare_with_one_process(cluster, variant, length, steps=1, num_layers=1)
+        if n == 4:
+            assert [RING.cut(1, n).length(rank) for rank in range(n)] == [1, 0, 0, 0]
 
-    run_ranks(work, 4)
+    run_ranks(work, n)
 
 
 def checkpoint_blocks(model: GPT) -> None:
@@ -95,12 +119,38 @@ def checkpoint_blocks(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def test_a_block_that_is_computed_again_in_the_backward_gives_the_same_gradients():
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_training_equals_one_process(n: int):
     def work(cluster: Cluster) -> None:
+        frozen = ("token_embedding", "blocks.0.attention.k_proj", "blocks.1.mlp", "final_norm")
         for variant in VARIANTS:
+            compare_with_one_process(cluster, variant, 17, backwards=2)
+            compare_with_one_process(cluster, variant, 24, num_kv_heads=n, tied=False, num_layers=1)
+        for variant in (RING, ALL_TO_ALL):
+            compare_with_one_process(cluster, variant, 12, frozen=frozen)
             compare_with_one_process(cluster, variant, 10, steps=1, change=checkpoint_blocks)
 
-    run_ranks(work, 3)
+    run_ranks(work, n)
+
+
+def test_four_ranks_keep_at_most_0_30_of_one_processs_activations():
+    config = GPTConfig(vocab_size=32, block_size=4096, num_layers=2, num_heads=4, width=16)
+    tokens = torch.randint(32, (1, 4096))
+
+    def kept(cluster: Cluster) -> list[int]:
+        found = []
+        for variant in (RING, ALL_TO_ALL):
+            model = variant.wrap(GPT(config))
+            with saved_activations(model.parameters) as saved:
+                model.loss(model(tokens), tokens)
+            found.append(saved.bytes)
+        return found
+
+    plain = GPT(config)
+    with saved_activations(plain.parameters) as alone:
+        loss_of(plain(tokens), tokens)
+    for of_rank in run_ranks(kept, 4):
+        assert all(alone.bytes / 4 * 0.9 < each <= 0.30 * alone.bytes for each in of_rank)
 
 
 def test_autocast_to_bfloat16_stays_near_float32():
@@ -126,7 +176,7 @@ def test_autocast_to_bfloat16_stays_near_float32():
 
 
 def test_all_to_all_attention_drops_out_and_the_ring_refuses_to():
-    def work(cluster: Cluster) -> list[str]:
+    def work(cluster: Cluster) -> None:
         x, y = text(12)
         model = ALL_TO_ALL.wrap(gpt(dropout=0.2))
         torch.manual_seed(cluster.rank)
@@ -135,47 +185,28 @@ def test_all_to_all_attention_drops_out_and_the_ring_refuses_to():
         second.backward()
         model.finish_gradient_sync()
         assert all(math.isfinite(p.grad.norm()) and p.grad.any() for p in model.parameters())
-        sentences = []
-        for variant in (RING, TEXTBOOK_RING):
-            model = variant.wrap(gpt(dropout=0.2))
-            with pytest.raises(WorkbookError) as error:
-                model(x)
-            sentences.append(str(error.value))
-            model.eval()
-            plain = gpt(dropout=0.2).eval()
-            torch.testing.assert_close(model(x), model.own(plain(x)), rtol=1e-9, atol=1e-12)
-        return sentences
 
-    sentence = (
-        "Ring attention drops no attention probabilities, and the model asks for 0.2: take all-to-all "
-        "attention, or set `dropout` of the model's attention to 0."
-    )
-    assert run_ranks(work, 2) == [[sentence] * 2] * 2
+        model = RING.wrap(gpt(dropout=0.2))
+        sentence = "^Ring attention drops no attention probabilities, and the model asks for 0.2: take all-to"
+        with pytest.raises(WorkbookError, match=sentence):
+            model(x)
+        plain = gpt(dropout=0.2).eval()
+        model.eval()
+        torch.testing.assert_close(model(x), model.own(plain(x)), rtol=1e-9, atol=1e-12)
+
+    run_ranks(work, 2)
 
 
 def test_a_model_is_refused_that_cannot_be_cut():
-    def work(cluster: Cluster) -> list[str]:
-        sentences = []
-        for variant, model in (
-            (ALL_TO_ALL, gpt(num_kv_heads=3)),
-            (Variant(ALL_TO_ALL.attention, RING.cut), gpt()),
-            (RING, RING.wrap(gpt()).module),
-            (RING, torch.nn.Linear(2, 2)),
+    def work(cluster: Cluster) -> None:
+        for variant, model, sentence in (
+            (ALL_TO_ALL, gpt(num_kv_heads=3), "3 heads of keys and values cannot be divided among 2 ranks"),
+            (Variant(ALL_TO_ALL.attention, RING.cut), gpt(), "needs the tokens in the order of the ranks"),
+            (RING, torch.nn.Linear(2, 2), "^ContextParallel takes a GPT, not a Linear.$"),
         ):
-            with pytest.raises(WorkbookError) as error:
+            with pytest.raises(WorkbookError, match=sentence):
                 variant.wrap(model)(text(4)[0])
-            sentences.append(str(error.value))
         with pytest.raises(ValueError, match="25 tokens in a row exceed block_size 24"):
             RING.wrap(gpt())(text(25)[0])
-        return sentences
 
-    heads, order, twice, other = run_ranks(work, 2)[0]
-    assert heads == (
-        "All-to-all attention divides heads, and 3 heads of keys and values cannot be divided among 2 ranks "
-        "equally: choose a number of ranks that divides 3, or ring attention."
-    )
-    assert order.startswith(
-        "All-to-all attention needs the tokens in the order of the ranks: cut the sequence"
-    )
-    assert twice == "The model is context parallel already: wrap a plain one."
-    assert other == "ContextParallel takes a GPT, not a Linear."
+    run_ranks(work, 2)

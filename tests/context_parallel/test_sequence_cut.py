@@ -6,10 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from context_parallel.sequence_cut import SequenceCut
+from context_parallel.sequence_cut import CUTS, SequenceCut
 from tests.context_parallel.equivalence import attending_pairs, documents_with_borders
-
-CUTS = {"zigzag": SequenceCut.zigzag, "contiguous": SequenceCut.contiguous}
 
 
 def computed_pairs(
@@ -32,7 +30,7 @@ def computed_pairs(
     return count
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(CUTS)),
     st.integers(0, 24),
@@ -47,7 +45,7 @@ def test_each_pair_that_may_attend_is_in_one_part_of_one_rank(name, length, rank
     assert torch.equal(count, attending_pairs(length, is_causal, documents).long())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(CUTS)), st.integers(0, 40), st.integers(1, 6))
 def test_each_token_belongs_to_one_rank(name, length, ranks):
     cut = CUTS[name](length, ranks)
@@ -64,14 +62,9 @@ def test_each_token_belongs_to_one_rank(name, length, ranks):
 
 
 def test_a_rank_has_its_piece_from_the_front_and_its_piece_from_the_back():
-    assert [SequenceCut.zigzag(8, 2).positions(rank).tolist() for rank in range(2)] == [
-        [0, 1, 6, 7],
-        [2, 3, 4, 5],
-    ]
-    assert [SequenceCut.contiguous(7, 2).positions(rank).tolist() for rank in range(2)] == [
-        [0, 1, 2, 3],
-        [4, 5, 6],
-    ]
+    zigzag, contiguous = SequenceCut.zigzag(8, 2), SequenceCut.contiguous(7, 2)
+    assert [zigzag.positions(rank).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [contiguous.positions(rank).tolist() for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 def pairs_of_steps(cut: SequenceCut, rank: int, ranks: int) -> list[float]:
@@ -79,7 +72,7 @@ def pairs_of_steps(cut: SequenceCut, rank: int, ranks: int) -> list[float]:
     return [sum(part.pairs for part in cut.parts(rank, (rank - step) % ranks)) for step in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_with_the_zigzag_cut_all_ranks_compute_equally_many_pairs_in_each_step(ranks: int):
     piece = 5
     cut = SequenceCut.zigzag(2 * ranks * piece, ranks)
@@ -88,9 +81,8 @@ def test_with_the_zigzag_cut_all_ranks_compute_equally_many_pairs_in_each_step(r
         assert pairs_of_steps(cut, rank, ranks) == [own] + [2 * piece**2] * (ranks - 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_with_contiguous_pieces_the_last_rank_computes_2n_1_times_as_much_as_the_first(ranks: int):
-    piece = 1000
+def test_with_contiguous_pieces_the_last_rank_computes_2n_1_times_as_much_as_the_first():
+    piece, ranks = 1000, 4
     cut = SequenceCut.contiguous(ranks * piece, ranks)
     first, last = (pairs_of_steps(cut, rank, ranks) for rank in (0, ranks - 1))
     assert first == [piece * (piece + 1) / 2] + [0] * (ranks - 1)

@@ -3,15 +3,14 @@
 import pytest
 
 from context_parallel.cost import all_to_all_traffic, ring_traffic
-from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
-from tests.context_parallel.equivalence import ALL_TO_ALL, RING, Variant, gpt, text
+from tests.context_parallel.equivalence import ALL_TO_ALL, CONTIGUOUS_RING, RING, Variant, gpt, text
 
-VARIANTS = (RING, Variant(RING.attention, SequenceCut.contiguous), ALL_TO_ALL)
+VARIANTS = (RING, CONTIGUOUS_RING, ALL_TO_ALL)
 B, D, ITEM = 2, 24, 8  # batch, width, bytes of a number
-LENGTHS = (1, 3, 12, 17, 24)  # 2n divides 24 for 1 to 4 ranks, and no n above 1 divides 17
+LENGTHS = (1, 17, 24)  # 2n divides 24 for 1 to 4 ranks, and no n above 1 divides 17
 
 
 def counted(variant: Variant, length: int, **changes: int) -> tuple[Traffic, Traffic, Traffic, Traffic]:
@@ -23,26 +22,24 @@ def counted(variant: Variant, length: int, **changes: int) -> tuple[Traffic, Tra
     loss.backward()
     attention = LEDGER.total()
     model.finish_gradient_sync()
-    expected = (all_to_all_traffic if variant.divides_heads else ring_traffic)(model, x.shape)
+    expected = (all_to_all_traffic if variant is ALL_TO_ALL else ring_traffic)(model, x.shape)
     return attention, LEDGER.total() - attention, expected, model.gradient_traffic()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_each_rank_sends_what_the_formulas_say_for_uneven_lengths_too(n: int):
     def count(cluster: Cluster) -> None:
         for variant in VARIANTS:
             for length in LENGTHS:
-                for changes in ({"num_layers": 1}, {"num_layers": 2, "num_kv_heads": n}):
-                    attention, gradients, expected, expected_gradients = counted(variant, length, **changes)
-                    what = f"{variant}, {length} tokens, {changes}"
-                    assert attention == expected, what
-                    assert gradients == expected_gradients, what
+                changes = {"num_layers": 2, "num_kv_heads": n}
+                attention, gradients, expected, expected_gradients = counted(variant, length, **changes)
+                assert (attention, gradients) == (expected, expected_gradients), f"{variant}, {length} tokens"
         assert not any(entry.by_formula for entry in LEDGER.rows())
 
     run_ranks(count, n)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens(n: int):
     """6 (n-1)/n T w_kv for the ring, 4 (n-1)/n^2 T (w + w_kv) for the all-to-all, for each sequence."""
 
@@ -52,7 +49,7 @@ def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens(n: in
             kv_width = D * kv_heads // 12
             for variant in VARIANTS:
                 attention, *_ = counted(variant, tokens, num_layers=layers, num_kv_heads=kv_heads)
-                if variant.divides_heads:
+                if variant is ALL_TO_ALL:
                     numbers = 4 * (n - 1) * B * tokens * (D + kv_width) // n**2
                     by_op = {e.op: t.bytes_sent for e, t in LEDGER.rows().items() if e.pattern != "header"}
                     assert by_op["all_to_all"] == numbers * layers * ITEM

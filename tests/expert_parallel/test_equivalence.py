@@ -1,7 +1,5 @@
 """Test that experts on several ranks have the gradients of one process that computes token by token."""
 
-import pytest
-
 from expert_parallel.config import MoEConfig
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -71,28 +69,20 @@ def test_tokens_choose_no_expert_of_a_rank():
     run_ranks(work, 4)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_all_options_together(n: int):
+def test_all_options_together():
     def work(cluster: Cluster) -> None:
         moe = MoEConfig(8, 2, 1.0, shared=True)
-        compare_with_one_process(cluster, moe, n // 2 or 1, balance="bias", tied=False)
-        compare_with_one_process(cluster, moe, n // 2 or 1, balance="aux", frozen=("router", "shared"))
+        compare_with_one_process(cluster, moe, 2, balance="bias", tied=False)
+        compare_with_one_process(cluster, moe, 2, balance="aux", frozen=("router", "shared"))
 
-    run_ranks(work, n)
+    run_ranks(work, 4)
 
 
 def test_frozen_parameters_stay_and_no_rank_waits_for_them():
     def work(cluster: Cluster) -> None:
         for frozen in (
             ("experts.1.",),  # on one rank only
-            ("experts.", "router"),
-            (
-                "embedding",
-                "norm",
-                "attention",
-                "router",
-                "experts.0.",
-            ),  # the first layer's input is a constant
+            ("embedding", "norm", "attention", "router", "experts.0."),  # the layer's input is a constant
         ):
             compare_with_one_process(cluster, MoEConfig(2, 2), frozen=frozen, tied=False)
 

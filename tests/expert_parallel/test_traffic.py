@@ -32,29 +32,20 @@ def a_step(cluster: Cluster, model: ExpertParallel) -> None:
     model.finish_gradient_sync()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_a_step_sends_what_the_formula_says(n: int):
+@pytest.mark.parametrize(("n", "expert_ranks"), [(1, 1), (3, 3), (4, 2)])
+def test_a_step_sends_what_the_formula_says(n: int, expert_ranks: int):
     def count(cluster: Cluster) -> None:
-        for expert_ranks in {n, n // 2 or 1}:
-            if n % expert_ranks:
-                continue
-            groups = form_groups(expert_ranks)
-            for capacity, pattern in (
-                (None, None),
-                (1.0, None),
-                (0.01, None),
-                (None, "tree"),
-                (None, "torch"),
-            ):
-                for group in (None, groups.experts, groups.replicas):
-                    use_pattern(pattern, group)
-                model = ExpertParallel(gpt(), MoEConfig(12, 2, capacity), groups)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-                for _ in range(3):
-                    LEDGER.clear()
-                    a_step(cluster, model)
-                    assert LEDGER.total() == traffic_per_step(model), (expert_ranks, capacity, pattern)
-                    optimizer.step()
+        groups = form_groups(expert_ranks)
+        for capacity, pattern in ((None, None), (1.0, None), (0.01, "tree"), (None, "torch")):
+            for group in (None, groups.experts, groups.replicas):
+                use_pattern(pattern, group)
+            model = ExpertParallel(gpt(), MoEConfig(12, 2, capacity), groups)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(2):
+                LEDGER.clear()
+                a_step(cluster, model)
+                assert LEDGER.total() == traffic_per_step(model), (capacity, pattern)
+                optimizer.step()
 
     run_ranks(count, n)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.functions import InFlightAllGather
@@ -13,7 +12,6 @@ from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, GPTConfig, loss_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
-from tests.tensor_parallel.masks import FixedMasks, NoMasks
 
 RTOL = 1e-9
 BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
@@ -30,24 +28,14 @@ def text(time: int = 12) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def gathered(part: Tensor, dim: int, size: int | None = None) -> Tensor:
+def gathered(part: Tensor, dim: int) -> Tensor:
     """Return the full tensor of all ranks' shards."""
-    return InFlightAllGather(part.detach(), dim, None, size).wait()
+    return InFlightAllGather(part.detach(), dim, None).wait()
 
 
 def full_tensors(model: TensorParallel, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the full tensors by the plain model's names; one all-gather for all of them is quick."""
-    cut = {name: tensor for name, tensor in tensors.items() if tensor is not None and name in model.dims}
-    if not cut:
-        return tensors
-    flat = torch.cat([tensor.flatten() for tensor in cut.values()])
-    result = dict(tensors)
-    of_ranks = InFlightAllGather(flat, 0, model.group).wait().split(len(flat))
-    parts = [each.split([tensor.numel() for tensor in cut.values()]) for each in of_ranks]
-    for (name, tensor), of_one in zip(cut.items(), zip(*parts, strict=True), strict=True):
-        dim, size = model.dims[name]
-        result[name] = torch.cat([part.view_as(tensor) for part in of_one], dim).narrow(dim, 0, size)
-    return result
+    """Return the full tensors by the plain model's names."""
+    return {name: None if t is None else model.full_tensor(name, t) for name, t in tensors.items()}
 
 
 def compare_with_one_process(
@@ -55,78 +43,59 @@ def compare_with_one_process(
     sequence_parallel: bool = False,
     time: int = 12,
     clip: float | None = None,
-    steps: int = 5,
+    steps: int = 2,
     frozen: Sequence[str] = (),
     overlap: bool = True,
     **changes: Any,
 ) -> None:
-    """Compare every gradient in each step of SGD, and every parameter after the steps.
-
-    Dropout has fixed masks (masks.py). `frozen` lists prefixes of the names of frozen parameters.
-    """
+    """Compare a GPT in each step of SGD. `frozen` lists prefixes of the names of frozen parameters."""
     what = f"{changes}, {time} tokens, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
     for model in (reference, plain):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
-    ours = parallelize(plain, None, sequence_parallel, overlap)
-    assert_same(
-        full_tensors(ours, parameters(ours.module)), parameters(reference), 0, f"initial parameter, {what},"
-    )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
-    masks = FixedMasks() if changes.get("dropout") else NoMasks()
     x, y = (part.to(cluster.device) for part in text(time))
+    _compare(reference, parallelize(plain, None, sequence_parallel, overlap), x, y, steps, clip, what)
+
+
+def compare_mlp_with_one_process(cluster: Cluster, sizes: Sequence[int], clip: float | None = None) -> None:
+    """Compare an MLP in two steps of SGD; in the second one its input requires a gradient."""
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(5, sizes[0], generator=random).double()
+    y = torch.randint(sizes[-1], (5,), generator=random)
+    reference, ours = MLP(sizes, 0).double(), parallelize(MLP(sizes, cluster.rank).double())
+    _compare(reference, ours, x, y, 2, clip, f"MLP {sizes} on {cluster.world_size} ranks")
+
+
+def _compare(
+    reference: nn.Module,
+    ours: TensorParallel,
+    x: Tensor,
+    y: Tensor,
+    steps: int,
+    clip: float | None,
+    what: str,
+) -> None:
+    """Compare every gradient in each step, the norm with `clip`, and every parameter before and after."""
+    found = full_tensors(ours, parameters(ours.module))
+    assert_same(found, parameters(reference), 0, f"initial parameter, {what},")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        with masks.forward(step, ""):
-            expected_loss = loss_of(reference(x), y)
-        expected_loss.backward()
-        with masks.forward(step, "tokens" if sequence_parallel else "heads"):
-            loss = ours.loss(ours(x), y)
-        loss.backward()
+        inputs = [x.clone().requires_grad_(x.is_floating_point() and step == 1) for _ in range(2)]
+        expected_loss, loss = loss_of(reference(inputs[0]), y), ours.loss(ours(inputs[1]), y)
+        for one in (expected_loss, loss):
+            one.backward()
         ours.finish_gradient_sync()
         assert_same({"loss": loss.detach()}, {"loss": expected_loss.detach()}, RTOL, what)
         if clip is not None:
             expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
             assert_same({"norm": ours.clip_grad_norm_(clip)}, {"norm": expected_norm}, RTOL, what)
-        assert_same(
-            full_tensors(ours, gradients(ours.module)),
-            gradients(reference),
-            RTOL,
-            f"gradient, {what}, step {step},",
-        )
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same(
-        full_tensors(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},"
-    )
-
-
-def compare_mlp_with_one_process(
-    cluster: Cluster, sizes: Sequence[int], clip: float | None = None, steps: int = 5
-) -> None:
-    """Compare an MLP with one process; its input requires a gradient in every second step."""
-    what = f"MLP {sizes} on {cluster.world_size} ranks"
-    random = torch.Generator().manual_seed(3)
-    batch = torch.randn(5, sizes[0], generator=random).double()
-    targets = torch.randint(sizes[-1], (5,), generator=random)
-    reference, ours = MLP(sizes, 0).double(), parallelize(MLP(sizes, cluster.rank).double())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
-    for step in range(steps):
-        inputs = [batch.clone().requires_grad_(step % 2 == 1) for _ in range(2)]
-        for model, optimizer, x in zip((reference, ours), optimizers, inputs, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), targets).backward()
-        ours.finish_gradient_sync()
-        if clip is not None:
-            expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert_same({"norm": ours.clip_grad_norm_(clip)}, {"norm": expected_norm}, RTOL, what)
-        expected, actual = gradients(reference), full_tensors(ours, gradients(ours.module))
-        expected["input"], actual["input"] = inputs[0].grad, inputs[1].grad
+        expected = gradients(reference) | {"input": inputs[0].grad}
+        actual = full_tensors(ours, gradients(ours.module)) | {"input": inputs[1].grad}
         assert_same(actual, expected, RTOL, f"gradient, {what}, step {step},")
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(
-        full_tensors(ours, parameters(ours.module)), parameters(reference), RTOL, f"parameter, {what},"
-    )
+    found = full_tensors(ours, parameters(ours.module))
+    assert_same(found, parameters(reference), RTOL, f"parameter, {what},")

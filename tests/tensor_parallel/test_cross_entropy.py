@@ -41,10 +41,10 @@ def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-
     assert_same(actual, {"loss": loss.detach(), "gradient": expected.grad}, rtol, what)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_loss_and_gradient_equal_torchs_for_the_full_logits(n: int):
     def work(cluster: Cluster) -> None:
-        for num_entries in (60, 61, 5, max(2, n)):
+        for num_entries in (60, 61, 5):
             logits, targets = batch(num_entries)
             compare(cluster, logits, targets)
             compare(cluster, logits, targets, ignore_index=int(targets[1, 1]))
@@ -63,6 +63,8 @@ def test_a_rank_whose_entries_are_all_padding_has_no_probability():
 
 
 def test_huge_logits_do_not_overflow_wherever_the_largest_is():
+    """Subtracting another rank's maximum is the same in exact arithmetic, and overflows in floating point."""
+
     def work(cluster: Cluster) -> None:
         for rank in range(cluster.world_size):
             logits, targets = batch(6)
@@ -72,17 +74,6 @@ def test_huge_logits_do_not_overflow_wherever_the_largest_is():
             compare(cluster, logits * 1e4, targets)
 
     run_ranks(work, 3)
-
-
-def test_the_largest_logit_of_all_ranks_is_subtracted():
-    """Subtracting another number is the same in exact arithmetic, and overflows in floating point."""
-
-    def work(cluster: Cluster) -> None:
-        logits, targets = batch(6)
-        logits[..., 3:] += 1e4
-        compare(cluster, logits, targets)
-
-    run_ranks(work, 2)
 
 
 def test_bf16_logits_are_added_up_in_float32_and_get_a_bf16_gradient():

@@ -35,18 +35,19 @@ def plain_embedding() -> nn.Embedding:
         return nn.Embedding(61, 6).double()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
     def compare(cluster: Cluster) -> None:
+        first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
+        x, weight = numbers(2, 12, 6).requires_grad_(), numbers(2, 12, 5)
+        y = second(F.gelu(first(x)))
+        (y * weight).sum().backward()
+        expected = {"y": y.detach(), "x": x.grad, "row.bias": second.bias.grad}
+        expected |= {"column.weight": first.weight.grad, "column.bias": first.bias.grad}
+        expected |= {"row.weight": second.weight.grad}
         for by_tokens, overlap in itertools.product((False, True), (False, True)):
-            first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
-            x, weight = numbers(2, 12, 6).requires_grad_(), numbers(2, 12, 5)
-            y = second(F.gelu(first(x)))
-            (y * weight).sum().backward()
-
-            column = ColumnParallelLinear(
-                plain_linear(6, 24, seed=1), sequence_parallel=by_tokens, overlap=overlap
-            )
+            options = {"sequence_parallel": by_tokens, "overlap": overlap}
+            column = ColumnParallelLinear(plain_linear(6, 24, seed=1), **options)
             row = RowParallelLinear(plain_linear(24, 5, seed=2), sequence_parallel=by_tokens)
             mine = [own_shard(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
             part = mine[0].requires_grad_()
@@ -56,17 +57,9 @@ def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
             if by_tokens:
                 actual = {name: gathered(actual[name], 1) for name in ("y", "x")}
                 actual["row.bias"] = summed(row.bias.grad, None)
-            actual |= {
-                "column.weight": gathered(column.weight.grad, 0),
-                "column.bias": gathered(column.bias.grad, 0),
-                "row.weight": gathered(row.weight.grad, 1),
-            }
-            expected = {"y": y.detach(), "x": x.grad, "row.bias": second.bias.grad}
-            expected |= {
-                "column.weight": first.weight.grad,
-                "column.bias": first.bias.grad,
-                "row.weight": second.weight.grad,
-            }
+            actual |= {"column.weight": gathered(column.weight.grad, 0)}
+            actual |= {"column.bias": gathered(column.bias.grad, 0)}
+            actual |= {"row.weight": gathered(row.weight.grad, 1)}
             assert_same(actual, expected)
 
     run_ranks(compare, n)
@@ -102,7 +95,7 @@ def test_the_bias_of_a_row_layer_is_added_once():
     run_ranks(look, 2)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 3])
 def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
     def compare(cluster: Cluster) -> None:
         plain = plain_embedding()
