@@ -6,7 +6,7 @@
 - `makespan`: forward and backward of ring attention under a causal mask, against the time that a rank would
   take if all computed equally much. A clock replaces computing (context_parallel/clock.py), because more
   ranks than cores would slow each other down.
-- `ring`: the same on a slow link, against the formula (context_parallel/predict.py), where computing takes
+- `ring`: the same on a slow link, against the formula (context_parallel/makespan.py), where computing takes
   longer than a message, and where it takes less.
 - `activations`: what autograd keeps on a rank for 8192 tokens, against one process.
 - `formula`, `sent`, `step`: bytes by formula, bytes and seconds of forward, backward and the sum of gradients
@@ -29,7 +29,7 @@ from benchmarks import side_by_side
 from benchmarks.context_parallel_steps import activations, clocked, steps
 from benchmarks.side_by_side import medians, row
 from comm.wire import slow_link
-from context_parallel.cost import balanced_pairs, ring_seconds, step_pairs
+from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.sequence_cut import CUTS
 from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks

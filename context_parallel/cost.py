@@ -1,4 +1,4 @@
-"""Compute by formula what a rank sends for the attention of all layers, and how long ring attention takes.
+"""Compute by formula what a rank sends for the attention of all layers.
 
       ring          forward    k and v of n-1 ranks: all but the right neighbour's
                     backward   the same again, and the gradients of n-1 ranks' k and v
@@ -13,25 +13,13 @@ a rank sends in a layer, forward and backward together:
       sequence parallelism (lesson 3)    8 (n-1)/n T w numbers with --no-overlap, else 10 (n-1)/n T w
 
 The functions below hold for any lengths. All-to-alls also send headers (comm/cost.py).
-
-The time of ring attention, from the speed of a rank and of a link:
-
-      forward      step s takes max(c_s, m), the last step c_s
-      backward     step s takes max(2 c_s, m * messages under way), and at the end m for the last gradients
-
-c_s is the time of the attention that the busiest rank computes in step s of the ring, m that of a message of
-keys and values. In the backward keys are under way in each step but the last, and gradients from step 2 on.
-The backward of attention is taken to compute twice as long as its forward. The sum of maxima is exact if the
-same rank is busiest in each step, as with contiguous pieces under a causal mask, or if all are equally busy,
-as with the zigzag cut of a length that 2n divides. Else it is an upper bound.
 """
 
 from collections.abc import Sequence
 
 from comm.collectives import chosen_pattern
-from comm.cost import Link, header_traffic, pairwise_traffic
+from comm.cost import header_traffic, pairwise_traffic
 from context_parallel.parallel_model import ContextParallel, SharedSequence
-from context_parallel.sequence_cut import SequenceCut
 from lab.models.model import GPTConfig
 from lab.trace.ledger import Traffic
 
@@ -91,42 +79,3 @@ def all_to_all_layer(
     back_to_tokens = pairwise_traffic([length * (q + 2 * kv) * head for length in lengths], itemsize, rank)
     back_to_heads = pairwise_traffic([lengths[rank] * q * head] * n, itemsize, rank)
     return to_heads + to_tokens + headers + headers, back_to_tokens + back_to_heads + headers + headers
-
-
-def step_pairs(cut: SequenceCut) -> list[float]:
-    """Return, for each step of the ring, the pairs of query and key that the busiest rank computes."""
-    n = len(cut.pieces)
-    return [
-        max(sum(part.pairs for part in cut.parts(rank, (rank - step) % n)) for rank in range(n))
-        for step in range(n)
-    ]
-
-
-def balanced_pairs(cut: SequenceCut) -> float:
-    """Return the pairs of each rank if all computed equally many."""
-    n = len(cut.pieces)
-    pairs = (part.pairs for rank in range(n) for source in range(n) for part in cut.parts(rank, source))
-    return sum(pairs) / n
-
-
-def ring_seconds(pairs: Sequence[float], seconds_per_pair: float, block_bytes: int, link: Link) -> float:
-    """Return the seconds of forward and backward of one layer's attention; `pairs` are of each step.
-
-    `block_bytes` are those of the keys and values of one rank.
-    """
-    return sum(ring_passes([one * seconds_per_pair for one in pairs], link.alpha + link.beta * block_bytes))
-
-
-def ring_passes(blocks: Sequence[float], message: float) -> tuple[float, float]:
-    """Return the seconds of the forward and of the backward of one layer's attention.
-
-    `blocks` are the seconds of the attention of the forward in each step, and `message` is the seconds of a
-    message of keys and values.
-    """
-    n, forward, backward = len(blocks), 0.0, 0.0
-    for step, compute in enumerate(blocks):
-        # Gradients leave at the end of each step but the first, so they are under way in the next one.
-        keys, gradients = step < n - 1, step > 1
-        forward += max(compute, keys * message)
-        backward += max(2 * compute, (keys + gradients) * message)
-    return forward, backward + (message if n > 1 else 0.0)  # the last gradients travel home

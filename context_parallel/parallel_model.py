@@ -11,6 +11,7 @@ mean over ranks. So ranks of a context parallel group are replicas for everythin
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -98,14 +99,21 @@ class ContextParallel(nn.Module):
         has_documents: bool = False,
     ) -> None:
         super().__init__()
-        _validate(module)
+        if not isinstance(module, GPT):
+            raise WorkbookError(f"ContextParallel takes a GPT, not a {type(module).__name__}.")
         self.module, self.group, self._cut, self._kernel = module, group, cut, kernel
-        self._has_documents = has_documents
+        self._attention, self._has_documents = attention, has_documents
         self.sequence: SharedSequence | None = None  # of the last forward
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         for block in module.blocks:
-            block.attention = ContextAttention(block.attention, attention, self)
+            block.attention.attend_by_head = partial(self._attend, block.attention)
+
+    def _attend(self, attention: Attention, q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor) -> Tensor:
+        """Attend in each head: own queries to the keys of all ranks."""
+        assert self.sequence is not None
+        dropout = attention.dropout if attention.training else 0.0
+        return self._attention(q_bhte, k_bhte, v_bhte, self.sequence, dropout)
 
     def forward(self, tokens_bt: Tensor, documents_bt: Tensor | None = None) -> Tensor:
         length, longest = tokens_bt.shape[1], self.module.config.block_size
@@ -175,26 +183,3 @@ class ContextArgs(training.arguments.Args):
         """Raise WorkbookError unless a sequence can have so many tokens."""
         if not 1 <= self.length <= MAX_LENGTH:
             raise WorkbookError(f"--length {self.length}: a sequence has 1 to {MAX_LENGTH} tokens.")
-
-
-class ContextAttention(Attention):
-    """Attention of this rank's queries to the keys of all ranks; the projections are those of `plain`."""
-
-    def __init__(self, plain: Attention, attention: AttentionFunction, model: ContextParallel) -> None:
-        nn.Module.__init__(self)
-        self.head_width, self.dropout = plain.head_width, plain.dropout
-        self.q_proj, self.k_proj, self.v_proj = plain.q_proj, plain.k_proj, plain.v_proj
-        self.o_proj = plain.o_proj
-        self._attention = attention
-        self._sequence_of = lambda: model.sequence  # a module as an attribute would become a submodule
-
-    def attend_by_head(self, q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        return self._attention(q_bhte, k_bhte, v_bhte, self._sequence_of(), dropout)
-
-
-def _validate(module: nn.Module) -> None:
-    if not isinstance(module, GPT):
-        raise WorkbookError(f"ContextParallel takes a GPT, not a {type(module).__name__}.")
-    if any(isinstance(block.attention, ContextAttention) for block in module.blocks):
-        raise WorkbookError("The model is context parallel already: wrap a plain one.")

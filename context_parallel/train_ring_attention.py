@@ -52,13 +52,13 @@ from comm.collectives import use_pattern
 from comm.point_to_point import InFlightShift
 from comm.script import start
 from context_parallel.block_attention import KERNELS, NO_KEY, join
-from context_parallel.clock import ClockedGPT, clock
+from context_parallel.clock import clock
 from context_parallel.cost import ring_traffic
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import CUTS
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.trace.observed import Observed
 from lab.trace.timeline import span
 from training.run import Run
@@ -166,8 +166,9 @@ class Args(ContextArgs):
     """Who computes attention to a block of keys. fused: PyTorch's kernel for CPUs. textbook: plain tensor
     operations, which store the scores of all pairs."""
     metronome: str | None = None
-    """Replace computing by a clock: causal attention of a full sequence in one layer takes this time, such as
-    40ms, and its backward twice that. A rank takes its part of it. Nothing is trained; messages stay real."""
+    """Replace attention by a clock: causal attention of a full sequence in one layer takes this time, such as
+    40ms, and its backward twice that. A rank takes its part of it. Nothing is trained; messages stay real.
+    Take a small --size, because the other layers compute."""
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -176,7 +177,7 @@ def main(cluster: Cluster, args: Args) -> None:
     use_pattern(args.pattern)
     plain, kernel = run.model(), KERNELS[args.kernel]
     if args.metronome is not None:
-        plain = ClockedGPT(GPTConfig.named(args.size, block_size=args.length)).to(cluster.device)
+        plain = GPT(GPTConfig.named(args.size, block_size=args.length)).to(cluster.device)
         kernel = clock(tick_seconds(args.metronome), args.length)
     model = ContextParallel(plain, ring_attention, CUTS[args.cut], kernel, has_documents=args.documents)
     optimizer, observed = run.optimizer(model), Observed(model)

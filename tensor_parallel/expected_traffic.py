@@ -50,45 +50,46 @@ class ExpectedTraffic:
 
     def of_parts(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
         """Return the traffic of these parts, forward and backward."""
-        if not isinstance(self.sizes, GPTConfig):
-            backward = [("all_reduce", shape[0] * self.sizes[i]) for i in _numbers(parts) if i % 2 == 0 and i]
-            return self.of_recomputing(shape, parts) + self.sum(backward, self.computed_itemsize)
-        stream = self._stream_numel(*shape)
-        row, column = [("all_reduce", stream)], [("all_reduce", stream)]
-        if self.sequence_parallel:
-            row = [("reduce_scatter", stream), ("all_gather", stream)]
-            column = row + [("all_gather", stream)] * self.overlap
-        return self._of_gpt(shape, parts, row, column)
+        return sum(self._passes(shape, parts), Traffic())
 
     def of_recomputing(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
         """Return what is added where the backward computes the forward of these parts again, in one go."""
+        stops_before_its_end = isinstance(self.sizes, GPTConfig) and self.has_mlps and "head" not in parts
+        return self._passes(shape, parts, rows_left_out=int(stops_before_its_end))[0]
+
+    def _passes(
+        self, shape: Sequence[int], parts: Collection[str], rows_left_out: int = 0
+    ) -> tuple[Traffic, Traffic]:
+        """Return the traffic of the forward, without the last row layers, and that of the backward."""
         if not isinstance(self.sizes, GPTConfig):
-            last = len(self.sizes) - 2
-            sending = [i for i in _numbers(parts) if i % 2 or i == last]
-            ops = ["all_reduce" if i % 2 else "all_gather" for i in sending]
-            forward = [(op, shape[0] * self.sizes[i + 1]) for op, i in zip(ops, sending, strict=True)]
-            return self.sum(forward, self.computed_itemsize)
-        stream = self._stream_numel(*shape)
-        row, column = [("all_reduce", stream)], []
-        if self.sequence_parallel:
-            row, column = [("reduce_scatter", stream)], [("all_gather", stream)]
-        stops_before_its_end = self.has_mlps and "head" not in parts
-        return self._of_gpt(shape, parts, row, column, rows_left_out=int(stops_before_its_end))
-
-    def _of_gpt(
-        self, shape: Sequence[int], parts: Collection[str], row: Ops, column: Ops, rows_left_out: int = 0
-    ) -> Traffic:
-        """Return the traffic where each row and each column layer makes these collectives.
-
-        A block has two of each, or without an MLP one. The embedding communicates as a row layer, the head as
-        a column layer.
-        """
+            return self._passes_of_mlp(shape[0], parts)
+        # A block has two pairs of a column layer and a row layer, or without an MLP one. The embedding
+        # communicates as a row layer, the head as a column layer.
         pairs = (1 + self.has_mlps) * sum(part.startswith("blocks.") for part in parts)
-        layers = row * (pairs - rows_left_out) + column * (pairs + ("head" in parts))
+        embeddings, heads = "token_embedding" in parts, "head" in parts
         tokens = shape[0] * shape[1]
-        loss = [("all_reduce", tokens), ("all_reduce", 2 * tokens)] * ("head" in parts)
-        ends = row * ("token_embedding" in parts) + loss
-        return self.sum(layers, self.computed_itemsize) + self.sum(ends, self.itemsize)
+        loss = [("all_reduce", tokens), ("all_reduce", 2 * tokens)] * heads
+        row: Ops = [("all_reduce", tokens * self.sizes.width)]
+        column, row_backward, column_backward = [], [], row
+        if self.sequence_parallel:
+            padded = shape[1] + -shape[1] % dist.get_world_size(self.group)
+            numel = shape[0] * padded * self.sizes.width
+            row, column = [("reduce_scatter", numel)], [("all_gather", numel)]
+            row_backward, column_backward = column, row + column * self.overlap
+        layers = row * (pairs - rows_left_out) + column * (pairs + heads)
+        layers_backward = row_backward * pairs + column_backward * (pairs + heads)
+        return (
+            self.sum(layers, self.computed_itemsize) + self.sum(row * embeddings + loss, self.itemsize),
+            self.sum(layers_backward, self.computed_itemsize)
+            + self.sum(row_backward * embeddings, self.itemsize),
+        )
+
+    def _passes_of_mlp(self, batch: int, parts: Collection[str]) -> tuple[Traffic, Traffic]:
+        numbers, last = [int(part.removeprefix("layers.")) for part in parts], len(self.sizes) - 2
+        forward = [("all_reduce", batch * self.sizes[i + 1]) for i in numbers if i % 2]
+        forward += [("all_gather", batch * self.sizes[-1])] * (last in numbers and last % 2 == 0)
+        backward = [("all_reduce", batch * self.sizes[i]) for i in numbers if i % 2 == 0 and i]
+        return self.sum(forward, self.computed_itemsize), self.sum(backward, self.computed_itemsize)
 
     def of_gradients(self, summed_numel: int) -> Traffic:
         """Return the traffic of gradients of which each rank has a term: together `summed_numel` numbers."""
@@ -101,20 +102,10 @@ class ExpectedTraffic:
             total += expected_traffic(op, chosen_pattern(op, self.group), numel, itemsize, self.group)
         return total
 
-    def _stream_numel(self, batch: int, time: int) -> int:
-        """Return the number of elements of the residual stream, including padding tokens."""
-        ranks = dist.get_world_size(self.group)
-        padded = time + -time % ranks if self.sequence_parallel else time
-        return batch * padded * self.sizes.width
-
 
 def parts_of(names: Iterable[str]) -> set[str]:
     """Return the modules that parameters of these names belong to: blocks and layers with their numbers."""
     return {".".join(name.split(".")[: 2 if name.startswith(_LISTS) else 1]) for name in names}
-
-
-def _numbers(parts: Collection[str]) -> list[int]:
-    return [int(part.removeprefix("layers.")) for part in parts if part.startswith("layers.")]
 
 
 def activations_formula(config: GPTConfig, batch: int, n: int, sequence_parallel: bool) -> float:

@@ -102,11 +102,10 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.gather_output, self.overlap = gather_output, overlap
-        size = plain.out_features
-        self.weight, self.bias = divide(plain.weight, 0, size, group), plain.bias
-        if plain.bias is not None:
-            divide(plain.bias, 0, size, group)
-        self.dims = {"weight": (0, size), "bias": (0, size)}
+        self.weight, self.bias = plain.weight, plain.bias
+        for parameter in plain.parameters():
+            divide(parameter, 0, plain.out_features, group)
+        self.dims = {"weight": (0, plain.out_features), "bias": (0, plain.out_features)}
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self])

@@ -174,11 +174,8 @@ class TensorParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this rank's shards of a plain model's state dict."""
-        own = {
-            name: padded_shard(state[name], dim, self.group)
-            for name, (dim, _) in self.dims.items()
-            if name in state
-        }
+        dims = {name: dim for name, (dim, _) in self.dims.items() if name in state}
+        own = {name: padded_shard(state[name], dim, self.group) for name, dim in dims.items()}
         self.module.load_state_dict(state | own)
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
@@ -194,13 +191,16 @@ class TensorParallel(nn.Module):
 
     def expected_traffic(self, computed_itemsize: int | None = None) -> ExpectedTraffic:
         """Return the formulas of what this rank sends; for `computed_itemsize` None as without autocast."""
-        itemsize = next(self.module.parameters()).itemsize
-        sizes, has_mlps = self.module.config if isinstance(self.module, GPT) else self.module.sizes, True
-        if isinstance(self.module, GPT):
-            has_mlps = any(isinstance(block.mlp, FeedForward) for block in self.module.blocks)
-        numbers = itemsize, itemsize if computed_itemsize is None else computed_itemsize
+        model, itemsize = self.module, next(self.module.parameters()).itemsize
+        is_gpt = isinstance(model, GPT)
         return ExpectedTraffic(
-            sizes, self.group, self.sequence_parallel, self.overlap, *numbers, has_mlps=has_mlps
+            model.config if is_gpt else model.sizes,
+            self.group,
+            self.sequence_parallel,
+            self.overlap,
+            itemsize,
+            computed_itemsize or itemsize,
+            has_mlps=not is_gpt or any(isinstance(block.mlp, FeedForward) for block in model.blocks),
         )
 
     def traffic_per_block(self, batch: int, time: int) -> Traffic:
@@ -261,8 +261,6 @@ def _validate(model: nn.Module, group: Group, sequence_parallel: bool) -> None:
     if not isinstance(model, GPT | MLP) or (sequence_parallel and isinstance(model, MLP)):
         what = "An MLP has no tokens to divide" if isinstance(model, MLP) else f"not a {type(model).__name__}"
         raise WorkbookError(f"parallelize takes a GPT, or an MLP without sequence parallelism: {what}.")
-    if any(isinstance(module, ColumnParallelLinear) for module in model.modules()):
-        raise WorkbookError("The model is tensor parallel already: parallelize a plain one.")
     if isinstance(model, GPT):
         validate_divisible("query heads", model.config.num_heads, group)
         validate_divisible("key and value heads", model.config.kv_heads, group)

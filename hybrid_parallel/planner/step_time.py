@@ -31,7 +31,7 @@ from functools import cache
 
 from comm import cost
 from comm.cost import Link
-from context_parallel.cost import ring_passes
+from context_parallel.makespan import ring_passes
 from hybrid_parallel.planner.machine import Machine
 from hybrid_parallel.planner.memory import (
     ITEMSIZE,

@@ -324,7 +324,7 @@ more.compare(sum(contiguous[3]) / sum(contiguous[0]))
 longer = predict("How many times as long as the balanced division?", example=1, unit="times")
 
 # %%
-from context_parallel.cost import balanced_pairs, step_pairs
+from context_parallel.makespan import balanced_pairs, step_pairs
 
 for name, make_cut in [("contiguous", SequenceCut.contiguous), ("zigzag", SequenceCut.zigzag)]:
     cut = make_cut(LENGTH, RANKS)

@@ -1,4 +1,4 @@
-// The time of ring attention: step by step for each rank, and by the formulas of context_parallel/cost.py.
+// The time of ring attention: step by step for each rank, and by the formulas of context_parallel/makespan.py.
 
 /** Seconds of a pair: causal attention to the sequence takes `causal` seconds on one rank (context_parallel/clock.py). */
 const secondsPerPair = (causal, length) => causal / (length * (length + 1) / 2);

@@ -8,7 +8,7 @@ import torch
 from comm import collectives
 from comm.cost import Link
 from context_parallel.clock import clock
-from context_parallel.cost import balanced_pairs, ring_seconds, step_pairs
+from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import CUTS
 from context_parallel.train_ring_attention import ring_attention

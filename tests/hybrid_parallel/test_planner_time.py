@@ -7,7 +7,7 @@ import pytest
 import hybrid_parallel.planner.step_time
 from comm import cost
 from comm.cost import Link
-from context_parallel.cost import ring_seconds, step_pairs
+from context_parallel.makespan import ring_seconds, step_pairs
 from context_parallel.sequence_cut import SequenceCut
 from hybrid_parallel.planner.machine import MACHINES, Device, Machine, machine_of
 from hybrid_parallel.planner.memory import experts_of, parameters_of

@@ -12,7 +12,8 @@ from comm import cost
 from comm.collectives import use_pattern
 from comm.cost import Link
 from context_parallel.clock import seconds_per_pair
-from context_parallel.cost import all_to_all_layer, balanced_pairs, ring_layer, ring_seconds, step_pairs
+from context_parallel.cost import all_to_all_layer, ring_layer
+from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import CUTS, SequenceCut
 from lab.cluster import Cluster

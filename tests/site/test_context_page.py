@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from comm.cost import Link
-from context_parallel.cost import balanced_pairs, ring_seconds, step_pairs
+from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.sequence_cut import CUTS
 from tests.browser import Browser
 
