@@ -85,5 +85,6 @@ class _CrossEntropy(Function):
         if grad_tv.shape[-1]:
             hits = -weight * is_own.unsqueeze(-1)
             grad_tv.scatter_add_(-1, rows.unsqueeze(-1), hits.to(grad_tv.dtype))
-        grad_tv = torch.nn.functional.pad(grad_tv, (0, ctx.v - grad_tv.shape[-1]))  # padding gets 0
+        if padding := ctx.v - grad_tv.shape[-1]:  # it gets 0; without any, pad() would copy
+            grad_tv = torch.nn.functional.pad(grad_tv, (0, padding))
         return grad_tv.to(ctx.dtype), None, None, None, None

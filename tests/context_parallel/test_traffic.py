@@ -3,6 +3,7 @@
 import pytest
 
 from context_parallel.cost import all_to_all_traffic, ring_traffic
+from context_parallel.train_all_to_all_attention import all_to_all_attention
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
@@ -22,7 +23,9 @@ def counted(variant: Variant, length: int, **changes: int) -> tuple[Traffic, Tra
     loss.backward()
     attention = LEDGER.total()
     model.finish_gradient_sync()
-    expected = (all_to_all_traffic if variant is ALL_TO_ALL else ring_traffic)(model, x.shape)
+    expected = (all_to_all_traffic if variant.attention is all_to_all_attention else ring_traffic)(
+        model, x.shape
+    )
     return attention, LEDGER.total() - attention, expected, model.gradient_traffic()
 
 
@@ -49,7 +52,7 @@ def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens(n: in
             kv_width = D * kv_heads // 12
             for variant in VARIANTS:
                 attention, *_ = counted(variant, tokens, num_layers=layers, num_kv_heads=kv_heads)
-                if variant is ALL_TO_ALL:
+                if variant.attention is all_to_all_attention:
                     numbers = 4 * (n - 1) * B * tokens * (D + kv_width) // n**2
                     by_op = {e.op: t.bytes_sent for e, t in LEDGER.rows().items() if e.pattern != "header"}
                     assert by_op["all_to_all"] == numbers * layers * ITEM

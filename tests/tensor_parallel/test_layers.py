@@ -65,20 +65,6 @@ def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
     run_ranks(compare, n)
 
 
-def test_the_output_may_be_gathered_also_for_an_input_without_a_batch_dimension():
-    def compare(cluster: Cluster) -> None:
-        for shape in ((7, 6), (6,)):
-            plain = plain_linear(6, 12, seed=5)
-            ours = ColumnParallelLinear(plain_linear(6, 12, seed=5), gather_output=True)
-            xs = [numbers(*shape).requires_grad_() for _ in range(2)]
-            y, expected = ours(xs[0]), plain(xs[1])
-            for output in (y, expected):
-                output.square().sum().backward()
-            assert_same({"y": y.detach(), "x": xs[0].grad}, {"y": expected.detach(), "x": xs[1].grad})
-
-    run_ranks(compare, 3)
-
-
 def test_the_bias_of_a_row_layer_is_added_once():
     def look(cluster: Cluster) -> None:
         layer = RowParallelLinear(plain_linear(4, 3, seed=0))
@@ -151,18 +137,6 @@ def test_under_autocast_layers_compute_and_send_what_plain_ones_do_bit_by_bit():
             assert_same(found[0], found[1], 0, f"gradient, {make.__name__},")
 
     run_ranks(compare, 1)
-
-
-def test_second_derivatives_are_refused():
-    """A sum over ranks has no second derivative; without a refusal its terms would be missing silently."""
-
-    def work(cluster: Cluster) -> None:
-        x, layer = torch.ones(2, 4, requires_grad=True), ColumnParallelLinear(nn.Linear(4, 6))
-        [gradient] = torch.autograd.grad((layer(x) ** 2).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
-
-    run_ranks(work, 2)
 
 
 class Products(TorchDispatchMode):

@@ -123,29 +123,6 @@ def test_an_optimizer_made_before_parallelize_trains_the_shards_and_replicas_sta
     run_ranks(train, 3)
 
 
-@BOTH_MODES
-def test_under_autocast_gradients_are_as_exact_as_those_of_one_process(sequence_parallel: bool):
-    def compare(cluster: Cluster) -> None:
-        x, y = text()
-        exact, plain = gpt().float(), gpt().float()
-        ours = parallelize(gpt(cluster.rank).float(), None, sequence_parallel)
-        loss_of(exact(x), y).backward()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected, loss = loss_of(plain(x), y), ours.loss(ours(x), y)
-        for one in (expected, loss):
-            one.backward()
-        ours.finish_gradient_sync()
-        assert_same({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-3)
-        right, theirs = gradients(exact), gradients(plain)
-        least = 2**-10 * max(float(gradient.norm()) for gradient in right.values())
-        for name, found in full_tensors(ours, gradients(ours.module)).items():
-            assert found.dtype == torch.float32, name
-            error, known = (float((one - right[name]).norm()) for one in (found, theirs[name]))
-            assert error <= max(2 * known, least), f"{name} is off by {error}, and plain by {known}"
-
-    run_ranks(compare, 3)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_model(tied: bool):
     def measure(cluster: Cluster) -> None:
