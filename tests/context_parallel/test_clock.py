@@ -1,50 +1,33 @@
-"""By a clock and by formula the zigzag cut is balanced, contiguous pieces are not, and messages take time."""
+"""By formula the zigzag cut is balanced, contiguous pieces are not, and messages take time."""
 
 import time
 
 import pytest
 import torch
 
-from comm import collectives
 from comm.cost import Link
 from context_parallel.clock import clock
 from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
-from context_parallel.parallel_model import SharedSequence
-from context_parallel.sequence_cut import CUTS
-from context_parallel.train_ring_attention import ring_attention
-from lab.cluster import Cluster
-from lab.ranks import run_ranks
-
-RANKS, LENGTH = 4, 4096
+from context_parallel.sequence_cut import CUTS, Part
 
 
-def test_a_clock_shows_the_makespan_that_the_pairs_predict():
-    """The zigzag cut is balanced; with contiguous pieces four ranks take 1.75 times as long."""
-    seconds = 0.3  # of the causal attention to one sequence on one rank
-    cuts = {name: make(LENGTH, RANKS) for name, make in CUTS.items()}
+def test_contiguous_pieces_take_1_75_times_as_long_on_four_ranks_and_the_zigzag_cut_is_balanced():
+    cuts = {name: make(4096, 4) for name, make in CUTS.items()}
     ratios = {name: sum(step_pairs(cut)) / balanced_pairs(cut) for name, cut in cuts.items()}
     assert ratios == {"zigzag": 1, "contiguous": pytest.approx(1.75, rel=1e-3)}
 
-    def work(cluster: Cluster) -> dict[str, float]:
-        fastest = {}
-        for name, cut in cuts.items():
-            sequence = SharedSequence(None, cut, clock(seconds, LENGTH))
-            tokens = sequence.cut.length(cluster.rank)
-            q, k, v = (torch.zeros(1, 1, tokens, 4, requires_grad=True) for _ in range(3))
-            spent = []
-            for _ in range(3):
-                collectives.barrier()
-                start = time.perf_counter()
-                ring_attention(q, k, v, sequence).sum().backward()
-                collectives.barrier()
-                spent.append(time.perf_counter() - start)
-            fastest[name] = min(spent)  # others may use the machine, too
-        return fastest
 
-    balanced = 3 * seconds / RANKS  # a backward takes twice as long as a forward
-    for fastest in run_ranks(work, RANKS):
-        assert 1 <= fastest["zigzag"] / balanced < 1.3
-        assert fastest["contiguous"] / balanced > 1.6
+def test_a_clock_sleeps_in_proportion_to_the_pairs_and_twice_as_long_in_the_backward():
+    kernel, x, lse = clock(0.01, length=4), torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4)
+    for part, seconds in (
+        (Part(slice(0, 4), slice(0, 4), is_causal=True), 0.01),
+        (Part(slice(0, 4), slice(0, 4)), 0.016),
+    ):
+        start = time.perf_counter()
+        kernel.attend(x, x, x, part)
+        middle = time.perf_counter()
+        kernel.backward(x, x, x, x, x, lse, part)
+        assert middle - start >= seconds and time.perf_counter() - middle >= 2 * seconds
 
 
 def test_the_formula_hides_messages_behind_attention_and_pays_for_the_last_gradients():

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from comm.collectives import all_reduce
-from expert_parallel.config import MoEConfig, form_groups, make_expert
+from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.full_state import full_state
 from expert_parallel.train_moe import MixtureOfExperts
 from lab.check import assert_same
@@ -100,13 +100,3 @@ def test_the_first_tokens_are_kept_where_the_capacity_ends():
         assert layer.sent_rE.tolist() == [[2, 0, 2, 0]] * 2
 
     run_ranks(work, 2)
-
-
-def test_every_expert_starts_with_weights_of_its_own_which_its_numbers_decide():
-    config = GPTConfig(width=8)
-    places = [(seed, layer, e) for seed in (0, 1) for layer in (0, 1) for e in (0, 1, "shared")]
-    first, again = ([make_expert(config, *place).state_dict() for place in places] for _ in range(2))
-    for name in ("up_proj.weight", "down_proj.weight"):
-        for i, one in enumerate(first):
-            assert torch.equal(one[name], again[i][name])
-            assert not any(torch.equal(one[name], other[name]) for other in first[:i])
