@@ -41,9 +41,8 @@ from comm.membership import liveness
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.launch.gloo_threads import keep_from_preempting
-from lab.launch.interface import own_address
+from lab.launch.interface import open_sockets, own_address, shut_down_connections
 from lab.launch.store import open_store
-from lab.ranks.open_sockets import open_sockets, shut_down
 
 _NAP = 0.002  # seconds between two checks of the doors
 _DYING = 1.0  # seconds after which a rank that dies has closed its sockets
@@ -184,7 +183,7 @@ class Survivors:
 
     def _leave_group(self) -> None:
         """Close this rank's connections, so that the collective fails on its neighbours, too."""
-        shut_down(self._sockets, {port for _, port in self._addresses})
+        shut_down_connections(self._sockets, {port for _, port in self._addresses})
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # the error of the failed collective still refers to the group

@@ -1,4 +1,4 @@
-"""Find the network interface of this rank: its name, its address, and its counter of sent bytes."""
+"""Find the network interface of this rank, its address and its counter of sent bytes; end connections."""
 
 import ipaddress
 import os
@@ -6,6 +6,7 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,13 +73,32 @@ def _address_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
 
 
-def shut_down_connections() -> None:
-    """Shut down this process's TCP connections, so that every wait for a peer ends with an error."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else map(str, range(1024)):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+def open_sockets() -> set[int]:
+    """Return the inode numbers of the sockets that this process has open."""
+    return {inode for _, inode in _sockets()}
+
+
+def shut_down_connections(before: Collection[int] = (), kept_ports: Collection[int] = ()) -> None:
+    """Shut down this process's TCP connections, as its death would: every wait for a peer ends with an error.
+
+    An operation that is under way holds its group, so destroying the group would close nothing. The sockets
+    of `before` stay, and those with one of the ports at either end.
+    """
+    for descriptor, inode in _sockets():
+        if inode in before:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6):
-                    one.getpeername()  # an OSError if it listens: gloo would abort the process
-                    one.shutdown(socket.SHUT_RDWR)
+            # getpeername() is an OSError if the socket listens: gloo would abort the process.
+            if not {one.getsockname()[1], one.getpeername()[1]} & set(kept_ports):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Yield the descriptor and the inode number of each open socket."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # such as the one of this folder, which is closed by now
+            found = os.fstat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino

@@ -17,24 +17,24 @@ from lab.trace import black_box as black_box_module
 from lab.trace.black_box import black_box, dump
 from lab.trace.flight_recorder import analyse, load
 
-AGREED = "The ranks have called the same collectives, and all of them have ended."
 
-
-def recorded(folder, mistake, world_size: int = 3) -> list[str]:
-    """Run a mistake on ranks that record, and return what the analysis of their dumps says."""
+def recorded(folder, mistake) -> list[str]:
+    """Run a mistake on 3 ranks that record, and return what the analysis of their dumps says."""
 
     def work(cluster):
         with black_box(folder, cluster.rank, every=0.1):
             dist.all_reduce(torch.ones(4))
             mistake(cluster.rank)
 
-    run_ranks(work, world_size, group_timeout=1.0, collect_failures=True)
+    run_ranks(work, 3, group_timeout=1.0, collect_failures=True)
     return analyse(load(folder))
 
 
-def test_ranks_that_agree_are_said_to_agree(tmp_path):
+def test_ranks_that_agree_are_said_to_agree_also_by_the_command(tmp_path):
     sentences = recorded(tmp_path, lambda rank: dist.broadcast(torch.ones(2), 0))
-    assert sentences == [AGREED]
+    assert sentences == ["The ranks have called the same collectives, and all of them have ended."]
+    command = [sys.executable, "-m", "lab.trace.flight_recorder", str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines() == sentences
 
 
 def test_a_dump_has_the_collectives_of_gloo_and_of_nccl_which_torch_records_apart(tmp_path, monkeypatch):
@@ -66,10 +66,8 @@ def test_different_dtypes_are_shown_though_gloo_adds_them_up_without_an_error(tm
 
     head, *lines = recorded(tmp_path, mistake)
     assert "the tensors of all_reduce differ" in head
-    assert [line.split(", at")[0].strip() for line in lines] == [
-        "ranks 0 and 2: (4) Float",
-        "rank 1: (4) Int",
-    ]
+    shown = [line.split(", at")[0].strip() for line in lines]
+    assert shown == ["ranks 0 and 2: (4) Float", "rank 1: (4) Int"]
 
 
 def test_a_rank_that_has_left_early_is_named(tmp_path):
@@ -106,38 +104,9 @@ def test_a_straggler_is_named_and_a_rank_that_is_late_once_is_not(tmp_path):
     assert "rank 2 is a straggler" in sentence
 
 
-def test_the_command_prints_the_analysis_or_one_sentence(tmp_path):
-    def command() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "lab.trace.flight_recorder", str(tmp_path)], capture_output=True, text=True
-        )
-
-    empty = command()
-    assert empty.returncode == 1 and empty.stderr.count("\n") == 1 and "has no dump" in empty.stderr
-    recorded(tmp_path, lambda rank: None, world_size=2)
-    assert "called the same collectives" in command().stdout
-    (tmp_path / "rank_0").write_text("no dump")
-    assert "is no dump of PyTorch's flight recorder" in command().stderr
-
-
-def entry(number: int, op: str = "all_reduce", state: str = "completed", **changes) -> dict:
-    """Return an entry as nccl's recorder writes it."""
-    frames = [{"filename": "/job/train.py", "line": 7, "name": "step"}]
-    return {
-        "frames": frames,
-        "process_group": ("0", "default_pg"),
-        "collective_seq_id": number,
-        "profiling_name": f"nccl:{op}",
-        "input_sizes": [[4]],
-        "input_dtypes": ["Float"],
-        "state": state,
-        "retired": False,
-        "time_created_ns": number,
-        "is_p2p": False,
-    } | changes
-
-
-def test_a_file_that_would_run_code_is_refused(tmp_path):
+def test_a_folder_without_dumps_and_a_file_that_would_run_code_are_refused(tmp_path):
+    with pytest.raises(WorkbookError, match="has no dump"):
+        load(tmp_path)
     (tmp_path / "rank_0").write_bytes(pickle.dumps({"entries": [os.getcwd], "pg_config": {}}))
     with pytest.raises(WorkbookError, match=r"is no dump.*an object of posix\.getcwd"):
         load(tmp_path)

@@ -9,10 +9,6 @@ from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes, saved_activations
 
 
-def other() -> int:
-    return live_bytes({})["other"]
-
-
 def test_a_storage_counts_once_however_many_tensors_look_at_it():
     whole = torch.zeros(1000)
     views = [whole[:10], whole.view(10, 100).t(), whole.detach(), nn.Parameter(whole)]
@@ -24,37 +20,25 @@ def test_a_storage_counts_once_however_many_tensors_look_at_it():
 def test_a_dtensor_stands_for_the_part_that_this_rank_holds():
     def work(cluster: Cluster) -> None:
         mesh = init_device_mesh("cpu", (cluster.world_size,))
-        before = other()
+        before = live_bytes({})["other"]
         tensor = nn.Parameter(distribute_tensor(torch.zeros(4, 7), mesh, [Shard(0)]))
         assert live_bytes({"mine": [tensor]}) == {"mine": 2 * 7 * 4, "other": before}
 
     run_ranks(work, 2)
 
 
-def forward_bytes(model: nn.Module, x: Tensor) -> int:
+def forward_bytes(model: nn.Module, forward, x: Tensor) -> int:
     with saved_activations(model.parameters) as saved:
-        loss = model(x).square().sum()
+        loss = forward(x).square().sum()
     loss.backward()
     return saved.bytes
 
 
-def test_what_autograd_saves_is_counted_without_the_parameters():
-    x = torch.zeros(3, 10)
-    assert forward_bytes(nn.Linear(10, 20), x) == 4 * (3 * 10 + 3 * 20)  # its input, and the square's
+def test_what_autograd_saves_is_counted_without_the_parameters_and_of_a_recomputed_block_its_input_only():
+    layer, x = nn.Linear(10, 20), torch.zeros(3, 10)
+    assert forward_bytes(layer, layer, x) == 4 * (3 * 10 + 3 * 20)  # its input, and the square's
     # The weight is saved as well where the input needs a gradient.
-    assert forward_bytes(nn.Linear(10, 20), x.requires_grad_()) == 4 * (3 * 10 + 3 * 20)
-
-
-class Recomputing(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layers, x, use_reentrant=False)
-
-
-def test_a_block_that_is_recomputed_keeps_its_input_only():
-    layers, x = nn.Sequential(*(nn.Linear(10, 10) for _ in range(9))), torch.zeros(3, 10, requires_grad=True)
-    assert forward_bytes(layers, x) == 10 * 4 * 30
-    assert forward_bytes(Recomputing(layers), x) == 2 * 4 * 30
+    assert forward_bytes(layer, layer, x.requires_grad_()) == 4 * (3 * 10 + 3 * 20)
+    layers = nn.Sequential(*(nn.Linear(10, 10) for _ in range(9)))
+    assert forward_bytes(layers, layers, x) == 10 * 4 * 30
+    assert forward_bytes(layers, lambda x: checkpoint(layers, x, use_reentrant=False), x) == 2 * 4 * 30

@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from lab.cluster import Cluster
 from lab.trace import meter as meter_module
-from lab.trace.ledger import LEDGER
+from lab.trace.ledger import LEDGER, Entry, Ledger, Traffic
 from lab.trace.meter import Meter
 from tests.summary import FIELDS
 
@@ -36,18 +37,13 @@ def clock(monkeypatch) -> Iterator[list[float]]:
     yield at
 
 
-def test_the_summary_has_the_fields_of_the_design_in_their_order_then_the_extras():
-    summary = run(3, rank(0, 4), bytes_formula=12, replicas_equal=True)
+def test_the_summary_has_the_fields_of_the_design_in_their_order_then_the_extras_and_ends_stdout(capfd):
+    summary = run(3, rank(0, 4), as_json=True, bytes_formula=12, replicas_equal=True)
     assert list(summary) == [*FIELDS, "bytes_formula", "replicas_equal"]
     assert [summary[name] for name in FIELDS[:5]] == ["train", 4, 3, 10.0, 8.0]
-    assert summary["replicas_equal"] is True and summary["bytes_formula"] == 12
-
-
-def test_json_is_the_last_line_of_stdout_and_all_of_it(capfd):
-    summary = run(3, as_json=True, hidden_share=0.5)
     out, err = capfd.readouterr()
     assert out.count("\n") == 1 and json.loads(out) == summary
-    assert "step 3/3" in err and "hidden_share" in err
+    assert "step 3/3" in err and "replicas_equal" in err
 
 
 def test_times_and_bytes_have_the_same_form_in_all_rows(capfd):
@@ -70,21 +66,37 @@ def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(cl
             clock[0] += seconds
             record.loss = 0.0
     summary = meter.finish()
-    assert summary["step_seconds"] == 2.5
-    assert summary["tokens_per_second"] == 4 * 100 / 16
+    assert (summary["step_seconds"], summary["tokens_per_second"]) == (2.5, 4 * 100 / 16)
 
 
 def test_traffic_is_counted_inside_of_steps_and_nowhere_else():
     LEDGER.count("broadcast", "tree", 1_000_000)
     meter = Meter(rank(), "train", steps=3, tokens_per_step=1)
-    LEDGER.count("broadcast", "tree", 500_000)
     for _ in range(3):
         with meter.step():
             LEDGER.count("all_reduce", "ring", 70, messages=2)
         LEDGER.count("all_reduce", "tree", 8000)  # between two steps: a validation, for example
-    LEDGER.count("gather", "flat", 900)
     summary = meter.finish()
     assert (summary["bytes_sent"], summary["messages_sent"]) == (210, 6)
+
+
+def test_the_ledger_keeps_rows_apart_and_loses_nothing_when_threads_count_at_once():
+    ledger = Ledger()
+
+    def count() -> None:
+        for _ in range(5000):
+            ledger.count("scatter", "flat", 2)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ledger.add_formula("scatter", "flat", Traffic(7, 1))
+    assert ledger.rows() == {
+        Entry("scatter", "flat"): Traffic(40000, 20000),
+        Entry("scatter", "flat", by_formula=True): Traffic(7, 1),
+    }
 
 
 def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
@@ -92,10 +104,9 @@ def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
     for loss in (math.nan, math.inf):
         with meter.step() as record:
             record.loss = torch.tensor(loss)
-    meter.finish(worst=[1.0, -math.inf], per_layer={"a": torch.tensor([math.nan, 2.0])})
+    meter.finish(worst=[1.0, -math.inf])
     summary = json.loads(capfd.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    assert (summary["first_loss"], summary["last_loss"]) == (None, None)
-    assert summary["worst"] == [1.0, None] and summary["per_layer"] == {"a": [None, 2.0]}
+    assert (summary["first_loss"], summary["last_loss"], summary["worst"]) == (None, None, [1.0, None])
 
 
 def test_a_loss_is_read_only_in_steps_whose_line_is_printed(clock):

@@ -1,14 +1,28 @@
-"""The extension of IPython runs cells on ranks. tests/notebooks/test_kernels.py uses it in a kernel."""
+"""The extension of IPython runs cells on ranks that stay, and survive errors, deadlocks and Ctrl-C.
 
+tests/notebooks/test_kernels.py uses it in a kernel.
+"""
+
+import io
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Iterator
 
+import matplotlib.image
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
+from matplotlib import pyplot as plt
 
 from lab.notebook.magics import CellError
+from lab.notebook.picture import show
+from lab.notebook.prediction import Comparison, predict
 from lab.trace.gantt import Event
+
+PROMPTLY = 2.0  # seconds within which an interrupt returns
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +43,13 @@ def run(shell: InteractiveShell, cell: str) -> str:
     return captured.stdout.rstrip()
 
 
-def test_a_cell_runs_on_all_ranks_and_equal_values_are_shown_once(shell):
-    assert run(shell, "%%ranks\nx = torch.ones(2) * rank\ndist.all_reduce(x)\nx") == (
-        "ranks 0, 1, 2: tensor([3., 3.])"
-    )
+def test_a_cell_runs_on_all_ranks_or_some_variables_stay_and_equal_values_are_shown_once(shell):
+    run(shell, "%%ranks\nx = torch.ones(2) * rank")
+    assert run(shell, "%%ranks\ndist.all_reduce(x)\nx") == "ranks 0, 1, 2: tensor([3., 3.])"
+    assert run(shell, "%%ranks\n_ + 1") == "ranks 0, 1, 2: tensor([4., 4.])"
     assert run(shell, "%%ranks\nrank % 2") == "ranks 0, 2: 0\nrank 1: 1"
     assert run(shell, "%%rank 1-2\nrank") == "rank 1: 1\nrank 2: 2"
-    assert run(shell, "%%ranks\ny = 1") == ""
-
-
-def test_lines_are_tagged_by_rank(shell):
+    assert run(shell, "%%ranks\ny = 1") == run(shell, "%%ranks\nx;") == ""
     lines = run(shell, "%%rank 0,2\nprint('hello')").splitlines()
     assert sorted(lines) == ["[rank 0] hello", "[rank 2] hello"]
 
@@ -56,6 +67,7 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
         run(shell, "%%ranks\n1 / (rank - 1)")
     lines = error.value._render_traceback_()
     assert lines[0] == "rank 1 failed:" and "ZeroDivisionError" in lines[-1]
+    assert any("1 / (rank - 1)" in line for line in lines) and not any("rank_cells" in line for line in lines)
     for cell, sentence in (
         (
             "%ranks four",
@@ -69,6 +81,58 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
     ):
         with pytest.raises(CellError, match=f"^{re.escape(sentence)}$"):
             run(shell, cell)
+
+
+@pytest.mark.parametrize(
+    ("cell", "place"),
+    [
+        ("t = torch.ones(2)\ndist.recv(t, (rank + 1) % 3)", ":2 in <module>: dist.recv(t, (rank + 1) % 3)"),
+        ("import time\nwhile True:\n    time.sleep(0.1)", "time.sleep(0.1)"),
+        (
+            "from comm.collectives import all_reduce\nif rank: all_reduce(torch.ones(3))\n"
+            "else: dist.barrier()",
+            "else: dist.barrier()",
+        ),
+    ],
+    ids=["a deadlock in gloo", "a loop", "ranks in different operations"],
+)
+def test_an_interrupt_returns_says_where_each_rank_was_and_keeps_the_variables(shell, cell, place):
+    run(shell, "%%ranks\nimport os\nkept = rank * 10, os.getpid()")
+    run(shell, "before = pull('kept')")
+    # A shell starts background jobs with Ctrl-C ignored, and their processes inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(CellError) as error:
+        run(shell, f"%%ranks\n{cell}")
+    assert time.monotonic() - start < 0.3 + PROMPTLY
+    text = str(error.value)
+    assert text.startswith("The cell was interrupted.") and place in text
+    assert all(f"rank {rank} was at " in text for rank in range(3))
+    assert text.endswith("The ranks keep their variables.")
+    run(shell, "after = pull('kept')")
+    assert shell.user_ns["after"] == shell.user_ns["before"]
+    for all_reduce in ("dist.all_reduce(s)", "from comm.collectives import all_reduce; all_reduce(s)"):
+        said = run(shell, f"%%ranks\ns = torch.ones(5)\n{all_reduce}\ns.sum().item()")
+        assert said == "ranks 0, 1, 2: 15.0"
+
+
+def test_ranks_that_wait_for_one_that_failed_are_interrupted(shell, monkeypatch):
+    monkeypatch.setattr("lab.notebook.standing_ranks.WAIT_AFTER_ERROR", 0.2)
+    with pytest.raises(CellError) as error:
+        run(shell, "%%ranks\nif rank == 1:\n    raise ValueError('the cause')\ndist.barrier()")
+    text = str(error.value)
+    assert "rank 1 failed (ValueError: the cause), and the other ranks still waited." in text
+    assert "raise ValueError('the cause')" in text
+    assert re.search(r"rank 2 was at <cell \d*>:3 in <module>: dist\.barrier\(\)", text)
+
+
+def test_a_rank_that_ends_is_named_and_all_are_started_again(shell):
+    run(shell, "%%ranks\nlost = 1")
+    sentence = r"rank 2 was killed by SIGKILL\. All ranks have been started again"
+    with pytest.raises(CellError, match=sentence):
+        run(shell, "%%ranks\nimport os\nif rank == 2: os.kill(os.getpid(), 9)\ndist.barrier()")
+    assert run(shell, "%%ranks\n'lost' in globals()") == "ranks 0, 1, 2: False"
 
 
 def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
@@ -90,3 +154,41 @@ def test_a_cells_timeline_is_drawn(shell, monkeypatch):
     assert {(event.rank, event.name) for event in events} >= {(rank, "all_reduce") for rank in range(3)}
     assert alt == "Timeline of this cell on ranks 0, 1, 2: communication."
     assert run(shell, "%%ranks --timeline\nx = 1").startswith("Nothing was recorded")
+
+
+def test_a_picture_is_a_white_png_with_its_description():
+    InteractiveShell.instance()
+    alt = "Rank 0 computes for two milliseconds."
+    with capture_output() as shown:
+        figure, axes = plt.subplots()
+        axes.bar([0], [1])
+        show(figure, alt=alt)
+    (output,) = shown.outputs
+    assert output.data["text/plain"] == alt and output.metadata == {"image/png": {"alt": alt}}
+    pixels = matplotlib.image.imread(io.BytesIO(output.data["image/png"]))
+    assert pixels[0, 0].tolist()[:3] == [1, 1, 1] and pixels.min() < 0.9
+    assert not plt.get_fignums()
+
+
+def test_a_prediction_is_asked_for_until_a_number_is_typed_and_stands_beside_the_result(capsys):
+    texts = iter(("", "two", "1,024.5"))
+    guess = predict("How large?", example=1.0, unit="MB", ask=lambda prompt: next(texts))
+    assert capsys.readouterr().out.splitlines() == [
+        "'' is not a number. Type one, such as 2 or 0.5.",
+        "'two' is not a number. Type one, such as 2 or 0.5.",
+    ]
+    assert repr(guess.compare(2049)) == (
+        "predicted  1024. MB\nmeasured   2049. MB       2 times the prediction"
+    )
+    assert "<td style='text-align:left'>2049. MB</td>" in guess.compare(2049)._repr_html_()
+    assert Comparison(2, 2, "").verdict == "exactly as predicted"
+    assert Comparison(100, 104, "").verdict == "as predicted, within 5 %"
+    assert Comparison(0, 5, "").verdict == "the prediction was 0"
+
+
+def test_without_a_keyboard_the_example_is_taken_and_that_is_said(capsys):
+    def closed(prompt: str) -> str:
+        raise EOFError
+
+    assert predict("How many?", example=3, unit="times", ask=closed).value == 3
+    assert capsys.readouterr().out == "How many? 3 times (an example, because there is no keyboard)\n"

@@ -10,22 +10,11 @@ from lab.ranks import RankError, run_ranks
 from lab.ranks.waiting import Wait, chain
 
 
-def waits(**peers: int) -> dict[int, Wait]:
-    return {int(rank[1:]): Wait("receive from", peer) for rank, peer in peers.items()}
-
-
 @pytest.mark.parametrize(
-    "found, ranks",
-    [
-        (waits(r0=1, r1=0), [0, 1]),
-        (waits(r0=1, r1=2, r2=1), [1, 2]),
-        (waits(r2=0, r3=2), [3, 2]),
-        (waits(r0=0), [0]),
-        ({}, []),
-    ],
+    "peers, ranks", [({0: 1, 1: 0}, [0, 1]), ({0: 1, 1: 2, 2: 1}, [1, 2]), ({2: 0, 3: 2}, [3, 2]), ({}, [])]
 )
-def test_a_cycle_is_found_before_the_longest_chain(found, ranks):
-    assert chain(found) == ranks
+def test_a_cycle_is_found_before_the_longest_chain(peers, ranks):
+    assert chain({rank: Wait("receive from", peer) for rank, peer in peers.items()}) == ranks
 
 
 def report_of(work) -> str:
@@ -34,37 +23,25 @@ def report_of(work) -> str:
     return str(error.value).splitlines()[-1].strip()
 
 
-CYCLE = "a cycle, in which each rank waits for the next: "
-
-
 def test_two_ranks_that_send_first_are_drawn_as_a_cycle():
     def work(cluster) -> None:
         send(torch.ones(10), 1 - cluster.rank)
         recv(torch.ones(10), 1 - cluster.rank)
 
     first, second = "rank 0 waits to send 40 bytes to rank 1", "rank 1 waits to send 40 bytes to rank 0"
-    assert report_of(work) == f"{CYCLE}{first} -> {second}"
+    cycle = "a cycle, in which each rank waits for the next: "
+    assert report_of(work) == f"{cycle}{first} -> {second}"
 
 
-def test_a_rank_that_never_comes_to_an_asynchronous_collective_is_named():
-    def work(cluster) -> None:
-        if cluster.rank == 1:
-            all_reduce(torch.ones(4), async_op=True).wait()  # on a thread of its own
-
-    line = report_of(work)
-    assert line.startswith("rank 0 keeps the others waiting: rank 1 waits to ")
-    assert line.endswith(" rank 0 in all_reduce")
-
-
-def test_a_rank_that_waits_in_a_collective_says_whether_it_waits_for_a_header_or_for_data():
+def test_a_rank_that_never_comes_to_a_collective_is_named_with_what_the_other_waits_for():
     def calls_alone(cluster) -> None:
         if cluster.rank == 1:
-            all_reduce(torch.ones(4), pattern="ring")
+            all_reduce(torch.ones(4), pattern="ring", async_op=True).wait()  # on a thread of its own
 
-    assert report_of(calls_alone).endswith("rank 1 waits to receive a header from rank 0 in all_reduce")
+    waits = "rank 0 keeps the others waiting: rank 1 waits to receive a header from rank 0 in all_reduce"
+    assert report_of(calls_alone) == waits
 
     def receives_first(cluster) -> None:
-        wire = Wire(None, "all_gather", "ring")
-        wire.irecv(torch.empty(2), 1 - cluster.rank).wait()
+        Wire(None, "all_gather", "ring").irecv(torch.empty(2), 1 - cluster.rank).wait()
 
     assert "rank 0 waits to receive 8 bytes from rank 1 in all_gather" in report_of(receives_first)

@@ -1,7 +1,5 @@
 """The comparison of two executions ignores times, and nothing else that teaches."""
 
-import pytest
-
 from tests.notebooks.books import texts_of
 
 
@@ -9,41 +7,25 @@ def text(plain: str) -> str:
     return texts_of([{"data": {"text/plain": plain}}])
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_times_rates_paths_and_processes_may_differ():
+    for one, other in (
         ("alpha 76.86 us", "alpha 1,250 us"),
         ("loopback   28.84 Gbit/s   measured", "loopback    9.1 Gbit/s   measured"),
         ("the ring takes 4.61 times as long", "the ring takes 5.2 times as long"),
-        (
-            "measured   2.000 ms      2.000 times the prediction",
-            "measured   1.010 ms      as predicted, within 5 %",
-        ),
-        (
-            "measured   0.007 s      4.1e-06 times the prediction",
-            "measured   2.000 s      0.01 times the prediction",
-        ),
+        ("measured 2.000 ms   2.000 times the prediction", "measured 1.010 ms   as predicted, within 5 %"),
         ("/tmp/a/x.py:3 in f", "/home/b/x.py:3 in f"),
-        (
-            "rank 0 is process 12 on vm, at 127.0.0.1:4000",
-            "rank 0 is process 9 on a-laptop.local, at 127.0.0.1:31",
-        ),
-    ],
-)
-def test_times_rates_paths_and_processes_may_differ(one, other):
-    assert text(one) == text(other)
+        ("rank 0 is process 12 on vm, at 127.0.0.1:4000", "rank 0 is process 9 on a.local, at 127.0.0.1:31"),
+    ):
+        assert text(one) == text(other)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_what_teaches_may_not_differ():
+    for one, other in (
         ("measured   2.000     2.000 times the prediction", "measured   1.000     exactly as predicted"),
         ("rank 0 sends 6.000 MB", "rank 0 sends 12.00 MB"),
         ("4 ms: ring", "4 ms: tree"),
-    ],
-)
-def test_what_teaches_may_not_differ(one, other):
-    assert text(one) != text(other)
+    ):
+        assert text(one) != text(other)
 
 
 def test_a_line_may_come_in_one_piece_or_in_several():

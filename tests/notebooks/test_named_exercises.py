@@ -33,14 +33,11 @@ def prose_of(book) -> str:
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_a_notebook_says_the_minutes_that_the_exercise_says(book):
-    for name, minutes in re.findall(r"`(\w+)`(?:\*\*)?,? \(?(\d+) minutes", prose_of(book)):
+def test_a_notebook_says_the_minutes_of_an_exercise_and_the_symptom_of_a_bug(book):
+    prose = prose_of(book)
+    for name, minutes in re.findall(r"`(\w+)`(?:\*\*)?,? \(?(\d+) minutes", prose):
         assert int(minutes) == all_exercises()[name].minutes, name
-
-
-@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
-def test_a_notebook_says_the_symptom_that_the_bug_has(book):
-    for name, symptom in re.findall(r"(bug_\w+_[0-9a-f]{3})'?`[^\"]*\"([^\"]+)\"", prose_of(book)):
+    for name, symptom in re.findall(r"(bug_\w+_[0-9a-f]{3})'?`[^\"]*\"([^\"]+)\"", prose):
         assert f"{symptom}." == all_exercises()[name].symptom.lower()
 
 

@@ -10,7 +10,6 @@ from comm import cost
 from lab.models.model import GPT, SIZES, GPTConfig
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
-from tensor_parallel.expected_traffic import activations_formula
 from tests.browser import Browser
 from training import predict
 from training.arguments import OPTIMIZERS
@@ -74,13 +73,6 @@ def shown_full(full: zero_memory.Held) -> dict[str, float]:
     return {"parameters": full.parameters, "gradients": full.gradients, "optimizer": full.optimizer_state}
 
 
-def test_mixed_precision_takes_as_much_as_32_bits_with_adamw(opened):
-    for precision in ("float32", "bf16"):
-        held = js(opened, f"ofOneProcess(10, '{precision}', 'adamw')")
-        assert sum(held.values()) == 160
-    assert held == {"parameters": 20, "gradients": 20, "optimizer": 120}
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_idle_time_and_microbatches_held_are_those_of_the_schedules_theory(opened, schedule: str):
     chunks = stages_per_rank(schedule)
@@ -94,16 +86,6 @@ def test_idle_time_and_microbatches_held_are_those_of_the_schedules_theory(opene
             for rank in range(p):
                 shown = js(opened, f"heldMicrobatches('{schedule}', {p}, {m}, {rank})")
                 assert shown == theory.held(schedule, p, m, chunks, rank), (p, m, rank)
-
-
-def test_activations_of_a_layer_are_those_of_the_tensor_parallel_lesson_on_one_rank(opened):
-    config = GPTConfig.named("13m")
-    expected = activations_formula(config, batch=3, n=1, sequence_parallel=False)
-    sizes = {"batch": 3, "sequence": config.block_size, "width": config.width, "heads": config.num_heads}
-    shown = js(
-        opened, f"layerActivations({json.dumps(sizes | {'precision': 'bf16', 'keepsAttention': True})})"
-    )
-    assert shown * config.num_layers == expected
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -166,25 +148,6 @@ def test_tables_show_the_results_in_words(browser: Browser, page: Path):
     assert "needs 4 GB, and has only 3 GB" in browser.js("summary.textContent")
 
 
-def test_recomputing_saves_activations_except_where_weight_gradients_wait(browser: Browser, page: Path):
-    for schedule in SCHEDULES:
-        held = {}
-        for recompute in ("nothing", "stages"):
-            browser.open(page, f"schedule={schedule}&recompute={recompute}&microbatches=16")
-            held[recompute] = js(browser, "results(set).activations")
-            assert cell(browser, "memory", "activations") == js(browser, "bytes(results(set).activations)")
-        if schedule.startswith("zb"):
-            assert held["stages"] == held["nothing"]
-        else:
-            assert held["stages"] < held["nothing"] or schedule == "naive"
-
-
-def test_of_what_is_recomputed_the_inputs_and_one_layer_or_stage_are_kept(opened):
-    held = {"nothing": 8 * 10 * 3, "layers": 8 * 10 * 2 + 3, "stages": 8 * 2 + 10 * 3}
-    for recompute, expected in held.items():  # 8 microbatches, 10 layers of 3 bytes, inputs of 2 bytes
-        assert js(opened, f"activationsHeld('{recompute}', 8, 10, 3, 2)") == expected
-
-
 SEVEN_BILLION = "layers=32&width=4096&vocabulary=50257&context=2048&sequence=2048&dataRanks=8&pipelineRanks=1"
 
 
@@ -210,31 +173,6 @@ def test_all_ways_to_use_the_ranks_are_compared_and_one_is_chosen(browser: Brows
         assert browser.js("document.querySelectorAll('[aria-pressed=true]').length") == 1
 
 
-def test_ways_cut_the_layers_and_the_microbatches_evenly(browser: Browser, page: Path):
-    pipelines = "splitsOf(set).map(({pipelineRanks}) => pipelineRanks)"
-    browser.open(page, SEVEN_BILLION + "&schedule=interleaved")
-    assert js(browser, pipelines) == [1, 2, 4, 8]
-    browser.open(page, SEVEN_BILLION + "&schedule=interleaved&layers=36")
-    assert js(browser, pipelines) == [1, 2], "a rank of the other schedules has one stage, of this one two"
-    browser.open(page, "layers=7&dataRanks=1&pipelineRanks=5&microbatches=8")
-    assert js(browser, pipelines) == []
-    said = browser.js("document.getElementById('splits-words').textContent")
-    assert said.startswith("No number of stages on 5 ranks divides")
-
-
-def test_a_stage_that_needs_more_than_a_rank_has_is_marked(browser: Browser, page: Path):
-    browser.open(page, SEVEN_BILLION + "&capacity=80e9&stage=0")
-    assert "and has only 80 GB" in browser.js("summary.textContent")
-    marked = "[...document.querySelectorAll('#bars .line')].map(each => each.innerText.includes('too much'))"
-    assert js(browser, marked) == [True, False, False, False, False]
-
-
-def test_a_machine_fills_the_form(browser: Browser, page: Path):
-    browser.open(page)
-    browser.click('[name="machine"]')
-    assert js(browser, "[dataRanks.value, pipelineRanks.value, capacity.value]") == ["8", "1", "80"]
-
-
 def test_an_example_fills_the_form_and_what_is_wrong_is_named(browser: Browser, page: Path):
     browser.open(page, "model=parameters")
     assert browser.js("document.getElementById('of-layers').hidden")
@@ -247,19 +185,3 @@ def test_an_example_fills_the_form_and_what_is_wrong_is_named(browser: Browser, 
     assert browser.js("summary.textContent").startswith("124.4 million parameters"), "the last good number"
     type_into(browser, "layers", "24")
     assert browser.js("complaint.textContent") == ""
-
-
-def test_where_there_is_no_formula_the_page_says_so(browser: Browser, page: Path):
-    browser.open(page, "schedule=zb_v&pipelineRanks=8&microbatches=8&recompute=stages")
-    assert "no formula" in browser.js("summary.textContent")
-    assert "m ≥ 2p-1" in browser.js("times.textContent")
-
-
-def test_a_link_opens_the_same_numbers(browser: Browser, page: Path):
-    browser.open(page)
-    browser.key("Tab")
-    browser.key(" ")  # the first example
-    link, said = browser.js("location.hash"), browser.js("summary.textContent")
-    assert said.startswith("12.87 million parameters")
-    browser.open(page, link[1:])
-    assert browser.js("summary.textContent") == said

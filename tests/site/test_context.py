@@ -2,13 +2,12 @@
 
 import json
 import math
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from comm import cost
 from comm.collectives import use_pattern
 from comm.cost import Link
 from context_parallel.clock import seconds_per_pair
@@ -85,19 +84,6 @@ def test_the_parts_and_pairs_are_those_of_the_sequence_cut(opened: Browser, name
             assert js(opened, f"balancedPairs({shown}, true)") == balanced_pairs(cut)
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_rows_and_columns_are_the_positions_of_the_parts_in_the_sequence(opened: Browser, name: str):
-    for ranks, length in product((2, 3, 8), (17, 64)):
-        cut = CUTS[name](length, ranks)
-        rows = js(opened, f"timelineOf({cut_of(name, length, ranks)}, true, 1, 1, {js_link(LINKS[0])}).rows")
-        for rank, step in product(range(ranks), range(ranks)):
-            for part in rows[rank][step]["parts"]:
-                source = rows[rank][step]["source"]
-                for of_rank, own, place in ((rank, "queries", "rows"), (source, "keys", "columns")):
-                    positions = cut.positions(of_rank)[slice(*part[own].values())].tolist()
-                    assert positions == list(range(*part[place].values()))
-
-
 def test_forward_and_backward_by_formula_are_those_of_predict(opened: Browser):
     for name, ranks, length, link in product(CUTS, (1, 2, 3, 4, 8), (48, 1001), LINKS):
         pairs, per_pair, block = step_pairs(CUTS[name](length, ranks)), 0.5, 7
@@ -130,42 +116,6 @@ def test_the_timeline_takes_as_long_as_the_formula_or_less_where_ranks_differ(
         assert found["makespan"] <= formula * (1 + 1e-9)
         if length % (2 * ranks) == 0:
             assert found["makespan"] == pytest.approx(formula)
-        check_order(found["rows"], found["messages"], cut, link, per_pair, is_causal)
-
-
-def check_order(
-    rows: list[Any], messages: list[Any], cut: SequenceCut, link: Link, per_pair: float, is_causal: bool
-) -> None:
-    """Check that each rank computes its pairs, and goes on when its keys have come and its own have gone."""
-    n = len(rows)
-    by_step = {(each["from"], each["step"]): each for each in messages}
-    assert len(by_step) == len(messages) == n * (n - 1)
-    for rank, row in enumerate(rows):
-        assert [step["source"] for step in row] == [(rank - step) % n for step in range(n)]
-        for step in row:
-            pairs = sum(part.pairs for part in cut.parts(rank, step["source"], is_causal))
-            assert step["computed"] - step["begin"] == pytest.approx(pairs * per_pair)
-        for i, (now, later) in enumerate(pairwise(row)):
-            sent, received = by_step[rank, i], by_step[(rank - 1) % n, i]
-            assert sent["to"] == (rank + 1) % n and sent["source"] == now["source"]
-            assert sent["bytes"] == cut.length(now["source"]) and received["source"] == later["source"]
-            assert sent["leaves"] == max(now["begin"], rows[sent["to"]][i]["begin"])
-            takes = link.alpha + link.beta * sent["bytes"]
-            assert sent["arrives"] - sent["leaves"] == pytest.approx(takes)
-            ends = (now["computed"], sent["arrives"], received["arrives"])
-            assert later["begin"] == now["end"] == max(ends)
-
-
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_the_busiest_rank_computes_as_much_longer_as_the_formula_says(opened: Browser, ranks: int):
-    length = 1680 * 100
-    for name, is_causal in product(CUTS, (True, False)):
-        shown, causal = cut_of(name, length, ranks), json.dumps(is_causal)
-        total, balanced = js(opened, f"[sum(stepPairs({shown}, {causal})), balancedPairs({shown}, {causal})]")
-        words, ratio = js(opened, f"imbalance('{name}', {causal}, {ranks})")
-        assert total / balanced == pytest.approx(ratio, rel=1e-4)
-        expected = (2 * ranks - 1) / ranks if name == "contiguous" and is_causal else 1
-        assert (words, ratio) == ("1" if expected == 1 else "(2n-1)/n", expected)
 
 
 def sent_by_lesson(cluster: Cluster, length: int) -> dict[str, int]:
@@ -207,40 +157,6 @@ def test_a_rank_sends_what_the_lessons_expect(opened: Browser, ranks: int):
         assert with_overlap == max(each["sequence True"] for each in by_rank)
 
 
-def test_the_bytes_are_those_of_the_closed_formulas_where_the_ranks_divide_the_length(opened: Browser):
-    w, kv, head = HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH, BATCH * HEAD_WIDTH
-    for n in (2, 3, 4, 6):
-        length = 48
-        tokens, lengths = BATCH * length, [length // n] * n
-        found = js(
-            opened,
-            f"[ringBytes({lengths}, 0, {head}, {KV_HEADS}, {ITEMSIZE}), allToAllBytes({lengths}, 0, {head}, "
-            f"{HEADS}, {KV_HEADS}, {ITEMSIZE}), sequenceBytes({n}, {length}, {head}, {HEADS}, {ITEMSIZE})]",
-        )
-        numbers = [
-            6 * (n - 1) / n * tokens * kv,
-            4 * (n - 1) / n**2 * tokens * (w + kv),
-            8 * (n - 1) / n * tokens * w,
-        ]
-        assert found == pytest.approx([ITEMSIZE * each for each in numbers])
-
-
-def test_collectives_take_the_seconds_of_the_cost_formulas(opened: Browser):
-    link = Link(20e-6, 1e-9)
-    for n in (2, 3, 4, 8):
-        q, kv = 24_000 * n, 6_000 * n  # bytes of a rank's queries, and of its keys; values as many
-        exchanges = (q + 2 * kv, q, q, q + 2 * kv)
-        seconds = sum(cost.seconds("all_to_all", "pairwise", each, n, link) for each in exchanges)
-        sent = (n - 1) / n * sum(exchanges)
-        assert js(opened, f"allToAllSeconds({n}, {sent}, {js_link(link)})") == pytest.approx(seconds)
-        full = 96_000 * n
-        both = [cost.seconds(op, "ring", full, n, link) for op in ("all_gather", "reduce_scatter")]
-        sent = 8 * (n - 1) / n * full
-        assert js(opened, f"sequenceSeconds({n}, {sent}, {js_link(link)})") == pytest.approx(4 * sum(both))
-        gradients = cost.traffic("all_reduce", "ring", (10 * 64**2 + 2 * 64 * 32) * 24, 2, n, 0).bytes_sent
-        assert 24 * js(opened, f"gradientBytes({n}, 64, 32, 2)") == pytest.approx(gradients)
-
-
 def test_the_borders_between_techniques_are_where_they_send_equally_many_bytes(opened: Browser):
     for n, heads, kv_heads in ((2, 8, 8), (4, 32, 8), (8, 16, 8)):
         w, kv = heads * 64, kv_heads * 64
@@ -255,3 +171,133 @@ def test_the_borders_between_techniques_are_where_they_send_equally_many_bytes(o
         for ranks in range(2, 12):
             sends_less = 6 / ranks * kv < 4 / ranks**2 * (w + kv)
             assert sends_less == (ranks < border) or math.isclose(ranks, border)
+
+
+# What the page shows, when it opens and when it is used.
+
+LENGTH, SECONDS, LINK = 32768, 20e-3, Link(20e-6, 8e-9 / 400)  # as the page opens
+TOKEN_BYTES = 2 * 8 * 128 * 2
+
+
+@pytest.fixture(scope="module")
+def page(pages: Path) -> Path:
+    return pages / "context.html"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def fact(browser: Browser, kind: str) -> str:
+    return browser.js(f"document.querySelector('#charts .{kind}').textContent")
+
+
+def rows_of(browser: Browser, table: str) -> list[list[str]]:
+    cells = "[...row.cells].map(cell => cell.textContent)"
+    return browser.js(f"[...document.querySelectorAll('#{table} tbody tr')].map(row => {cells})")
+
+
+def type_into(browser: Browser, name: str, text: str) -> None:
+    field = f"document.getElementById('{name}')"
+    browser.js(f"{field}.value = '{text}', {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+
+
+def said(browser: Browser, name: str) -> str:
+    return browser.js(f"document.getElementById('{name}').textContent")
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_the_figures_that_the_page_shows_are_those_of_the_lesson(
+    browser: Browser, page: Path, name: str, ranks: int
+):
+    browser.open(page, f"cut={name}&ranks={ranks}&rate=400")
+    cut = CUTS[name](LENGTH, ranks)
+    per_pair = SECONDS / (LENGTH * (LENGTH + 1) / 2)
+    block = max(map(cut.length, range(ranks))) * TOKEN_BYTES
+    message, pairs = LINK.alpha + LINK.beta * block, step_pairs(cut)
+    forward = sum(max(each * per_pair, message) for each in pairs[:-1]) + pairs[-1] * per_pair
+    balanced = balanced_pairs(cut) * per_pair
+    assert fact(browser, "makespan-formula") == milliseconds(forward)
+    assert fact(browser, "balanced") == milliseconds(balanced)
+    assert float(fact(browser, "ratio")) == pytest.approx(forward / balanced, rel=1e-3)
+    if name == "contiguous":
+        assert fact(browser, "ratio-formula") == f"{(2 * ranks - 1) / ranks:.4g}"
+    steps = rows_of(browser, "steps")
+    assert len(steps) == ranks and steps[-1][2:] == ["no message", steps[-1][1], "computing"]
+    both = ring_seconds(pairs, per_pair, block, LINK)
+    ring = rows_of(browser, "techniques")[0]
+    assert ring[6].removesuffix("least") == milliseconds(both)
+    words = said(browser, "steps-words")
+    assert f"The forward takes {milliseconds(forward)}" in words
+    assert f"it takes {milliseconds(both - forward)}." in words
+
+
+def test_the_blocks_that_are_computed_now_are_those_of_the_ranks_steps(browser: Browser, page: Path):
+    browser.open(page, "ranks=3&cut=zigzag&length=6000&time=0")
+    blocks = (
+        "[...document.querySelectorAll('#matrix .now')].map(each => [+each.dataset.rank, +each.dataset.step])"
+    )
+    for step in range(3):
+        browser.js(f"seek(shown.timeline.rows[0][{step}].begin + 1e-9)")
+        parts = [
+            (rank, part)
+            for rank in range(3)
+            for part in CUTS["zigzag"](6000, 3).parts(rank, (rank - step) % 3)
+        ]
+        assert browser.js(blocks) == [[rank, step] for rank, _ in parts]
+        kept = [f"kv {(rank - step) % 3}" for rank in range(3)]
+        shown = "[...document.querySelectorAll('#ring .visiting + text')].map(each => each.textContent)"
+        assert browser.js(shown) == kept
+        arrows = 3 if step < 2 else 0
+        assert browser.js("document.querySelectorAll('#ring .arc.busy').length") == arrows
+        parcels = "[...document.querySelectorAll('#ring .parcel text')].map(each => each.textContent)"
+        assert browser.js(parcels) == (kept if arrows else [])
+    browser.js("seek(horizon)")
+    everything = browser.js("document.querySelectorAll('#matrix .block').length")
+    assert everything == browser.js("document.querySelectorAll('#matrix .done').length") == 21
+
+
+def test_it_plays_by_click_and_by_keyboard_and_steps_through_what_begins_and_ends(
+    browser: Browser, page: Path
+):
+    browser.open(page, "time=0")
+    browser.click("#play")
+    browser.until("state.time > 0.02 * horizon")
+    browser.key(" ")  # the button has the focus, but not by keyboard
+    stopped = browser.js("state.time")
+    browser.js("new Promise(done => setTimeout(done, 100))")
+    assert browser.js("state.time") == stopped
+    browser.key("Home")
+    words = "document.querySelector('#charts .words').textContent"
+    heard = [browser.js(words)]
+    for _ in range(3):
+        browser.key("ArrowRight")
+        heard.append(browser.js(words))
+    assert heard == [
+        "Step 1 of 4. 4 ranks compute, 4 messages are on their way.",
+        "Step 1 of 4. 4 ranks compute.",
+        "Step 2 of 4. 3 ranks compute, 1 rank waits, 4 messages are on their way.",
+        "Steps 2 and 3 of 4. 3 ranks compute, 1 rank waits.",
+    ]
+    browser.key("End")
+    assert browser.js(words) == "Done. All queries have met all keys."
+    assert {row[3] for row in rows_of(browser, "states")} == {"done"}
+
+
+def test_what_is_no_number_or_does_not_divide_is_refused_in_a_sentence(browser: Browser, page: Path):
+    browser.open(page, "ranks=2&cut=zigzag")
+    before = fact(browser, "makespan")
+    for name, wrong, sentence in (
+        ("compute", "x", "causal attention on one rank: give a number from 1 µs to 100000 s."),
+        ("batch", "1.5", "batch: give a whole number from 1 to 1000000."),
+        ("kvHeads", "7", "heads of keys and values: give a number that divides the number of query heads."),
+    ):
+        right = browser.js(f"document.getElementById('{name}').value")
+        type_into(browser, name, wrong)
+        assert said(browser, "complaint") == sentence
+        assert browser.js(f"document.getElementById('{name}').getAttribute('aria-invalid')") == "true"
+        assert fact(browser, "makespan") == before
+        type_into(browser, name, right)
+        assert said(browser, "complaint") == ""
+        assert browser.js(f"document.getElementById('{name}').getAttribute('aria-invalid')") == "false"

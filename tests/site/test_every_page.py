@@ -81,12 +81,3 @@ def luminance(color: str) -> float:
     parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def test_space_opens_a_list_that_has_the_focus_and_does_not_play(browser: Browser, pages: Path):
-    browser.open(pages / "all_reduce.html", "show=ring")
-    browser.js("document.querySelector('#time').focus()")
-    browser.key("Tab")
-    browser.key(" ")
-    browser.until("document.querySelector('details').open")
-    assert browser.js("document.getElementById('play').textContent") == "Play"

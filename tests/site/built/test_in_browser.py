@@ -27,14 +27,6 @@ def test_pages_load_from_files_without_complaint_and_fit_on_a_narrow_screen(brow
     assert not [url for url in browser.requests if not url.startswith(("file:", "data:", "about:"))]
 
 
-def test_text_and_menus_fit_beside_each_other_at_every_width(browser: Browser, site: Path):
-    for width in (WIDTH, 1008, 1012, 1072, 1100, 1312, 1330, 1400, 1600, 2000):
-        browser.resize(width, 800)
-        browser.open(site / "notebooks" / "02_collectives.html")
-        assert browser.js("document.documentElement.scrollWidth") <= width, width
-        assert browser.js("document.querySelector('.content').getBoundingClientRect().right") <= width, width
-
-
 @pytest.mark.parametrize("width", [WIDTH, 1280])
 def test_the_keyboard_reaches_the_menu_and_opens_a_page(browser: Browser, site: Path, width: int):
     browser.resize(width, 800, mobile=width == WIDTH)
@@ -84,21 +76,3 @@ def test_commands_and_the_comments_beside_them_are_seen_without_scrolling(
         blocks = "[...document.querySelectorAll('.highlight-bash pre')]"
         assert browser.js(f"{blocks}.length") > 0
         assert not browser.js(f"{blocks}.some(pre => pre.scrollWidth > pre.clientWidth)"), page
-
-
-def test_a_heading_is_smaller_than_the_one_above_it(browser: Browser, site: Path):
-    browser.open(site / "index.html")
-    sizes = browser.js(
-        "['h1', 'h2', 'h3', 'p'].map(name => parseFloat("
-        "getComputedStyle(document.querySelector(`article ${name}`)).fontSize))"
-    )
-    assert sizes == sorted(set(sizes), reverse=True)
-
-
-def test_a_source_file_fits_beside_the_menu(browser: Browser, site: Path):
-    browser.open(site / "comm" / "cost.py.html")
-    widths = (
-        "(({scrollWidth, clientWidth}) => [scrollWidth, clientWidth])(document.querySelector('article pre'))"
-    )
-    needed, given = browser.js(widths)
-    assert needed <= given

@@ -59,11 +59,6 @@ def test_a_link_to_a_source_file_shows_the_file_and_one_to_a_folder_lists_it(sit
     assert {("a", "ring.py.html"), ("a", "tree.py.html")} <= set(listing.references)
 
 
-def test_a_notebook_shows_the_outputs_that_it_has(site):
-    text = (site / "notebooks" / "02_collectives.html").read_text("utf-8")
-    assert "4 ranks are running." in text and "tensor([0., 1., 2., 3.])" in text
-
-
 def build_of(folder: Path, **files: str) -> "subprocess.CompletedProcess[str]":
     """Build a site of the files, by their names without .md, with the configuration of ours."""
     for name, text in files.items():
