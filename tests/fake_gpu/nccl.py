@@ -5,24 +5,118 @@
       lane           the communicator's stream: operations wait for the stream that launched them, in order
       batch          sends and receives of a batch are one operation of the group's communicator
 
-FAKE_EAGER=1   plain messages go through the group's communicator, as with init_process_group(device_id=...)
-FAKE_LOG=1     print every operation
+FAKE_SLOW      seconds that every operation takes longer
+FAKE_TIMEOUT   seconds after which waiting is reported as a deadlock (25)
 """
 
+import faulthandler
 import os
+import queue
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.fake_gpu.communicator import Communicator, Job, Lane
 from tests.fake_gpu.device import extension
 
 DTYPES = {torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool}
 DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+}
+
+Job = Callable[[], None]
+
+
+class Lane:
+    """A thread that runs a communicator's operations in order."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Lane.made += 1
+        self.number = Lane.made
+        self._queue: queue.Queue[tuple[Any, Job]] = queue.Queue()
+        threading.Thread(target=self._serve, name="fake nccl", daemon=True).start()
+
+    def put(self, operation: Any, job: Job) -> None:
+        self._queue.put((operation, job))
+
+    def _serve(self) -> None:
+        while True:
+            operation, job = self._queue.get()
+            try:
+                operation.wait_until_it_may_begin()
+                time.sleep(float(os.environ.get("FAKE_SLOW", "0")))
+                job()
+            except BaseException:
+                traceback.print_exc()
+                end("an operation failed")
+            operation.done()
+            del operation, job
+
+
+class Communicator:
+    """A meeting point of some ranks of a group. `ranks` lists their ranks in the group, in order."""
+
+    def __init__(self, store: dist.Store, ranks: list[int], rank: int, device: int) -> None:
+        self.lane, self.ranks = Lane(), ranks
+        name = "-".join(map(str, ranks))
+        store = dist.PrefixStore(f"communicator {name}", store)
+        made: list[Any] = []
+
+        def meet() -> None:
+            limit = timedelta(seconds=300)
+            made.append(dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timeout=limit))
+
+        # In a thread, so that a circle of waiting ranks is noticed.
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        thread.join(float(os.environ.get("FAKE_TIMEOUT", "25")))
+        if not made:
+            end(f"a deadlock, rank {rank} waits in ncclCommInitRank for the others of ranks {name}")
+        self.gloo = made[0]
+        store.set(f"device of {rank}", str(device))
+        devices = {store.get(f"device of {other}") for other in ranks}
+        if len(devices) < len(ranks):
+            raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected : ranks {name} on {devices}")
+
+    def everyones(self, mine: Tensor) -> list[Tensor]:
+        """Return each rank's tensor of the same size."""
+        flat = mine.contiguous().view(-1)
+        if len(self.ranks) == 1 or not flat.numel():
+            return [flat.clone() for _ in self.ranks]
+        message = flat.view(torch.uint8)
+        found = [torch.empty_like(message) for _ in self.ranks]
+        self.gloo.allgather([found], [message]).wait()
+        return [one.view(mine.dtype) for one in found]
+
+    def reduced(self, mine: Tensor, op: Any) -> Tensor:
+        """Return the reduction in the order of ranks; half-precision numbers are added in float32."""
+        parts = self.everyones(mine)
+        if mine.dtype in (torch.float16, torch.bfloat16):
+            parts = [part.float() for part in parts]
+        total = reduce(REDUCE[op.op if hasattr(op, "op") else op], parts)
+        return (total / len(parts) if op == dist.ReduceOp.AVG else total).to(mine.dtype)
+
+
+def end(why: str) -> None:
+    """End this process; real ranks would hang, or be ended by nccl's watchdog."""
+    print(f"fake nccl: {why}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=False)
+    os._exit(8)
 
 
 class Communicators:
@@ -32,7 +126,6 @@ class Communicators:
         self._store, self._rank, self._size = store, rank, size
         self._made: dict[tuple[int, ...], Communicator] = {}
         self._batch: list[tuple[str, Tensor, int]] | None = None
-        self._is_eager = bool(os.environ.get("FAKE_EAGER"))
 
     # Collectives: `mine` is this rank's contribution, and the results are written to outputs.
 
@@ -71,12 +164,8 @@ class Communicators:
 
     def all_gather_coalesced(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         for output, mine in zip(outputs, inputs, strict=True):
-            _refuse_unless(
-                output.numel() == mine.numel() * self._size, "output tensor size must be n times the input's"
-            )
-            _refuse_unless(
-                output.dtype == mine.dtype, "output tensor must have the same type as input tensor"
-            )
+            if output.numel() != mine.numel() * self._size or output.dtype != mine.dtype:
+                raise RuntimeError("output must have the input's type and n times its size")
 
         def job(all_ranks: Communicator) -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -95,10 +184,8 @@ class Communicators:
         return self.reduce_scatter_coalesced([output], [full], op)
 
     def reduce_scatter_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], op: Any) -> Any:
-        for output, full in zip(outputs, inputs, strict=True):
-            _refuse_unless(
-                full.numel() == output.numel() * self._size, "input tensor must be n times the output's size"
-            )
+        if any(full.numel() != out.numel() * self._size for out, full in zip(outputs, inputs, strict=True)):
+            raise RuntimeError("input tensor must be n times the output's size")
 
         def job(all_ranks: Communicator) -> None:
             for output, full in zip(outputs, inputs, strict=True):
@@ -123,13 +210,11 @@ class Communicators:
 
         return self._collective("scatter", parts, [output], job)
 
-    def all_to_all_single(
-        self, output: Tensor, full: Tensor, out_sizes: list[int], in_sizes: list[int]
-    ) -> Any:
+    def all_to_all_single(self, output: Tensor, full: Tensor, outs: list[int], ins: list[int]) -> Any:
         def sized(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
             return list(tensor.split(sizes or [len(tensor) // self._size] * self._size))
 
-        return self.all_to_all(sized(output, out_sizes), sized(full, in_sizes))
+        return self.all_to_all(sized(output, outs), sized(full, ins))
 
     def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         def job(all_ranks: Communicator) -> None:
@@ -146,9 +231,8 @@ class Communicators:
 
     def barrier(self) -> Any:
         """Run an all-reduce and make the host wait for it."""
-        return self._collective(
-            "barrier", [], [], lambda all_ranks: all_ranks.everyones(torch.zeros(1)), True
-        )
+        meet = lambda all_ranks: all_ranks.everyones(torch.zeros(1))  # noqa: E731
+        return self._collective("barrier", [], [], meet, True)
 
     # Plain messages.
 
@@ -171,8 +255,7 @@ class Communicators:
         if self._batch is not None:
             self._batch.append((verb, tensor, peer))
             return None
-        pair = range(self._size) if self._is_eager else sorted((self._rank, peer))
-        return self._messages(verb, [(verb, tensor, peer)], self._of(pair))
+        return self._messages(verb, [(verb, tensor, peer)], self._of(sorted((self._rank, peer))))
 
     def _messages(self, name: str, messages: list[tuple[str, Tensor, int]], among: Communicator) -> Any:
         def job() -> None:
@@ -188,12 +271,7 @@ class Communicators:
         return self._launch(name, sent, received, job, among.lane)
 
     def _collective(
-        self,
-        name: str,
-        reads: list[Tensor],
-        writes: list[Tensor],
-        job: Callable[[Communicator], Any],
-        blocks_host: bool = False,
+        self, name: str, reads: list[Tensor], writes: list[Tensor], job: Any, blocks_host: bool = False
     ) -> Any:
         _check(name, [*reads, *writes])
         all_ranks = self._of(range(self._size))
@@ -206,20 +284,11 @@ class Communicators:
         return self._made[key]
 
     def _launch(
-        self,
-        name: str,
-        reads: list[Tensor],
-        writes: list[Tensor],
-        job: Job,
-        lane: Lane,
-        blocks_host: bool = False,
+        self, name: str, reads: list[Tensor], writes: list[Tensor], job: Job, lane: Lane, blocks: bool = False
     ) -> Any:
-        if os.environ.get("FAKE_LOG"):
-            sizes = [tuple(tensor.shape) for tensor in (*reads, *writes)]
-            print(f"fake nccl, rank {self._rank}: {name} {sizes} in lane {lane.number}", file=sys.stderr)
         operation = extension.Operation(name, lane.number, reads, writes)
         lane.put(operation, job)
-        return extension.Work(operation, writes, blocks_host)
+        return extension.Work(operation, writes, blocks)
 
 
 def host(tensor: Tensor) -> Tensor:
@@ -231,14 +300,9 @@ def host(tensor: Tensor) -> Tensor:
 
 def _check(name: str, tensors: list[Tensor]) -> None:
     for tensor in tensors:
-        _refuse_unless(tensor.is_cuda, f"No backend type associated with device type cpu ({name})")
-        _refuse_unless(tensor.is_contiguous(), f"Tensors must be contiguous ({name})")
-        known = tensor.dtype in DTYPES
-        _refuse_unless(
-            known, f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
-        )
-
-
-def _refuse_unless(is_right: bool, why: str) -> None:
-    if not is_right:
-        raise RuntimeError(why)
+        if not tensor.is_cuda:
+            raise RuntimeError(f"No backend type associated with device type cpu ({name})")
+        if not tensor.is_contiguous():
+            raise RuntimeError(f"Tensors must be contiguous ({name})")
+        if tensor.dtype not in DTYPES:
+            raise RuntimeError(f"Input tensor data type is not supported for NCCL: {tensor.dtype}")
