@@ -2,7 +2,7 @@
 
 Under torchrun the agent has opened a store already. It listens on all interfaces, and the processes that
 torchrun starts cannot change that. The launcher of `make run` opens one on 127.0.0.1
-(lab.launch.local_rendezvous).
+(lab/launch/torchrun.py).
 """
 
 import errno

@@ -59,13 +59,7 @@ def _compare(reports: list[dict[str, Any]]) -> str:
             f"the training data of rank {', '.join(odd)} differs from rank 0's; the text is the source of "
             f"Python itself ({', '.join(pythons)}): start all ranks with the same checkout and Python"
         )
-    differing = _differing([report["arguments"] for report in reports])
-    return f"{'; '.join(differing)}: start all ranks with the same arguments" if differing else ""
-
-
-def _differing(arguments: list[dict[str, str]]) -> list[str]:
-    """Return a clause for each argument that differs, with its values and their ranks."""
-    clauses = []
+    clauses, arguments = [], [report["arguments"] for report in reports]
     for name in arguments[0]:
         if not all(name in one for one in arguments):
             continue  # an argument of another script: then the script's name differs too
@@ -75,7 +69,7 @@ def _differing(arguments: list[dict[str, str]]) -> list[str]:
         if len(ranks_of) > 1:
             values = [f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items()]
             clauses.append(f"{name} is {' and '.join(values)}")
-    return clauses
+    return f"{'; '.join(clauses)}: start all ranks with the same arguments" if clauses else ""
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:

@@ -5,9 +5,8 @@ instead of the rank's. After Ctrl-C it waits half a minute for a rank inside a c
 SIGUSR1, by which a scheduler asks for a checkpoint (lab/launch/interrupt.py), kills it. And each of its runs
 leaves a folder in the temporary directory.
 
-`make run` gets a rendezvous whose store is not open to the network (lab.launch.local_rendezvous). On a
-cluster, scripts/slurm.sbatch and scripts/kubernetes.yaml start this on each machine, with --nnodes and a
-rendezvous of torchrun.
+`make run` gets a rendezvous whose store is not open to the network. On a cluster, scripts/slurm.sbatch and
+scripts/kubernetes.yaml start this on each machine, with --nnodes and a rendezvous of torchrun.
 """
 
 import logging
@@ -16,7 +15,9 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +25,7 @@ from lab.launch.errors import Stopped, reason
 from lab.launch.interrupt import FROM_SCHEDULER
 
 REPEAT_SECONDS = 5
+ADDRESS = "127.0.0.1"
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from lab.launch import launcher, local_rendezvous
+    from lab.launch import launcher
     from lab.launch.torch_log import hide_torch_warnings
 
     hide_torch_warnings()  # such as those of a machine that leaves after the one that has the store
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
     options = ["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", f"--log-dir={os.devnull}"]
     try:
         is_local = not any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
-        run.main([*options, *(local_rendezvous.register() if is_local else []), *argv])
+        run.main([*options, *(_local_rendezvous() if is_local else []), *argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode in (Stopped.BY_SCHEDULER, Stopped.BY_USER):
@@ -65,6 +67,31 @@ def main(argv: list[str]) -> int:
         print("stopped all ranks.", file=sys.stderr)
         return 128 + stop.sigval
     return 0
+
+
+def _local_rendezvous() -> list[str]:
+    """Register a rendezvous of this launcher alone, whose store listens on 127.0.0.1; return its options.
+
+    torch's own (`torchrun --standalone`) opens its store on all interfaces, and unpickles a state from it: a
+    program that reaches the port can run code in the launcher. Here the store holds numbers and JSON.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    from lab.launch.store import open_store
+
+    class LocalRendezvous(StaticTCPRendezvous):
+        def __init__(self, given: RendezvousParameters) -> None:
+            store = open_store(ADDRESS, 0, timedelta(minutes=1))
+            super().__init__(ADDRESS, store.port, rank=0, world_size=1, run_id=given.run_id, timeout=60)
+            self._store = store
+
+        def get_backend(self) -> str:
+            return "local"
+
+    rendezvous_handler_registry.register("local", LocalRendezvous)
+    # Port 0 means any free port, so that two jobs can run at the same time.
+    return ["--rdzv-backend=local", f"--rdzv-endpoint={ADDRESS}:0", f"--rdzv-id={uuid.uuid4()}"]
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

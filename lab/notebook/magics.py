@@ -24,25 +24,99 @@ The stop button ends a cell within two seconds, also in a deadlock, and says whe
 """
 
 import atexit
+import html
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TextIO
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
-from IPython.display import display
+from IPython.display import HTML, display
 
 from lab.launch.errors import WorkbookError
-from lab.notebook.cell_output import CellOutput, Table, Values, name_of
 from lab.notebook.rank_cells import Reply
 from lab.notebook.standing_ranks import Interrupted, StandingRanks
 from lab.ranks import forked
+from lab.ranks.output import is_in_a_notebook, print_tagged
 from lab.units import show_bytes, show_seconds
 
 DEFAULT_RANKS = 4
 KEPT_TIMES = 20  # cells
 TIMELINE = "--timeline"
+LIVE_LINES = 40  # of a cell in a notebook are shown as they come; a longer output is collapsed, by rank
+_LEFT = "style='text-align:left;vertical-align:top'"
+
+
+class Values:
+    """The values of a cell's last expression by rank. Equal ones are shown once."""
+
+    def __init__(self, by_rank: dict[int, str]) -> None:
+        self._groups: dict[str, list[int]] = {}
+        for rank, text in by_rank.items():
+            self._groups.setdefault(text, []).append(rank)
+
+    def __repr__(self) -> str:
+        lines = []
+        for text, ranks in self._groups.items():
+            separator = "\n" if "\n" in text else " "
+            lines.append(f"{name_of(ranks)}:{separator}{text}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th {_LEFT}>{name_of(ranks)}</th>" for ranks in self._groups.values())
+        cells = "".join(f"<td {_LEFT}><pre>{html.escape(text)}</pre></td>" for text in self._groups)
+        return f"<table><tr>{heads}</tr><tr>{cells}</tr></table>"
+
+
+class Table:
+    """Rows of texts below their heads."""
+
+    def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        self._rows = [[str(cell) for cell in row] for row in (heads, *rows)]
+
+    def __repr__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        return "\n".join(
+            "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in self._rows
+        )
+
+    def _repr_html_(self) -> str:
+        heads, *rows = (
+            "<tr>" + "".join(f"<{tag} {_LEFT}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+            for tag, row in zip(("th", *("td",) * len(self._rows)), self._rows, strict=False)
+        )
+        return f"<table>{heads}{''.join(rows)}</table>"
+
+
+class CellOutput:
+    """The lines that a cell prints, tagged by rank. In a notebook a long output ends in collapsed blocks."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[int, str]] = []
+
+    def show(self, rank: int, line: str, stream: TextIO) -> None:
+        """Show a line as it comes."""
+        self._lines.append((rank, line))
+        if len(self._lines) <= LIVE_LINES or not is_in_a_notebook():
+            print_tagged(rank, line, stream)
+
+    def finish(self) -> None:
+        """Show an output that was too long to be shown as it came: one collapsed block for each rank."""
+        lines, self._lines = self._lines, []
+        if len(lines) <= LIVE_LINES or not is_in_a_notebook():
+            return
+        for rank in sorted({rank for rank, _ in lines}):
+            own = [line for r, line in lines if r == rank]
+            summary = f"<summary>rank {rank}: {len(own)} lines</summary>"
+            text = html.escape("\n".join(own))
+            display(HTML(f"<details>{summary}<pre>{text}</pre></details>"))
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """Return "rank 0" or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class CellError(Exception):

@@ -15,7 +15,6 @@ import linecache
 import os
 import selectors
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from lab.launch.errors import WorkbookError
 from lab.notebook.rank_cells import Reply, Request, serve
 from lab.ranks import forked, stacks
 from lab.ranks.child import Job
-from lab.ranks.output import print_tagged
+from lab.ranks.output import print_tagged, read_lines
 from lab.ranks.waiting import drawn, read_waits
 from lab.units import MAX_SECONDS
 
@@ -105,10 +104,6 @@ class StandingRanks:
         # First the folder: if this process is killed meanwhile, its ranks notice that and remove the rest.
         shutil.rmtree(self._folder, ignore_errors=True)
         forked.end(self._processes)
-        for process in self._processes:
-            process.pipe.close()
-            process.out.close()
-            process.err.close()
         for connection in self._connections.values():
             connection.close()
         self._selector.close()
@@ -132,12 +127,8 @@ class StandingRanks:
         listener.listen()
         work = cloudpickle.dumps((serve, (address,), {}))
         place = (list(sys.path), os.getcwd())
-        self._processes = forked.start(
-            [
-                Job(r, self.world_size, self._folder, self._backend, self.device, MAX_SECONDS, work, *place)
-                for r in range(self.world_size)
-            ]
-        )
+        given = self.world_size, self._folder, self._backend, self.device, MAX_SECONDS, work, *place
+        self._processes = forked.start([Job(rank, *given) for rank in range(self.world_size)])
         self._connections = {}
         self._selector = selectors.DefaultSelector()
         with listener:
@@ -146,11 +137,7 @@ class StandingRanks:
                 connection = Connection(listener.accept()[0].detach())
                 self._connections[cloudpickle.loads(connection.recv_bytes())] = connection
         for rank, process in enumerate(self._processes):
-            for end, what in (
-                (self._connections[rank], "reply"),
-                (process.out, "out"),
-                (process.err, "err"),
-            ):
+            for end, what in ((self._connections[rank], "reply"), (process.out, "out"), (process.err, "err")):
                 self._selector.register(end, selectors.EVENT_READ, (rank, what, bytearray()))
 
     def _chosen(self, ranks: Iterable[int] | None) -> list[int]:
@@ -202,27 +189,17 @@ class StandingRanks:
                 except (EOFError, OSError):
                     raise self._death(rank) from None
                 continue
-            data = os.read(key.fileobj.fileno(), 65536)  # type: ignore[union-attr]
-            if not data:
+            lines, is_open = read_lines(key.fileobj, buffer)  # type: ignore[arg-type]
+            if not is_open:
                 self._selector.unregister(key.fileobj)
-            buffer += data
-            *lines, rest = bytes(buffer).split(b"\n")
-            buffer[:] = rest
             for line in lines:
-                self.show(rank, line.decode(errors="replace"), sys.stderr if what == "err" else sys.stdout)
+                self.show(rank, line, sys.stderr if what == "err" else sys.stdout)
         return bool(ready)
 
     def _death(self, rank: int) -> WorkbookError:
-        process = self._processes[rank].process
-        process.join(1)
-        code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
-        )
+        how = self._processes[rank].death()
         self.restart()
-        return WorkbookError(
-            f"rank {rank} {how}. All ranks have been started again, without their variables."
-        )
+        return WorkbookError(f"rank {rank} {how}. {_STARTED_AGAIN}")
 
     def _interrupt(
         self, ranks: list[int], replies: dict[int, Reply], why: str, trace: str = ""

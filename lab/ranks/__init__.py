@@ -6,12 +6,11 @@ and collects the results. After an error or a hang it names the rank and the sou
 
 import os
 import selectors
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import cloudpickle
 
@@ -20,7 +19,7 @@ from lab.launch.devices import refuse_devices
 from lab.ranks import forked, stacks
 from lab.ranks.child import Job
 from lab.ranks.compared import Compared
-from lab.ranks.output import print_tagged
+from lab.ranks.output import print_tagged, read_lines
 from lab.ranks.waiting import Wait, drawn, read_waits
 from lab.units import MAX_SECONDS
 
@@ -106,23 +105,17 @@ class _Supervisor:
         deadline = time.monotonic() + self.timeout
         while len(self.answers) + len(self.failures) < len(self.jobs):
             if self.failures and not self.collect_failures:
-                self._drain(time.monotonic() + _GRACE)
-                raise self._first_failure()
+                break
             if not self._turn(deadline):
                 raise self._hang()
         self._drain(time.monotonic() + _GRACE)
         if self.failures and not self.collect_failures:
             raise self._first_failure()
-        return [
-            self.answers[j.rank] if j.rank in self.answers else self.failures[j.rank][1] for j in self.jobs
-        ]
+        everything = self.answers | {rank: error for rank, (_, error) in self.failures.items()}
+        return [everything[job.rank] for job in self.jobs]
 
     def end(self) -> None:
         forked.end(self.started)
-        for rank in self.started:
-            rank.pipe.close()  # only now: for a rank a closed pipe means that the parent has died
-            rank.out.close()
-            rank.err.close()
         self.selector.close()
 
     def _turn(self, deadline: float) -> bool:
@@ -131,9 +124,15 @@ class _Supervisor:
         for key, _ in ready:
             rank, what, buffer = key.data
             if what == "answer":
+                self.selector.unregister(key.fileobj)
                 self._take_answer(rank, key.fileobj)
-            else:
-                self._take_output(rank, what, buffer, key.fileobj)
+                continue
+            lines, is_open = read_lines(key.fileobj, buffer)  # type: ignore[arg-type]
+            if not is_open:
+                self.selector.unregister(key.fileobj)
+            for line in lines:
+                print_tagged(rank, line, what)
+            what.flush()
         # Check the time even if there is output: a rank may print without end.
         return bool(ready) and time.monotonic() < deadline
 
@@ -143,49 +142,27 @@ class _Supervisor:
             pass
 
     def _take_answer(self, rank: int, pipe: Any) -> None:
-        self.selector.unregister(pipe)
         try:
             answer = pipe.recv_bytes()
         except (EOFError, ConnectionError):
-            self.started[rank].process.join(1)
-            code = self.started[rank].process.exitcode
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code and code < 0
-                else f"exited with code {code}"
-            )
+            how = self.started[rank].death()
             # A death counts as the first failure, because it causes the errors of its peers.
             self.failures[rank] = (0.0, RankError(rank, f"rank {rank} {how} before it returned."))
-        else:
-            try:
-                when, result, trace = cloudpickle.loads(answer)
-            except Exception as error:
-                when, result, trace = time.monotonic(), None, f"its result cannot be unpickled: {error!r}"
-            if trace is None:
-                self.answers[rank] = result
-            else:
-                text = trace if isinstance(trace, str) else "".join(trace.format())
-                compared = {rank: result} if isinstance(result, Compared) else {}
-                self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}", compared))
-
-    def _take_output(self, rank: int, stream: TextIO, buffer: bytearray, pipe: Any) -> None:
-        data = os.read(pipe.fileno(), 65536)
-        buffer += data
-        if data and b"\n" not in data:
             return
-        *lines, rest = bytes(buffer).split(b"\n")
-        if not data:
-            self.selector.unregister(pipe)
-            pipe.close()
-            lines, rest = [*lines, *([rest] if rest else [])], b""
-        buffer[:] = rest
-        for line in lines:
-            print_tagged(rank, line.decode(errors="replace"), stream)
-        stream.flush()
+        try:
+            when, result, trace = cloudpickle.loads(answer)
+        except Exception as error:
+            when, result, trace = time.monotonic(), None, f"its result cannot be unpickled: {error!r}"
+        if trace is None:
+            self.answers[rank] = result
+        else:
+            text = trace if isinstance(trace, str) else "".join(trace.format())
+            compared = {rank: result} if isinstance(result, Compared) else {}
+            self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}", compared))
 
     def _first_failure(self) -> RankError:
         rank, (_, error) = min(self.failures.items(), key=lambda item: item[1][0])
-        others = [_last_line(str(later)) for r, (_, later) in sorted(self.failures.items()) if r != rank]
+        others = [_short(later) for r, (_, later) in sorted(self.failures.items()) if r != rank]
         note = "\nAfterwards also: " + "; ".join(others) if others else ""
         compared = {r: c for _, one in self.failures.values() for r, c in one.compared.items()}
         return RankError(rank, f"{error}{note}", compared)
@@ -203,13 +180,14 @@ class _Supervisor:
             elif job.rank in self.answers:
                 lines.append(f"rank {job.rank} has finished")
             else:
-                lines.append(_last_line(str(self.failures[job.rank][1])))
+                lines.append(_short(self.failures[job.rank][1]))
         waits = read_waits(self.jobs[0].folder, stuck)
         if waits:
             lines.append(drawn(waits))
         return RankError(stuck[0], "\n  ".join(lines), waits=waits)
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
+def _short(error: RankError) -> str:
+    """Return the first line of an error, which names the rank, and the last one, which names the error."""
+    lines = str(error).strip().splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

@@ -58,8 +58,6 @@ def compared_in(error: BaseException) -> Compared | None:
                 return found
             if (found := _in_assertion(frame, line)) is not None:
                 return replace(found, message=_message(frame, line, str(error)))
-    with suppress(Exception):
-        return _in_text(str(error))
     return None
 
 
@@ -70,16 +68,6 @@ def _message(frame: FrameType, line: int, text: str) -> str:
             message = " ".join(text.partition("\nassert ")[0].split())
             return message if len(message) <= 2 * MAX_TEXT else message[: 2 * MAX_TEXT] + "..."
     return ""
-
-
-def _in_text(text: str) -> Compared | None:
-    """Return both sides of an assertion as pytest writes it: "assert [3.0, 3.0] == [1.0, 1.0]"."""
-    [statement] = ast.parse(text.splitlines()[0]).body
-    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        test = statement.test
-        pair = ast.literal_eval(test.left), ast.literal_eval(test.comparators[0])
-        return _compared(ast.unparse(test), {"": pair}, is_plain=True)
-    return None
 
 
 def _in_call(frame: FrameType) -> Compared | None:

@@ -64,11 +64,13 @@ class ForkedProcess:
         for end in (job_pipe, child_out, child_err):
             end.close()
 
-    def kill(self) -> None:
-        """Send SIGKILL to the process and to all processes that it has started. Do not wait."""
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError, PermissionError):
-                kill(self.process.pid, signal.SIGKILL)
+    def death(self) -> str:
+        """Return how the process has ended: "was killed by SIGKILL" or "exited with code 3"."""
+        self.process.join(1)
+        code = self.process.exitcode
+        if code and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
 
 
 def start(jobs: list[Job]) -> list[ForkedProcess]:
@@ -85,12 +87,16 @@ def start(jobs: list[Job]) -> list[ForkedProcess]:
 
 
 def end(processes: list[ForkedProcess]) -> None:
-    """Kill the processes, and wait until they have ended."""
-    for process in processes:
-        process.kill()
+    """Kill the processes and all that they have started, wait for their ends, and close the pipes."""
+    for one in processes:
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(one.process.pid, signal.SIGKILL)
     # Wait only after all are killed: a process takes milliseconds to end, and several end in parallel.
-    for process in processes:
-        process.process.join()
+    for one in processes:
+        one.process.join()
+        for end in (one.pipe, one.out, one.err):  # only now: a closed pipe says that the parent has died
+            end.close()
 
 
 @contextmanager

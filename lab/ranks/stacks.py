@@ -104,12 +104,7 @@ def where(path: str) -> str:
 
 def _lines(stack: str) -> str:
     frames = [(f, int(n), fn) for f, n, fn in re.findall(r'File "(.+)", line (\d+) in (.+)', stack)]
-    library = (
-        os.path.dirname(os.__file__),
-        LAB,
-        "<frozen",
-        "<string>",
-    )
+    library = (os.path.dirname(os.__file__), LAB, "<frozen", "<string>")
     own = [frame for frame in frames if not frame[0].startswith(library) and "site-packages" not in frame[0]]
     if not own or own[-1][2] == BACKGROUND:
         return ""
