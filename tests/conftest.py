@@ -51,7 +51,6 @@ def pytest_sessionstart(session):
         return  # only the workers run tests
     forked.preload("tests.preloaded")
     forked.warm_up()  # meanwhile pytest collects
-    forked.keep_spares(4)
     import torch  # only now, beside the forkserver, which imports it too
 
     torch.set_num_threads(1)  # two for small tensors wait for each other more than they compute

@@ -306,7 +306,6 @@ def parse_ranks(text: str) -> list[int]:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magic commands, `push` and `pull`, and begin to import torch for the ranks."""
-    forked.keep_spares(DEFAULT_RANKS)
     forked.warm_up()
     magics = RanksMagics(shell)
     shell.register_magics(magics)

@@ -45,8 +45,8 @@ class Job:
     working_directory: str
 
 
-def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
-    """Wait for a job, form the group, call the function, send back its result or its traceback."""
+def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> None:
+    """Form the group, call the function, send back its result or its traceback."""
     gc.freeze()  # imported modules are no garbage, so the collector should not search them each time
     os.setpgid(0, 0)
     for stream, fd in ((out, 1), (err, 2)):
@@ -56,10 +56,6 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
     keep_freed_memory()
-    try:
-        job: Job = pipe.recv()
-    except EOFError:
-        os._exit(0)  # a spare process that got no job
     _serve_the_parent(pipe, job)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
@@ -75,7 +71,8 @@ def rank_main(pipe: Connection, out: Connection, err: Connection) -> None:
         if failed:
             # End like a crashed process: connections close, and no destructor waits for peers.
             os._exit(1)
-        wait_for_the_parent()
+        while True:  # until the parent ends this process: peers may still read from its connections
+            signal.pause()
 
 
 def _call(job: Job) -> Any:
@@ -102,12 +99,6 @@ def _call(job: Job) -> Any:
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
     with replace.apply(replacements):
         return fn(cluster, *args)
-
-
-def wait_for_the_parent() -> None:
-    """Wait until the parent ends this process: peers may still read from its connections."""
-    while True:
-        signal.pause()
 
 
 def _finish_output() -> None:

@@ -1,7 +1,6 @@
 """Start processes in milliseconds: fork them from a process that has already imported torch.
 
-A spawned process would import torch again, which takes 2 s. Tests start thousands of processes. So they keep
-some spare ones, which start while another test still runs.
+A spawned process would import torch again, which takes 2 s.
 """
 
 import multiprocessing
@@ -19,8 +18,6 @@ _can_fork = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
 # The first optimizer would import torch._dynamo, which takes seconds.
 _preload = ["lab.ranks.child", "lab.models.model", "torch._dynamo"]
-_num_spares = 0
-_spares: list["ForkedProcess"] = []
 
 
 def preload(*modules: str, first: bool = False) -> None:
@@ -46,22 +43,17 @@ def warm_up() -> None:
         ensure_running()
 
 
-def keep_spares(count: int) -> None:
-    """Keep `count` spare processes after each `run_ranks`, for the next one."""
-    global _num_spares
-    _num_spares = count
-
-
 class ForkedProcess:
-    """Start a process that waits for a job, and hold the parent's ends of its pipes."""
+    """Start a process that does a job, and hold the parent's ends of its pipes."""
 
-    def __init__(self) -> None:
-        self.pipe, job_pipe = _context.Pipe()
+    def __init__(self, job: Job) -> None:
+        self.pipe, child_pipe = _context.Pipe()
         self.out, child_out = _context.Pipe(duplex=False)
         self.err, child_err = _context.Pipe(duplex=False)
-        self.process = _context.Process(target=rank_main, args=(job_pipe, child_out, child_err), daemon=True)
+        given = job, child_pipe, child_out, child_err
+        self.process = _context.Process(target=rank_main, args=given, daemon=True)
         self.process.start()
-        for end in (job_pipe, child_out, child_err):
+        for end in (child_pipe, child_out, child_err):
             end.close()
 
     def death(self) -> str:
@@ -74,16 +66,10 @@ class ForkedProcess:
 
 
 def start(jobs: list[Job]) -> list[ForkedProcess]:
-    """Send each job to a process, and return the processes."""
+    """Start a process for each job, and return the processes."""
     warm_up()
     with _main_module_hidden():
-        processes = [_spares.pop() if _spares else ForkedProcess() for _ in jobs]
-        for process, job in zip(processes, jobs, strict=True):
-            with suppress(BrokenPipeError):  # the process has ended; reading its answer will show that
-                process.pipe.send(job)
-        while len(_spares) < _num_spares:
-            _spares.append(ForkedProcess())
-    return processes
+        return [ForkedProcess(job) for job in jobs]
 
 
 def end(processes: list[ForkedProcess]) -> None:

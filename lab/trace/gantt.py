@@ -7,7 +7,6 @@ Events may come from a recording (`lab.trace.timeline`) or from a simulator.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,8 @@ OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100"
 # In inches, so that bars and labels have the same size for any number of ranks.
 MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP, NAME_HEIGHT = 0.30, 0.16, 0.03, 0.16, 0.26
 MIN_POINTS = 1.2  # least width of a bar: microseconds are still visible in a picture of a second
-FONT_POINTS = {MAIN_HEIGHT: (8.0, 7.0), LANE_HEIGHT: (7.0, 6.0)}
+FONT_POINTS = {MAIN_HEIGHT: 8.0, LANE_HEIGHT: 6.5}
+LETTER = 0.62  # of the font's size, the width of a letter
 
 
 class Event(NamedTuple):
@@ -78,28 +78,18 @@ def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
     return [track for track, _ in rows]
 
 
-def draw(
-    events: Iterable[Event],
-    path: str | Path,
-    title: str | None = None,
-    width: float = 11.0,
-    colors: dict[str, str] | None = None,
-) -> Path:
+def draw(events: Iterable[Event], path: str | Path, title: str | None = None, width: float = 11.0) -> Path:
     """Write a PNG or SVG (by suffix) of `width` inches: a row for each rank, time in ms from the first event.
 
     The other lanes of a rank are thinner bars below its main lane. Events that overlap in a lane, such as a
-    call inside a call, are drawn one below the other. `colors`, by kind, adds to `COLORS`. A name is drawn if
-    it fits into its bar. A very short event is drawn wider than its duration, so that it is visible.
+    call inside a call, are drawn one below the other. A name is drawn if it fits into its bar. A very short
+    event is drawn wider than its duration, so that it is visible.
     """
-    return draw_panels({"": events}, path, title, width, colors)
+    return draw_panels({"": events}, path, title, width)
 
 
 def draw_panels(
-    panels: Mapping[str, Iterable[Event]],
-    path: str | Path,
-    title: str | None = None,
-    width: float = 11.0,
-    colors: dict[str, str] | None = None,
+    panels: Mapping[str, Iterable[Event]], path: str | Path, title: str | None = None, width: float = 11.0
 ) -> Path:
     """Draw several sets of events, by name, one above the other, with one time scale and one legend.
 
@@ -110,13 +100,11 @@ def draw_panels(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    shown_panels = {name: _from_zero(name, events) for name, events in panels.items()}
-    everything = [event for events in shown_panels.values() for event in events]
-    if not everything:
-        raise ValueError("nothing to draw: no panels.")
+    from_zero = {name: _from_zero(name, events) for name, events in panels.items()}
+    everything = [event for events in from_zero.values() for event in events]
     last_ms = max(event.end_ns for event in everything) / 1e6 or 1.0
-    palette = _palette([event.kind for event in everything], colors or {})
-    bars, labels, bands, names = _place(shown_panels)
+    palette = _palette([event.kind for event in everything])
+    bars, labels, bands, names = _place(from_zero)
     height = bands[-1][1] + RANK_GAP / 2
     legend = [Patch(color=color, label=kind) for kind, color in palette.items()]
     if most := max(_chunk(event) for event in everything):
@@ -137,45 +125,27 @@ def draw_panels(
         axes.text(0, middle, name, size=9, weight="bold", va="center", parse_math=False)
     if title:
         axes.set_title(title, loc="left", fontsize=11)
-    figure.legend(
-        handles=legend,
-        loc="outside lower center",
-        ncols=8,
-        frameon=False,
-        fontsize=8,
-        handlelength=1.2,
-    )
+    looks: dict[str, Any] = {"ncols": 8, "frameon": False, "fontsize": 8, "handlelength": 1.2}
+    figure.legend(handles=legend, loc="outside lower center", **looks)
 
     figure.draw_without_rendering()  # fixes the layout, and so the width of a millisecond in points
     points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
     for top, thickness, track in bars:
+        shown, fills, rims, size = [], [], [], FONT_POINTS[thickness]
         # Short events last: their bars are wider than their durations, and no other bar may cover them.
-        track = sorted(track, key=lambda event: -event.duration_ns)
-        spans = [(event.start_ns / 1e6, event.duration_ns / 1e6) for event in track]
-        fills = [shade(palette[event.kind], _chunk(event)) for event in track]
-        # A white rim separates neighbours, but would cover a very narrow bar.
-        rims = [
-            "white" if length * points_per_ms > 3 else fill
-            for (_, length), fill in zip(spans, fills, strict=True)
-        ]
-        widths = [max(length, MIN_POINTS / points_per_ms) for _, length in spans]
-        # A widened bar at the end grows to the left, so that it stays inside the picture.
-        shown = [
-            (min(start, last_ms - width), width) for (start, _), width in zip(spans, widths, strict=True)
-        ]
+        for event in sorted(track, key=lambda event: -event.duration_ns):
+            start, length = event.start_ns / 1e6, event.duration_ns / 1e6
+            # A widened bar at the end grows to the left, so that it stays inside the picture.
+            bar = max(length, MIN_POINTS / points_per_ms)
+            shown.append((min(start, last_ms - bar), bar))
+            fills.append(shade(palette[event.kind], _chunk(event)))
+            # A white rim separates neighbours, but would cover a very narrow bar.
+            rims.append("white" if length * points_per_ms > 3 else fills[-1])
+            if len(event.name) * LETTER * size < length * points_per_ms - 4:
+                look: dict[str, Any] = {"size": size, "color": readable_on(fills[-1]), "ha": "center"}
+                middle = start + length / 2, top + thickness / 2
+                axes.text(*middle, event.name, va="center_baseline", parse_math=False, **look)
         axes.broken_barh(shown, (top, thickness), facecolors=fills, edgecolors=rims, linewidth=0.5, zorder=2)
-        for event, (start, length), fill in zip(track, spans, fills, strict=True):
-            if size := _fitting_size(event.name, length * points_per_ms - 4, FONT_POINTS[thickness]):
-                axes.text(
-                    start + length / 2,
-                    top + thickness / 2,
-                    event.name,
-                    size=size,
-                    color=readable_on(fill),
-                    ha="center",
-                    va="center_baseline",
-                    parse_math=False,
-                )
     figure.savefig(path)
     return Path(path)
 
@@ -186,9 +156,8 @@ def shade(color: str, chunk: int) -> str:
         return color
     from matplotlib.colors import to_hex, to_rgb
 
-    red, green, blue = to_rgb(color)
-    factor = 0.75**chunk
-    return to_hex((red * factor, green * factor, blue * factor))
+    red, green, blue = (part * 0.75**chunk for part in to_rgb(color))
+    return to_hex((red, green, blue))
 
 
 def _chunk(event: Event) -> int:
@@ -207,20 +176,14 @@ def _from_zero(panel: str, events: Iterable[Event]) -> list[Event]:
     return [event._replace(start_ns=event.start_ns - zero) for event in events]
 
 
-def _place(
-    panels: Mapping[str, Iterable[Event]],
-) -> tuple[
-    list[tuple[float, float, list[Event]]],
-    list[tuple[float, str, bool]],
-    list[tuple[float, float]],
-    list[tuple[float, str]],
-]:
+def _place(panels: Mapping[str, Iterable[Event]]) -> tuple[list, list, list, list]:
     """Return the positions of all elements, in inches from the top.
 
     A bar is (top, thickness, events of a track), a label (middle, text, whether it is a rank's), a band of a
     rank (top, bottom), and the name of a panel (middle, text).
     """
-    bars, labels, bands, names = [], [], [], []
+    bars: list[tuple[float, float, list[Event]]] = []
+    labels, bands, names = [], [], []
     y = RANK_GAP / 2
     for name, events in panels.items():
         if name:
@@ -239,37 +202,17 @@ def _place(
     return bars, labels, bands, names
 
 
-def _palette(kinds: list[str], given: dict[str, str]) -> dict[str, str]:
+def _palette(kinds: list[str]) -> dict[str, str]:
     """Return a colour for each kind: known kinds in the order of `COLORS`, then the others."""
-    known = COLORS | given
-    others = dict.fromkeys(kind for kind in kinds if kind not in known)
+    others = dict.fromkeys(kind for kind in kinds if kind not in COLORS)
     spare = {kind: OTHER_COLORS[i % len(OTHER_COLORS)] for i, kind in enumerate(others)}
-    return {kind: color for kind, color in (known | spare).items() if kind in set(kinds)}
-
-
-def _fitting_size(text: str, points: float, sizes: tuple[float, ...]) -> float | None:
-    """Return the first of the font sizes at which `text` is at most `points` wide, or None."""
-    if points < 2 * len(text):  # no font is that narrow, and measuring takes time
-        return None
-    return next((size for size in sizes if _width(text) * size <= points), None)
-
-
-@cache
-def _width(text: str) -> float:
-    """Return the width of the text in points, at a font size of 1 point."""
-    from matplotlib.textpath import TextPath
-
-    path = TextPath((0, 0), text.replace("$", "S"), size=100)  # a $ would start a formula
-    return path.get_extents().width / 100
+    return {kind: color for kind, color in (COLORS | spare).items() if kind in set(kinds)}
 
 
 def readable_on(color: str) -> str:
     """Return black or white: the one with more contrast (relative luminance, WCAG 2)."""
     from matplotlib.colors import to_rgb
 
-    linear = [
-        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
-        for channel in to_rgb(color)
-    ]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    parts = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(color)]
+    luminance = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
     return "white" if luminance < 0.179 else "black"
