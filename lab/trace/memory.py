@@ -34,10 +34,8 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
 
     A storage that belongs to several classes counts for the first of them. A DTensor counts as its local
     tensor. Tensors that only autograd's graph holds are not found: call this when there is no graph, and use
-    `saved_activations` for these tensors. Raise ValueError for a class named "other".
+    `saved_activations` for these tensors.
     """
-    if "other" in classes:
-        raise ValueError('The name "other" is for tensors of no class; give yours another name.')
     counted: set[Memory] = set()
 
     def add_up(tensors: Iterable[Tensor | None]) -> int:
@@ -63,19 +61,12 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def gradient_of(tensor: Tensor) -> Tensor | None:
-    """Return the gradient of a leaf, None for other tensors, without calling a tensor subclass's own code."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.grad if tensor.is_leaf else None
-
-
 def _all_tensors() -> Iterator[Tensor]:
     # Not isinstance(): it calls code of the objects, and some of them warn or raise.
     for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
         yield tensor
-        gradient = gradient_of(tensor)
-        if gradient is not None:
-            yield gradient  # it may not be a Python object yet
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad  # it may not be a Python object yet
 
 
 def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
@@ -87,8 +78,7 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
         inner = [getattr(tensor, name) for name in names]
         return [storage for part in inner if isinstance(part, Tensor) for storage in _storages(part)]
     try:
-        with torch._C.DisableTorchFunctionSubclass():  # as in gradient_of
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
         return [storage] if storage.device.type != "meta" and storage.nbytes() else []
     except (RuntimeError, NotImplementedError):  # sparse, or a subclass without access to its memory
         return []

@@ -130,8 +130,6 @@ class Meter:
             "bytes_sent": sent.bytes_sent,
             "messages_sent": sent.messages_sent,
         }
-        if taken := summary.keys() & extras.keys():
-            raise ValueError(f"{', '.join(sorted(taken))}: the meter's own field; give yours another name.")
         summary = {key: _plain(value) for key, value in (summary | extras).items()}
         if self._cluster.is_main:
             self._end_line()
@@ -145,6 +143,7 @@ class Meter:
         return summary
 
     def _timed(self) -> list[float]:
+        """Return the seconds of the steps after the warm-up."""
         return self._seconds[min(self._warmup, len(self._seconds) // 2) :]
 
     def _tokens_per_second(self) -> float | None:
@@ -157,11 +156,8 @@ class Meter:
     def _show_progress(self) -> None:
         done, live = self._first_step + len(self._seconds), self._console.is_terminal
         waited = time.perf_counter() - self._printed_at
-        if (
-            len(self._seconds) > 1
-            and done < self._steps
-            and waited < (LIVE_SECONDS if live else PLAIN_SECONDS)
-        ):
+        is_between = len(self._seconds) > 1 and done < self._steps
+        if is_between and waited < (LIVE_SECONDS if live else PLAIN_SECONDS):
             return
         loss, rate = self._loss(), self._tokens_per_second()
         words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"
@@ -179,8 +175,6 @@ class Meter:
 
 
 def _readable(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
     if isinstance(value, list):
         return ", ".join(_readable(name, item) for item in value)
     if name.endswith("_seconds_per_byte"):

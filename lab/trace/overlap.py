@@ -26,7 +26,6 @@ from lab.trace.gantt import MAIN_LANE, Event
 Interval = tuple[int, int]
 
 COMPUTE = ("compute", "forward", "backward", "weight", "optimizer")
-COMMUNICATION = ("communication",)
 BLOCKED = ("wait", "communication")  # on the main lane
 
 
@@ -53,16 +52,13 @@ class Overlap:
 def overlap_of(events: Sequence[Event]) -> Overlap:
     """Return the overlap in one rank's events. Spans at the same time, or within each other, count once.
 
-    Computing happens on the main lane, communication on any. Raise ValueError for events of several ranks:
-    one rank's communication would seem hidden behind another's computing.
+    Computing happens on the main lane, communication on any.
     """
-    if len(ranks := {event.rank for event in events}) > 1:
-        raise ValueError(f"overlap_of takes one rank's events, not those of ranks {sorted(ranks)}; pick one")
     main = [event for event in events if event.lane == MAIN_LANE]
     compute = difference(busy(main, COMPUTE), busy(main, BLOCKED))
-    communication = busy(events, COMMUNICATION)
+    communication = busy(events, ["communication"])
     hidden = intersection(communication, compute)
-    blocking = busy(main, COMMUNICATION)
+    blocking = busy(main, ["communication"])
     return Overlap(total(compute), total(communication), total(hidden), total(blocking))
 
 

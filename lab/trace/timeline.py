@@ -205,10 +205,8 @@ def gather_events(
     Events travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
     """
     store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
-    own = [
-        event._replace(rank=cluster.rank, start_ns=event.start_ns + offset_ns)
-        for event in (recorded() if events is None else events)
-    ]
+    given = recorded() if events is None else events
+    own = [one._replace(rank=cluster.rank, start_ns=one.start_ns + offset_ns) for one in given]
     if not cluster.is_main:
         packed = zlib.compress(json.dumps(own, default=str).encode())
         pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
@@ -262,33 +260,14 @@ def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
         ) from error
 
 
-def save(
-    cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
-) -> list[Path]:
-    """Align and gather events, write `trace.json` and `timeline.png` on rank 0, and return their paths.
-
-    Every rank must call it, with its events or, by default, with all that it recorded. Other ranks return [].
-    """
-    all_events = gather_events(cluster, align(cluster), events)
-    if all_events is None:
-        return []
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = write_chrome_trace(folder / "trace.json", all_events)
-    return [trace, draw(all_events, folder / "timeline.png", title)]
-
-
 def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
     """Write events in the Trace Event Format for Perfetto: a process for each rank, a thread for each lane.
 
     Times become microseconds since the first event. In the format two spans of a thread must be disjoint or
     nested. So a lane whose spans overlap becomes several threads of the same name.
     """
-    table = lanes(events)
-    zero = min(
-        (event.start_ns for by_lane in table.values() for lane in by_lane.values() for event in lane),
-        default=0,
-    )
+    events = list(events)
+    table, zero = lanes(events), min((event.start_ns for event in events), default=0)
     rows: list[dict[str, Any]] = []
     for rank, by_lane in table.items():
         # Perfetto takes pid 0 and tid 0 for the idle task, and merges tid 0 with tid 1.
@@ -316,3 +295,19 @@ def _plain(value: Any) -> Any:
     """Return a number or a text unchanged, and all else as text: strict JSON has no NaN or infinity."""
     finite = isinstance(value, float) and math.isfinite(value)
     return value if finite or isinstance(value, int | str) else str(value)
+
+
+def save(
+    cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
+) -> list[Path]:
+    """Align and gather events, write `trace.json` and `timeline.png` on rank 0, and return their paths.
+
+    Every rank must call it, with its events or, by default, with all that it recorded. Other ranks return [].
+    """
+    all_events = gather_events(cluster, align(cluster), events)
+    if all_events is None:
+        return []
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = write_chrome_trace(folder / "trace.json", all_events)
+    return [trace, draw(all_events, folder / "timeline.png", title)]

@@ -56,6 +56,9 @@ EVENTS = st.lists(
         kind=st.sampled_from(COMPUTE),
         start_ns=st.integers(-5, 25),
         duration_ns=st.integers(0, 12),
+        lane=st.just("main"),
+        args=st.just({}),
+        rank=st.just(0),
     ),
     max_size=10,
 )
