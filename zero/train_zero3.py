@@ -43,6 +43,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
@@ -51,7 +52,6 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
-from lab.models.nested import map_tensors, tensors_in
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
@@ -165,9 +165,9 @@ class ShardedModule(nn.Module):
         """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
         if self.compute_dtype is None:
             return self.module(*inputs, **options)
-        inputs, options = map_tensors((inputs, options), partial(cast, dtype=self.compute_dtype))
+        inputs, options = tree_map_only(Tensor, partial(cast, dtype=self.compute_dtype), (inputs, options))
         outputs = self.module(*inputs, **options)
-        return map_tensors(outputs, partial(cast, dtype=self.units[0].shard.dtype))
+        return tree_map_only(Tensor, partial(cast, dtype=self.units[0].shard.dtype), outputs)
 
     def names(self) -> dict[Tensor, list[str]]:
         """Return the names of each full parameter in the wrapped module; a tied one has several."""
@@ -295,8 +295,8 @@ class FullyShardedDataParallel(ShardedModule):
         """Free the block, unless the backward begins with it. Notice when the backward reaches its output."""
         if is_in_backward():
             return
-        passed_on = list(tensors_in(inputs))
-        for tensor in tensors_in(output):
+        passed_on, tensors = tree_leaves(inputs), tree_leaves(output)
+        for tensor in (leaf for leaf in tensors if isinstance(leaf, Tensor)):
             if tensor.requires_grad and not any(tensor is other for other in passed_on):
                 tensor.register_hook(partial(self._before_backward, i))
         is_needed = not self.reshards or i in (0, len(self.blocks) - 1)

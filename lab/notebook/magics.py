@@ -33,6 +33,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import HTML, display
+from rich.table import Table
 
 from lab.launch.errors import WorkbookError
 from lab.notebook.rank_cells import Reply
@@ -69,27 +70,6 @@ class Values:
         return f"<table><tr>{heads}</tr><tr>{cells}</tr></table>"
 
 
-class Table:
-    """Rows of texts below their heads."""
-
-    def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        self._rows = [[str(cell) for cell in row] for row in (heads, *rows)]
-
-    def __repr__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
-        return "\n".join(
-            "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in self._rows
-        )
-
-    def _repr_html_(self) -> str:
-        heads, *rows = (
-            "<tr>" + "".join(f"<{tag} {_LEFT}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-            for tag, row in zip(("th", *("td",) * len(self._rows)), self._rows, strict=False)
-        )
-        return f"<table>{heads}{''.join(rows)}</table>"
-
-
 class CellOutput:
     """The lines that a cell prints, tagged by rank. In a notebook a long output ends in collapsed blocks."""
 
@@ -112,6 +92,14 @@ class CellOutput:
             summary = f"<summary>rank {rank}: {len(own)} lines</summary>"
             text = html.escape("\n".join(own))
             display(HTML(f"<details>{summary}<pre>{text}</pre></details>"))
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    """Return rows of texts below their heads."""
+    made = Table(*heads, box=None)
+    for row in rows:
+        made.add_row(*map(str, row))
+    return made
 
 
 def name_of(ranks: Sequence[int]) -> str:
@@ -240,7 +228,7 @@ class RanksMagics(Magics):
             (rank, pid, device, show_bytes(held), ", ".join(names))
             for rank, (pid, device, held, names) in ranks.status().items()
         ]
-        display(Table(("rank", "process", "device", "memory", "variables"), rows))
+        display(table(("rank", "process", "device", "memory", "variables"), rows))
 
     def _show_times(self) -> None:
         ranks = sorted({rank for times in self._times for rank in times.seconds})
@@ -252,7 +240,7 @@ class RanksMagics(Magics):
             )
             for times in self._times
         ]
-        display(Table(("cell", *(f"rank {rank}" for rank in ranks), "begins with"), rows))
+        display(table(("cell", *(f"rank {rank}" for rank in ranks), "begins with"), rows))
 
     def _run(self, cell: str, ranks: list[int] | None, record: bool) -> None:
         assert self.shell is not None
