@@ -100,11 +100,8 @@ def _recorded() -> dict[str, Any]:
 
     It keeps them apart, because nccl's times come from events of a GPU.
     """
-    both = [
-        pickle.loads(getattr(c10d, name)())
-        for name in ("_dump_fr_trace", "_dump_nccl_trace")
-        if hasattr(c10d, name)
-    ]
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    both = [pickle.loads(getattr(c10d, name)()) for name in names if hasattr(c10d, name)]
     recording: dict[str, Any] = {}
     for one in both:
         recording.update({key: value for key, value in one.items() if key not in recording or value})

@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,17 +42,10 @@ class Call:
     group: str
     number: int
     op: str
-    shapes: list[list[int]]
-    dtypes: list[str]
+    tensors: str  # shapes and dtypes of the input, such as "(4) Float"
     has_ended: bool
     place: str
     called_ns: int
-
-    @property
-    def tensors(self) -> str:
-        """Return the shapes and dtypes of the input, such as "(4,) Float"."""
-        pairs = zip(self.shapes, self.dtypes, strict=False)
-        return ", ".join(f"({', '.join(map(str, shape))}) {dtype}" for shape, dtype in pairs) or "no tensor"
 
 
 @dataclass(frozen=True)
@@ -74,18 +67,15 @@ class Recording:
         """Return what is known about a rank that has not arrived."""
         if self.state == ENDED:
             return "it has ended"
-        if self.state == FAILED:
-            return f"it has failed with {self.error}, at {self.place}"
-        return f"it was at {self.place}"
+        failed = f"has failed with {self.error}, at" if self.state == FAILED else "was at"
+        return f"it {failed} {self.place}"
 
 
 def load(folder: str | Path) -> dict[int, Recording]:
     """Return the recordings in a folder by rank. WorkbookError if there is none, or a file is no dump."""
     paths = [path for path in Path(folder).glob("*") if re.search(r"\d$", path.name)]
     if not paths:
-        raise WorkbookError(
-            f"{folder} has no dump: a dump's name ends with its rank, as rank_0 does (black_box.py)."
-        )
+        raise WorkbookError(f"{folder} has no dump: a dump's name ends with its rank, as rank_0 does.")
     recordings = [_recording(path) for path in paths]
     return {one.rank: one for one in sorted(recordings, key=lambda one: one.rank)}
 
@@ -118,11 +108,8 @@ def _first_difference(group: str, recordings: Mapping[int, Recording]) -> list[s
         running = {rank: call for rank, call in made.items() if recordings[rank].state != ENDED}
         lines = _operations(made) or _tensors(made) or _absence(made, absent) or _unfinished(running)
         if lines:
-            head, *rest = lines
-            return [
-                f"Group {group} ({_ranks(calls)}), collective {number}: {head}",
-                *(f"  {x}" for x in rest),
-            ]
+            head = f"Group {group} ({_ranks(calls)}), collective {number}: {lines[0]}"
+            return [head, *(f"  {line}" for line in lines[1:])]
     return []
 
 
@@ -143,10 +130,8 @@ def _tensors(made: Mapping[int, Call]) -> list[str]:
     op, kinds = next(iter(made.values())).op, _by(made, lambda call: call.tensors)
     if op not in EQUAL_INPUTS or len(kinds) == 1:
         return []
-    return [
-        f"the tensors of {op} differ.",
-        *(f"{_ranks(ranks)}: {tensors}, at {made[ranks[0]].place}" for tensors, ranks in kinds.items()),
-    ]
+    brought = (f"{_ranks(r)}: {tensors}, at {made[r[0]].place}" for tensors, r in kinds.items())
+    return [f"the tensors of {op} differ.", *brought]
 
 
 def _absence(made: Mapping[int, Call], absent: Iterable[Recording]) -> list[str]:
@@ -179,12 +164,14 @@ def _straggler(group: str, recordings: Mapping[int, Recording]) -> list[str]:
     if len(common) < MIN_CALLS or len(late[rank]) * 2 < len(common):
         return []
     seconds = statistics.median(late[rank])
-    if seconds < LATE:
-        return []
-    return [
-        f"Group {group}: rank {rank} is a straggler. It was the last to arrive in {len(late[rank])} of "
-        f"{len(common)} collectives, by a median of {seconds * 1e3:.0f} ms after the first rank."
-    ]
+    return (
+        []
+        if seconds < LATE
+        else [
+            f"Group {group}: rank {rank} is a straggler. It was the last to arrive in {len(late[rank])} of "
+            f"{len(common)} collectives, by a median of {seconds * 1e3:.0f} ms after the first rank."
+        ]
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -206,7 +193,7 @@ def _recording(path: Path) -> Recording:
     calls = [_call(entry) for entry in entries]
     if state == FAILED and calls and calls[-1].place == place:
         # PyTorch counts a collective that has failed as ended.
-        calls[-1] = Call(**{**vars(calls[-1]), "has_ended": False})
+        calls[-1] = replace(calls[-1], has_ended=False)
     # nccl's dump has the ranks of each group, as text; gloo's has them for one group, without its name.
     named = {name: json.loads(group["ranks"]) for name, group in content["pg_config"].items() if name}
     return Recording(rank, calls, state, added.get("error", ""), place, added.get("groups", named))
@@ -214,12 +201,13 @@ def _recording(path: Path) -> Recording:
 
 def _call(entry: dict[str, Any]) -> Call:
     frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])]
+    inputs = zip(entry.get("input_sizes", []), entry.get("input_dtypes", []), strict=False)
     return Call(
         group=str(entry["process_group"][0]),
         number=entry["collective_seq_id"],
         op=entry["profiling_name"].split(":", 1)[-1],
-        shapes=entry.get("input_sizes", []),
-        dtypes=entry.get("input_dtypes", []),
+        tensors=", ".join(f"({', '.join(map(str, shape))}) {dtype}" for shape, dtype in inputs)
+        or "no tensor",
         has_ended=entry.get("retired", False) or entry.get("state") == "completed",
         place=_own_place(frames),
         called_ns=entry["time_created_ns"],

@@ -8,13 +8,11 @@ import time
 
 import pytest
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
-from lab.trace import black_box as black_box_module
-from lab.trace.black_box import black_box, dump
+from lab.trace.black_box import black_box
 from lab.trace.flight_recorder import analyse, load
 
 
@@ -35,17 +33,6 @@ def test_ranks_that_agree_are_said_to_agree_also_by_the_command(tmp_path):
     assert sentences == ["The ranks have called the same collectives, and all of them have ended."]
     command = [sys.executable, "-m", "lab.trace.flight_recorder", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines() == sentences
-
-
-def test_a_dump_has_the_collectives_of_gloo_and_of_nccl_which_torch_records_apart(tmp_path, monkeypatch):
-    entry, groups = {"collective_seq_id": 1}, {"0": {"ranks": "[0]"}}
-    of_gloo = {"version": "2.10", "pg_config": {}, "entries": []}
-    of_nccl = {"version": "2.10", "pg_config": groups, "entries": [entry]}
-    monkeypatch.setattr(black_box_module, "_groups", dict)
-    for name, recording in (("_dump_fr_trace", of_gloo), ("_dump_nccl_trace", of_nccl)):
-        monkeypatch.setattr(c10d, name, lambda made=recording: pickle.dumps(made), raising=False)
-    written = pickle.loads(dump(tmp_path, 0).read_bytes())
-    assert written["entries"] == [entry] and written["pg_config"] == groups
 
 
 def test_a_different_order_names_both_operations_and_their_lines(tmp_path):

@@ -1,11 +1,7 @@
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from lab.cluster import Cluster
-from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes, saved_activations
 
 
@@ -15,16 +11,6 @@ def test_a_storage_counts_once_however_many_tensors_look_at_it():
     assert live_bytes({"mine": [whole, *views]})["mine"] == 4000
     assert live_bytes({"mine": views[:1]})["mine"] == 4000  # what a small view keeps alive
     assert live_bytes({"first": views, "second": [whole]})["second"] == 0
-
-
-def test_a_dtensor_stands_for_the_part_that_this_rank_holds():
-    def work(cluster: Cluster) -> None:
-        mesh = init_device_mesh("cpu", (cluster.world_size,))
-        before = live_bytes({})["other"]
-        tensor = nn.Parameter(distribute_tensor(torch.zeros(4, 7), mesh, [Shard(0)]))
-        assert live_bytes({"mine": [tensor]}) == {"mine": 2 * 7 * 4, "other": before}
-
-    run_ranks(work, 2)
 
 
 def forward_bytes(model: nn.Module, forward, x: Tensor) -> int:

@@ -109,23 +109,6 @@ def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
     assert (summary["first_loss"], summary["last_loss"], summary["worst"]) == (None, None, [1.0, None])
 
 
-def test_a_loss_is_read_only_in_steps_whose_line_is_printed(clock):
-    class Watched(torch.Tensor):
-        reads = 0
-
-        def __float__(self) -> float:
-            Watched.reads += 1
-            return 1.0
-
-    meter = Meter(rank(1, 2), "train", steps=20, tokens_per_step=1)
-    for _ in range(20):
-        with meter.step() as record:
-            clock[0] += 1.0
-            record.loss = torch.tensor(1.0).as_subclass(Watched)
-    meter.finish()
-    assert Watched.reads == 2  # the first and the last
-
-
 def test_peak_memory_sees_what_was_freed_again_but_not_what_was_freed_before_the_start():
     peak_before = torch.ones(100 << 20, dtype=torch.uint8)
     del peak_before
